@@ -1,0 +1,68 @@
+"""The policy contract: what engines and learners ask of a vision-language-action model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from vlarl.types import FloatArray, IntArray, Observation, PolicyInput
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the policy says of given action tokens."""
+
+    logits: torch.Tensor  # [B, K*D, num_bins] float32 over the action ids, before temperature
+    values: torch.Tensor | None  # [B] float32, read at the state before the first action token; None without critic
+
+
+Chooser = Callable[[torch.Tensor, int], torch.Tensor]
+"""Picks tokens: (logits [B, T, num_bins], index of the first of these T tokens) -> places [B, T] in the support."""
+
+
+class ActionCodec(Protocol):
+    """Action tokens <-> continuous actions in [-1, 1]."""
+
+    first_id: int  # lowest action id; the support is first_id .. first_id + num_bins - 1
+    num_bins: int
+
+    def decode(self, token_ids: IntArray) -> FloatArray:
+        """[..., K*D] vocabulary ids -> [..., K, D] normalised actions."""
+        ...
+
+    def encode(self, actions: FloatArray) -> IntArray:
+        """[..., K, D] normalised actions -> [..., K*D] vocabulary ids."""
+        ...
+
+
+class Policy(Protocol):
+    """An `nn.Module` that scores and generates action tokens."""
+
+    codec: ActionCodec
+    chunk_length: int
+    action_dim: int
+
+    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+        """Prompts and pixels; the same function for engine and learner."""
+        ...
+
+    def score(self, inputs: PolicyInput, token_ids: torch.Tensor) -> Scores:
+        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic."""
+        ...
+
+    def generate(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
+        ...
+
+    def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
+        """Normalised actions [..., D] -> the robot's units, by the checkpoint's statistics."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint in the original layout."""
+        ...

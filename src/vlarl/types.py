@@ -1,0 +1,225 @@
+"""The nouns of vlarl: what crosses the borders between its parts, in the order one observation meets them.
+
+    Task -> Observation -> PolicyInput -> ActionTokens -> ChunkOutcome -> Transition -> Trajectory
+         -> TrajectoryGroup -> TrainBatch -> UpdateResult -> (weights) -> Task
+
+Shapes are given in comments: B rows of a batch, K actions of a chunk, D numbers of an action, L prompt tokens,
+I images of an observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+UInt8Array = NDArray[np.uint8]
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One episode to run. Everything random about it follows from these numbers, so it can be run again."""
+
+    suite: str
+    task_id: int
+    init_state: int  # index of the initial state within the task
+    seed: int  # drives the environment's and the action sampler's randomness
+    group: int = 0  # episodes of one group share task and initial state
+    member: int = 0  # place within the group
+
+    @property
+    def episode_id(self) -> str:
+        """A name for the episode that says what it takes to replay it."""
+        return f"{self.suite}-t{self.task_id:02d}-s{self.init_state:03d}-{self.seed:016x}"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the robot sees and feels at a decision; simulator conventions have ended here."""
+
+    images: UInt8Array  # [I, H, W, 3] upright RGB, the agent view first
+    proprio: FloatArray  # [8] end-effector position 3, axis-angle 3, gripper fingers 2
+    instruction: str
+
+
+@dataclass(frozen=True)
+class PolicyInput:
+    """A batch of observations as the policy reads them. Right-padded prompts; pixels stay uint8 until the device."""
+
+    input_ids: torch.Tensor  # [B, L] int64
+    attention_mask: torch.Tensor  # [B, L] bool
+    pixels: torch.Tensor  # [B, I, 3, H, W] uint8, at the model's resolution
+    proprio: torch.Tensor | None  # [B, P] float32, normalised; None for policies without the proprio token
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    def to(self, device: torch.device | str) -> PolicyInput:
+        """The same batch on another device."""
+        return PolicyInput(
+            self.input_ids.to(device, non_blocking=True),
+            self.attention_mask.to(device, non_blocking=True),
+            self.pixels.to(device, non_blocking=True),
+            None if self.proprio is None else self.proprio.to(device, non_blocking=True),
+        )
+
+    def rows(self, index: torch.Tensor | slice) -> PolicyInput:
+        """The chosen rows, with prompt columns that none of them uses cut off."""
+        mask = self.attention_mask[index]
+        width = int(mask.sum(dim=1).max()) if mask.shape[0] else mask.shape[1]
+        proprio = None if self.proprio is None else self.proprio[index]
+        return PolicyInput(self.input_ids[index][:, :width], mask[:, :width], self.pixels[index], proprio)
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """What an engine sampled for a batch, and how likely it found it."""
+
+    ids: torch.Tensor  # [B, K*D] int64 vocabulary ids, all of them action ids
+    engine_logprobs: torch.Tensor  # [B, K*D] float32, over the action ids at the sampling temperature
+    version: int  # version of the weights that sampled
+
+
+@dataclass(frozen=True)
+class ChunkOutcome:
+    """One environment's answer to one chunk of actions, which stops at the first end."""
+
+    rewards: FloatArray  # [K], zero for steps that were not executed
+    num_executed: int
+    terminated: bool  # the task ended here (success): nothing follows, so nothing to bootstrap
+    truncated: bool  # the time limit ended it: the value of `observation` stands for the rest
+    success: bool
+    observation: Observation  # after the last executed step
+    frames: tuple[UInt8Array, ...] = ()  # one a step, when the episode is filmed
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One decision of the policy and what came of it."""
+
+    observation: Observation
+    token_ids: IntArray  # [K*D]
+    engine_logprobs: FloatArray  # [K*D]
+    rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
+    num_executed: int  # steps of the chunk that ran before the episode ended
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode."""
+
+    task: Task
+    transitions: tuple[Transition, ...]
+    final_observation: Observation
+    terminated: bool
+    truncated: bool
+    success: bool
+    policy_version: int
+    status: Literal["ok", "crashed"] = "ok"
+
+    @property
+    def length(self) -> int:
+        """Environment steps executed."""
+        return sum(t.num_executed for t in self.transitions)
+
+    @property
+    def env_return(self) -> float:
+        """Undiscounted sum of the environment's rewards."""
+        return float(sum(float(t.rewards.sum()) for t in self.transitions))
+
+    def with_rewards(self, rewards: Sequence[FloatArray]) -> Trajectory:
+        """The same episode scored differently: one array [K] for each transition."""
+        scored = tuple(replace(t, rewards=r) for t, r in zip(self.transitions, rewards, strict=True))
+        return replace(self, transitions=scored)
+
+
+@dataclass(frozen=True)
+class TrajectoryGroup:
+    """Episodes of one task from one initial state, which group-relative methods compare with each other."""
+
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def returns(self) -> FloatArray:
+        """[G] the return of each member."""
+        return np.array([t.env_return for t in self.trajectories], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Decisions ready for the learner, one row each; rows of one trajectory stay in order."""
+
+    inputs: PolicyInput
+    token_ids: torch.Tensor  # [N, K*D] int64
+    old_logprobs: torch.Tensor  # [N, K*D] log-probs of the policy that acted
+    advantages: torch.Tensor  # [N, K*D]
+    mask: torch.Tensor  # [N, K*D] bool: tokens of executed steps
+    returns: torch.Tensor | None = None  # [N] value targets; None without a critic
+    old_values: torch.Tensor | None = None  # [N] values at rollout time; None without a critic
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def rows(self, index: torch.Tensor) -> TrainBatch:
+        """The chosen decisions."""
+        picked = {
+            f.name: None if (value := getattr(self, f.name)) is None else value[index]
+            for f in fields(self)
+            if f.name != "inputs"
+        }
+        return TrainBatch(inputs=self.inputs.rows(index), **picked)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one call of the learner did."""
+
+    metrics: dict[str, float]  # names without the `train/` prefix
+    num_optimizer_steps: int
+    num_skipped_steps: int = 0  # refused because the gradient was not finite
+    stopped_early: bool = False  # by the KL limit
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """One evaluated episode."""
+
+    task: Task
+    instruction: str
+    success: bool
+    length: int
+    episode_return: float
+    frames: tuple[UInt8Array, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Greedy (or sampled) success over a set of episodes."""
+
+    episodes: tuple[EpisodeResult, ...]
+
+    @property
+    def success_rate(self) -> float:
+        """Share of episodes that reached the goal."""
+        return sum(e.success for e in self.episodes) / len(self.episodes)
+
+    @property
+    def mean_return(self) -> float:
+        """Mean undiscounted return."""
+        return sum(e.episode_return for e in self.episodes) / len(self.episodes)
+
+    def per_task(self) -> dict[int, tuple[int, int]]:
+        """task_id -> (successes, episodes)."""
+        table: dict[int, tuple[int, int]] = {}
+        for e in self.episodes:
+            won, total = table.get(e.task.task_id, (0, 0))
+            table[e.task.task_id] = (won + e.success, total + 1)
+        return dict(sorted(table.items()))
