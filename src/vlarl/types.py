@@ -99,6 +99,7 @@ class ChunkOutcome:
     success: bool
     observation: Observation  # after the last executed step
     frames: tuple[UInt8Array, ...] = ()  # one a step, when the episode is filmed
+    error: str | None = None  # the simulator failed here: the episode is counted as crashed and never trained on
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class TrainBatch:
     """Decisions ready for the learner, one row each; rows of one trajectory stay in order."""
 
     inputs: PolicyInput
-    token_ids: torch.Tensor  # [N, K*D] int64
+    token_ids: torch.Tensor  # [N, K*D] int64 vocabulary ids
+    places: torch.Tensor  # [N, K*D] int64 places of these ids in the action support
     old_logprobs: torch.Tensor  # [N, K*D] log-probs of the policy that acted
     advantages: torch.Tensor  # [N, K*D]
     mask: torch.Tensor  # [N, K*D] bool: tokens of executed steps
@@ -176,6 +178,13 @@ class TrainBatch:
             if f.name != "inputs"
         }
         return TrainBatch(inputs=self.inputs.rows(index), **picked)
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        """The same batch on another device."""
+        moved = {
+            f.name: None if (value := getattr(self, f.name)) is None else value.to(device) for f in fields(self)
+        }
+        return TrainBatch(**moved)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,8 @@
+"""Configuration: the schema, files and flags, rules across sections, and the numbers that follow."""
 
+from vlarl.config.derive import Derived, derive
+from vlarl.config.load import load_config, to_yaml
+from vlarl.config.problems import ConfigError
+from vlarl.config.schema import Config, FinetuneConfig
+
+__all__ = ["Config", "ConfigError", "Derived", "FinetuneConfig", "derive", "load_config", "to_yaml"]

@@ -1,1 +1,45 @@
+"""Policies: vision-language-action models behind one contract."""
 
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vlarl.errors import UsageError
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+
+BUILTIN = {"builtin:tiny-oft": "tiny-oft", "builtin:tiny-openvla": "tiny-openvla"}
+"""Checkpoints that ship with vlarl, and their folders in the package."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    decoder: Literal["autoregressive", "parallel"] | None = None,
+    chunk_length: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: torch.device | str = "cpu",
+) -> OpenVLAPolicy:
+    """Load a checkpoint folder or a built-in model; what is None is taken from the checkpoint."""
+    return OpenVLAPolicy.load(
+        checkpoint_folder(path), decoder=decoder, chunk_length=chunk_length, dtype=DTYPES[dtype], device=device
+    )
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The folder behind a built-in name or a path, or a message that says what is missing there."""
+    if str(path) in BUILTIN:
+        return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        what = "it holds no config.json" if folder.is_dir() else "there is no such folder"
+        raise UsageError(
+            f"{path} is not a checkpoint: {what}. Give a checkpoint folder, such as runs/<name>/checkpoints/final, "
+            f"or one of {', '.join(BUILTIN)}."
+        )
+    return folder

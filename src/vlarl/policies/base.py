@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from vlarl.types import FloatArray, IntArray, Observation, PolicyInput
 
@@ -40,29 +42,42 @@ class ActionCodec(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """An `nn.Module` that scores and generates action tokens."""
+class Policy(nn.Module, ABC):
+    """A module that scores and generates action tokens. Parameters under `value_head.` are the critic's."""
 
     codec: ActionCodec
     chunk_length: int
     action_dim: int
 
-    def process(self, observations: Sequence[Observation]) -> PolicyInput:
-        """Prompts and pixels; the same function for engine and learner."""
-        ...
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Pixels of an image side, as the policy reads it."""
 
+    @abstractmethod
+    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+        """Prompts and pixels, on the CPU; the same function for engine and learner."""
+
+    @abstractmethod
     def score(self, inputs: PolicyInput, token_ids: torch.Tensor) -> Scores:
         """Logits over the action support for each of the given tokens [B, K*D], and values with a critic."""
-        ...
 
+    @abstractmethod
+    def values(self, inputs: PolicyInput) -> torch.Tensor:
+        """[B] the critic's values alone, for observations that no action follows."""
+
+    @abstractmethod
     def generate(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
-        ...
 
+    @abstractmethod
     def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
         """Normalised actions [..., D] -> the robot's units, by the checkpoint's statistics."""
-        ...
 
+    @abstractmethod
+    def attach_value_head(self, hidden_sizes: Sequence[int], seed: int) -> nn.Module:
+        """Add a fresh critic that reads the state before the first action token, unless the checkpoint brought one."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the checkpoint in the original layout."""
-        ...

@@ -1,1 +1,1 @@
-
+"""Rollout: tasks in, trajectories out."""

@@ -1,1 +1,1 @@
-
+"""Training: estimates in, better weights out."""

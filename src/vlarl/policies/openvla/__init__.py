@@ -1,1 +1,1 @@
-
+"""OpenVLA and OpenVLA-OFT, natively and at any size."""

@@ -1,0 +1,31 @@
+# make demo   set up .venv and improve the built-in policy (SEED=1 for another seed)
+# make test   set up .venv with the development extras and run the whole test suite
+# make lint   ruff and mypy
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 0
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/vlarl train --run.seed $(SEED)
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# Stamps: a second call installs nothing unless what is installed from has changed.
+$(VENV)/.installed: pyproject.toml constraints.txt scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV)
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt scripts/install.sh
+	PYTHON=$(PYTHON) scripts/install.sh $(VENV) dev
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,119 @@
+"""The command line: finds the command, runs its one function, turns errors into messages and exit codes.
+
+Commands import what they need when they run, so that `vlarl --help` answers at once and never loads torch.
+Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (after saving).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vlarl import __version__
+from vlarl.errors import UsageError, VlarlError
+
+INTERRUPTED = 130
+
+
+def _train(arguments: list[str]) -> int:
+    from vlarl.cli.configured import train
+
+    return train(arguments)
+
+
+def _eval(arguments: list[str]) -> int:
+    from vlarl.cli.evaluate import evaluate
+
+    return evaluate(arguments)
+
+
+def _finetune(arguments: list[str]) -> int:
+    from vlarl.cli.configured import finetune
+
+    return finetune(arguments)
+
+
+def _bench(arguments: list[str]) -> int:
+    from vlarl.cli.tools import bench
+
+    return bench(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from vlarl.cli.tools import report
+
+    return report(arguments)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program."""
+
+    run: Callable[[list[str]], int]
+    usage: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(_train, "[PRESET|FILE] [--section.field value …]", "improve a policy by reinforcement learning"),
+    "eval": Command(_eval, "CHECKPOINT", "measure a checkpoint's success on unseen initial states"),
+    "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
+    "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
+    "report": Command(_report, "RUN", "write the report of a run again"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments, by default the process's own, and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except VlarlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `vlarl train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    name, *rest = arguments
+    if name == "--version":
+        print(f"vlarl {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        raise UsageError(_unknown_command(name))
+    return command.run(rest)
+
+
+def _unknown_command(name: str) -> str:
+    import difflib
+
+    match = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean 'vlarl {match[0]}'? " if match else ""
+    return f"unknown command '{name}'; {hint}Commands: {', '.join(COMMANDS)} (vlarl --help)"
+
+
+def _overview() -> str:
+    lines = [
+        "vlarl improves vision-language-action robot policies by reinforcement learning.",
+        "",
+        "usage: vlarl COMMAND [ARGUMENTS]",
+        "",
+        *(f"  {name:<9} {command.usage:<40} {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "  vlarl COMMAND --help    options of a command; `vlarl train --help` lists every option and preset",
+        "  vlarl --version         version of the package",
+        "",
+        "Try it: `vlarl train` improves the built-in policy on the built-in tabletop in minutes, on any CPU.",
+    ]
+    return "\n".join(lines)

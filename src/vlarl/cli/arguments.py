@@ -1,0 +1,70 @@
+"""argparse for the commands without a configuration, with vlarl's way to report mistakes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from vlarl.config.checks import check_suite
+from vlarl.errors import UsageError
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not the absence of one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError, shows defaults and takes no abbreviations."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(
+            prog=f"vlarl {command}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=_Formatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Report a mistake without the usage text, which `--help` has."""
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def positive(text: str) -> int:
+    """An integer above zero."""
+    return _integer(text, 1)
+
+
+def non_negative(text: str) -> int:
+    """An integer, zero or above."""
+    return _integer(text, 0)
+
+
+def temperature(text: str) -> float:
+    """A number, zero or above."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0")
+    return value
+
+
+def suite(text: str) -> str:
+    """A suite that exists."""
+    for problem in check_suite(text, "suite"):
+        raise argparse.ArgumentTypeError(str(problem))
+    return text
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= {least}")
+    return value

@@ -1,0 +1,194 @@
+"""The commands that take a configuration: `vlarl train` and `vlarl finetune`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from vlarl.cli.runs import find_run
+from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines
+from vlarl.config.describe import help_text, options
+from vlarl.config.flags import ALIASES, Flags, parse_flags
+from vlarl.config.load import COMMANDS as SCHEMAS
+from vlarl.config.load import load_config, to_yaml
+from vlarl.config.presets import DEFAULT_PRESET, presets_of
+from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlarl.data.sft import FinetuneSummary
+    from vlarl.session import RunSummary
+
+AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
+
+FINETUNE_PRESET = "tabletop_base"
+RESUME_KEEPS = ("name", "root", "seed")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line taken apart."""
+
+    source: str | None  # preset or file
+    flags: Flags
+    resume: str | None = None
+    dry_run: bool = False
+    wants_help: bool = False
+
+
+def _loop(config: Config, resume: Path | None) -> RunSummary:
+    from vlarl.loop import train
+
+    return train(config, resume=resume)
+
+
+def _supervised(config: FinetuneConfig) -> FinetuneSummary:
+    from vlarl.data.sft import finetune
+
+    return finetune(config)
+
+
+def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None], RunSummary] = _loop) -> int:
+    """`vlarl train`: improve a policy, print success before and after and where everything is."""
+    request = _parse(arguments, Config, may_resume=True)
+    if request.wants_help:
+        print(_help("train", DEFAULT_PRESET))
+        return 0
+    run_dir: Path | None = None
+    if request.resume is not None:
+        config, run_dir = _resumed(request)
+    else:
+        config = load_config(request.source, request.flags)
+    if request.dry_run:
+        _print_dry_run(config, derived_lines(derive(config)))
+        return 0
+    if run_dir is None:
+        config = _named(config, request.source or DEFAULT_PRESET)
+    summary = run_training(config, run_dir)
+    print("\n".join(_closing_lines(summary)))
+    return 130 if summary.interrupted else 0
+
+
+def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], FinetuneSummary] = _supervised) -> int:
+    """`vlarl finetune`: make a base policy from demonstrations."""
+    request = _parse(arguments, FinetuneConfig, may_resume=False)
+    if request.wants_help:
+        print(_help("finetune", FINETUNE_PRESET))
+        return 0
+    source = request.source or FINETUNE_PRESET
+    config = load_config(source, request.flags, schema=FinetuneConfig)
+    if request.dry_run:
+        _print_dry_run(config, derived_lines(derive_finetune(config)))
+        return 0
+    summary = run_training(_named(config, source))
+    print(f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}")
+    print(f"demonstrations that succeed: {summary.demo_success:.1%}")
+    print(f"checkpoint: {summary.checkpoint}")
+    return 0
+
+
+def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], may_resume: bool) -> Request:
+    """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
+    request = Request(None, Flags())
+    rest: list[str] = []
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        if token in ("-h", "--help"):
+            return replace(request, wants_help=True)
+        if token == "--dry-run":
+            request = replace(request, dry_run=True)
+        elif may_resume and token.partition("=")[0] == "--resume":
+            value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
+            if not value:
+                raise UsageError("--resume: needs the name or folder of a run")
+            request = replace(request, resume=value)
+        else:
+            rest.append(token)
+    flags = parse_flags(rest, schema)
+    sources, flags.positionals = flags.positionals, []
+    if len(sources) > 1:
+        raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
+    if sources and request.resume:
+        raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
+    return replace(request, source=sources[0] if sources else None, flags=flags)
+
+
+def _resumed(request: Request) -> tuple[Config, Path]:
+    """The configuration of the run to go on with, changed by the flags, and its folder."""
+    assert request.resume is not None
+    folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
+    saved = load_config(folder / "config.yaml")
+    config = load_config(folder / "config.yaml", request.flags)
+    for name in RESUME_KEEPS:
+        before, now = getattr(saved.run, name), getattr(config.run, name)
+        if before != now and not (name == "root" and folder.parent.resolve() == Path(now).resolve()):
+            raise UsageError(f"run.{name} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
+    return config, folder
+
+
+def _named(config: AnyConfig, source: str) -> AnyConfig:
+    """The configuration with a name for its run, where it has none."""
+    if config.run.name is not None:
+        return config
+    name = default_run_name(Path(source).stem, config.run.seed, datetime.now())
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
+    print(to_yaml(config))
+    print("# derived")
+    print("\n".join(f"# {line}" for line in derived))
+
+
+def _closing_lines(summary: RunSummary) -> list[str]:
+    """Success before and after, and where the evidence is."""
+    run = summary.run_dir
+    lines = []
+    if summary.success_before is not None and summary.success_after is not None:
+        change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
+        lines.append(f"greedy success on unseen initial states: {change}")
+    if summary.interrupted:
+        lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
+    places = {
+        "report": summary.report,
+        "checkpoint": run / "checkpoints" / "final",
+        "videos": run / "videos",
+    }
+    lines += [f"{name + ':':<12}{path}" for name, path in places.items() if path is not None and path.exists()]
+    return lines
+
+
+def _help(command: str, default_preset: str) -> str:
+    schema = SCHEMAS[command]
+    described = presets_of(schema)
+    width = max(len(name) for name in described)
+    resume = " [--resume RUN]" if command == "train" else ""
+    own = [
+        "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
+        "  --help        this text",
+    ]
+    if command == "train":
+        own.insert(
+            0,
+            "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+        )
+    lines = [
+        f"usage: vlarl {command} [PRESET|FILE] [--section.field value …]{resume} [--dry-run]",
+        "",
+        f"presets (by default {default_preset}):",
+        *(f"  {name:<{width}}  {text}" for name, text in described.items()),
+        "",
+        *own,
+        "",
+        "Options with their defaults, which a preset may change. A list is written --section.field 0 1 2, a switch",
+        "--section.field or --no-section.field; null stands for none.",
+        "",
+        help_text(schema, min(shutil.get_terminal_size((120, 24)).columns, 130)),
+    ]
+    aliases = [f"  --{alias:<18} --{path}" for alias, path in ALIASES.items() if path in options(schema)]
+    return "\n".join([*lines, "", "Names from other systems that work too:", *aliases])

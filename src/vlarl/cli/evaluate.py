@@ -1,0 +1,80 @@
+"""`vlarl eval`: how often a checkpoint succeeds, task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlarl.cli import arguments as args
+from vlarl.config.checks import check_task_ids
+from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.problems import ConfigError
+from vlarl.config.schema import Config
+
+if TYPE_CHECKING:
+    from vlarl.types import EvalResult
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """Evaluate a checkpoint and print its success on each task."""
+    parser = args.Parser("eval", "Measure a checkpoint's success on initial states that training never sees.")
+    add, defaults = parser.add_argument, Config()
+    add("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, builtin:tiny-oft or builtin:tiny-openvla")
+    add("--suite", type=args.suite, default=defaults.env.suite, metavar="S", help=f"one of {', '.join(KNOWN_SUITES)}")
+    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
+    add(
+        "--states-per-task",
+        type=args.positive,
+        default=defaults.eval.states_per_task,
+        metavar="N",
+        help="initial states of each task",
+    )
+    add("--temperature", type=args.temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+    add(
+        "--num-envs",
+        type=args.positive,
+        default=defaults.env.num_envs,
+        metavar="N",
+        help="environments that run side by side",
+    )
+    add("--videos", type=args.non_negative, default=0, metavar="N", help="episodes to film")
+    add("--out", type=Path, metavar="DIR", help="new folder for results and videos")
+    add("--seed", type=args.non_negative, default=0, metavar="N", help="seed of environments and sampling")
+    given = parser.parse_args(arguments)
+    task_ids = None if given.tasks is None else tuple(given.tasks)
+    if problems := list(check_task_ids(task_ids, "--tasks")):
+        raise ConfigError(problems)
+    from vlarl.evaluation import evaluate as run_evaluation
+
+    result = run_evaluation(
+        given.checkpoint,
+        suite=given.suite,
+        task_ids=task_ids,
+        states_per_task=given.states_per_task,
+        temperature=given.temperature,
+        num_envs=given.num_envs,
+        videos=given.videos,
+        out=given.out,
+        seed=given.seed,
+    )
+    print(success_table(result))
+    if given.out is not None:
+        print(f"results: {given.out}")
+    return 0
+
+
+def success_table(result: EvalResult) -> str:
+    """Successes of each task and of all, as aligned text."""
+    instructions = {e.task.task_id: e.instruction for e in result.episodes}
+    rows = [
+        (str(task), f"{won}/{total}", f"{won / total:.1%}", instructions[task])
+        for task, (won, total) in result.per_task().items()
+    ]
+    won = sum(e.success for e in result.episodes)
+    rows.append(("all", f"{won}/{len(result.episodes)}", f"{result.success_rate:.1%}", ""))
+    table = [("task", "won", "success", "instruction"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    return "\n".join(
+        f"{a:>{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {text}".rstrip() for a, b, c, text in table
+    )

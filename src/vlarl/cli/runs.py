@@ -1,0 +1,30 @@
+"""Finds runs by name or folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vlarl.config.problems import nearest
+from vlarl.errors import UsageError
+
+LISTED = 12
+
+
+def find_run(run: str, root: str = "runs") -> Path:
+    """The folder of a run, given as a path or as a name under the root; an unknown one is an error with a list."""
+    for folder in (Path(run), Path(root) / run):
+        if (folder / "config.yaml").is_file():
+            return folder
+    existing = list_runs(Path(root))
+    if not existing:
+        raise UsageError(f"no run '{run}': {root}/ holds no runs")
+    match = nearest(run, existing)
+    hint = f"did you mean '{match}'? " if match else ""
+    more = f" and {len(existing) - LISTED} more" if len(existing) > LISTED else ""
+    raise UsageError(f"no run '{run}'; {hint}Runs in {root}/, newest first: {', '.join(existing[:LISTED])}{more}")
+
+
+def list_runs(root: Path) -> list[str]:
+    """Names of the runs under the root, newest first."""
+    configs = sorted(root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent.name for path in configs]

@@ -1,0 +1,226 @@
+"""Rules that span several options. Pure: a configuration in, problems with their remedies out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from vlarl.config.known import (
+    BUILTIN_CAMERAS,
+    BUILTIN_DECODERS,
+    EVAL_STATES_PER_TASK,
+    KNOWN_REWARDS,
+    KNOWN_SUITES,
+    TASKS_PER_SUITE,
+)
+from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig, RunConfig
+
+Problems = Iterator[Problem]
+
+
+def check(config: Config | FinetuneConfig) -> list[Problem]:
+    """Everything that is wrong with a configuration whose options are each valid."""
+    if isinstance(config, FinetuneConfig):
+        return [problem for rule in FINETUNE_RULES for problem in rule(config)]
+    return [problem for rule in TRAIN_RULES for problem in rule(config)]
+
+
+def check_suite(suite: str, option: str = "env.suite") -> Problems:
+    """A suite must be one that exists."""
+    if suite not in KNOWN_SUITES:
+        yield Problem(f"{option} = {shown(suite)}", unknown("suite", suite, KNOWN_SUITES), (option,))
+
+
+def check_task_ids(task_ids: tuple[int, ...] | None, option: str = "env.task_ids") -> Problems:
+    """Task ids must be there, exist, and each be named once."""
+    if task_ids is None:
+        return
+    subject = f"{option} = {shown(task_ids)}"
+    if not task_ids:
+        yield Problem(subject, "names no task; leave it out for all tasks", (option,))
+    if len(set(task_ids)) < len(task_ids):
+        repeated = sorted({task for task in task_ids if task_ids.count(task) > 1})
+        yield Problem(subject, f"task {_and(repeated)} given more than once; name each task once", (option,))
+    if beyond := [task for task in task_ids if task >= TASKS_PER_SUITE]:
+        yield Problem(subject, f"no task {_and(beyond)}; a suite has tasks 0 to {TASKS_PER_SUITE - 1}", (option,))
+
+
+def _env(config: Config) -> Problems:
+    yield from check_suite(config.env.suite)
+    yield from check_task_ids(config.env.task_ids)
+
+
+def _cameras(config: Config) -> Problems:
+    env: EnvConfig = config.env
+    subject = f"env.cameras = {shown(env.cameras)}"
+    if len(set(env.cameras)) < len(env.cameras):
+        yield Problem(subject, "a view is given twice; name each once", ("env.cameras",))
+    elif env.cameras[:1] != ("agent",):
+        yield Problem(subject, "the first view must be agent: use [agent] or [agent, wrist]", ("env.cameras",))
+    elif _builtin_size(config.policy) and len(env.cameras) != BUILTIN_CAMERAS:
+        remedy = f"{config.policy.path} reads one view: use [agent], or a checkpoint made for {len(env.cameras)} views"
+        yield Problem(subject, remedy, ("env.cameras", "policy.path"))
+
+
+def _builtin_size(policy: PolicyConfig) -> str | None:
+    """The size that a `builtin:` or `init:` path names; None for a folder."""
+    kind, _, size = policy.path.partition(":")
+    return size if kind in ("builtin", "init") else None
+
+
+def _policy_name(config: Config | FinetuneConfig) -> Problems:
+    size = _builtin_size(config.policy)
+    if size is not None and size not in BUILTIN_DECODERS:
+        kind = config.policy.path.partition(":")[0]
+        known = [f"{kind}:{name}" for name in BUILTIN_DECODERS]
+        message = unknown("built-in policy", config.policy.path, known)
+        yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
+
+
+def _decoder(config: Config | FinetuneConfig) -> Problems:
+    policy = config.policy
+    own = BUILTIN_DECODERS.get(_builtin_size(policy) or "")
+    decoder = policy.decoder if policy.decoder != "auto" else own
+    if own and policy.decoder not in ("auto", own):
+        other = next(f"{policy.path.partition(':')[0]}:{size}" for size, d in BUILTIN_DECODERS.items() if d != own)
+        subject = f"policy.decoder = '{policy.decoder}' with policy.path = '{policy.path}'"
+        remedy = f"this policy decodes {own}; set policy.decoder to {own} or policy.path to {other}"
+        yield Problem(subject, remedy, ("policy.decoder", "policy.path"))
+    if decoder == "autoregressive" and (policy.chunk_length or 1) > 1:
+        subject = f"policy.chunk_length = {policy.chunk_length} with an autoregressive decoder"
+        remedy = (
+            "it predicts one action at a time; set policy.chunk_length to 1, or use policy.decoder parallel with an "
+            "OpenVLA-OFT checkpoint such as builtin:tiny-oft"
+        )
+        yield Problem(subject, remedy, ("policy.chunk_length", "policy.decoder", "policy.path"))
+
+
+def _device(config: Config | FinetuneConfig) -> Problems:
+    run: RunConfig = config.run
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.device):
+        message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
+        yield Problem(f"run.device = {shown(run.device)}", message, ("run.device",))
+
+
+def _run_name(config: Config | FinetuneConfig) -> Problems:
+    name = config.run.name
+    if name is not None and (not re.fullmatch(r"[\w.+=-]+", name) or set(name) == {"."}):
+        message = "must be a folder's name: letters, digits and . _ + = - only; the folder above is run.root"
+        yield Problem(f"run.name = {shown(name)}", message, ("run.name",))
+
+
+def _groups(config: Config) -> Problems:
+    if config.algorithm.name == "grpo" and config.rollout.group_size == 1:
+        remedy = (
+            "GRPO compares the episodes of a group with each other; set rollout.group_size to 2 or more, "
+            "or algorithm.name to ppo"
+        )
+        subject = "rollout.group_size = 1 with algorithm.name = 'grpo'"
+        yield Problem(subject, remedy, ("rollout.group_size", "algorithm.name"))
+
+
+def _value_init(config: Config) -> Problems:
+    steps = config.algorithm.value_init_steps
+    subject = f"algorithm.value_init_steps = {steps}"
+    if steps and config.algorithm.name == "grpo":
+        remedy = "GRPO has no critic to train first; set it to 0, or algorithm.name to ppo"
+        yield Problem(
+            f"{subject} with algorithm.name = 'grpo'", remedy, ("algorithm.value_init_steps", "algorithm.name")
+        )
+    elif steps >= config.run.iterations:
+        remedy = "the policy would never be trained; set it below run.iterations"
+        paths = ("algorithm.value_init_steps", "run.iterations")
+        yield Problem(f"{subject} with run.iterations = {config.run.iterations}", remedy, paths)
+
+
+def _minibatches(config: Config) -> Problems:
+    groups, size, parts = config.rollout.num_groups, config.rollout.group_size, config.optim.minibatches
+    episodes = groups * size
+    if episodes % parts:
+        fitting = [n for n in range(1, episodes + 1) if episodes % n == 0]
+        near = sorted(sorted(fitting, key=lambda n: abs(n - parts))[:3])
+        remedy = (
+            f"{episodes} episodes an iteration (rollout.num_groups {groups} x rollout.group_size {size}) can't be "
+            f"dealt out evenly; use {_or(near)} minibatches"
+        )
+        paths = ("optim.minibatches", "rollout.num_groups", "rollout.group_size")
+        yield Problem(f"optim.minibatches = {parts}", remedy, paths)
+
+
+def _schedule_lengths(config: Config) -> Problems:
+    iterations = config.run.iterations
+    for path, value, remedy in (
+        ("optim.warmup_iterations", config.optim.warmup_iterations, "the warm-up would never end"),
+        (
+            "checkpoint.best_return_patience",
+            config.checkpoint.best_return_patience,
+            "the best policy would be saved once",
+        ),
+    ):
+        if value > iterations:
+            message = f"{remedy}; set it to run.iterations or less"
+            yield Problem(f"{path} = {value} with run.iterations = {iterations}", message, (path, "run.iterations"))
+
+
+def _eval_states(config: Config | FinetuneConfig) -> Problems:
+    states = config.eval.states_per_task
+    if states > EVAL_STATES_PER_TASK:
+        message = f"a task has {EVAL_STATES_PER_TASK} evaluation states; use that many or fewer"
+        yield Problem(f"eval.states_per_task = {states}", message, ("eval.states_per_task",))
+
+
+def _reward(config: Config) -> Problems:
+    source = config.reward.source
+    if source not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", source):
+        message = unknown("reward", source, KNOWN_REWARDS) + ", or module:function of yours"
+        yield Problem(f"reward.source = {shown(source)}", message, ("reward.source",))
+
+
+def _demo_suites(config: FinetuneConfig) -> Problems:
+    for suite in config.demos.suites:
+        yield from check_suite(suite, "demos.suites")
+    if not config.demos.suites or len(set(config.demos.suites)) < len(config.demos.suites):
+        subject = f"demos.suites = {shown(config.demos.suites)}"
+        yield Problem(subject, f"name each suite once; known suites: {', '.join(KNOWN_SUITES)}", ("demos.suites",))
+
+
+def _finetune_warmup(config: FinetuneConfig) -> Problems:
+    optim = config.optim
+    if optim.warmup_steps > optim.steps:
+        subject = f"optim.warmup_steps = {optim.warmup_steps} with optim.steps = {optim.steps}"
+        paths = ("optim.warmup_steps", "optim.steps")
+        yield Problem(subject, "the warm-up would never end; set it to optim.steps or less", paths)
+
+
+def _and(numbers: list[int]) -> str:
+    return " and ".join(str(n) for n in numbers)
+
+
+def _or(numbers: list[int]) -> str:
+    return " or ".join(str(n) for n in numbers)
+
+
+TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
+    _run_name,
+    _device,
+    _env,
+    _cameras,
+    _policy_name,
+    _decoder,
+    _reward,
+    _groups,
+    _value_init,
+    _minibatches,
+    _schedule_lengths,
+    _eval_states,
+)
+FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
+    _run_name,
+    _device,
+    _policy_name,
+    _decoder,
+    _demo_suites,
+    _finetune_warmup,
+    _eval_states,
+)

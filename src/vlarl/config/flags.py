@@ -1,0 +1,165 @@
+"""Command-line flags `--section.field value`, read by the schema's types; and the nearest name for unknown ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vlarl.config.describe import Option, options
+from vlarl.config.problems import Problem, nearest
+from vlarl.config.schema import Section
+from vlarl.config.yaml_source import as_tuples, parse_value
+
+ALIASES: dict[str, str] = {
+    "task-suite": "env.suite",
+    "task-id": "env.task_ids",
+    "task-ids": "env.task_ids",
+    "num-envs": "env.num_envs",
+    "timesteps": "run.total_env_steps",
+    "use-wandb": "logging.wandb",
+    "value-init-steps": "algorithm.value_init_steps",
+    "seed": "run.seed",
+    "name": "run.name",
+}
+"""Flags that other systems of the field use, and the option each one sets here."""
+
+SINGLE_VALUE_ALIASES = frozenset({"task-id"})
+
+HABITS: dict[str, str] = {
+    "learning_rate": "lr",
+    "total_timesteps": "total_env_steps",
+    "grad_clip": "max_grad_norm",
+    "minibatch_size": "minibatches",
+    "model_path": "path",
+    "model": "path",
+}
+"""Field names of other systems, for suggestions only."""
+
+
+@dataclass
+class Flags:
+    """What the command line says about a configuration."""
+
+    values: dict[str, object] = field(default_factory=dict)  # dotted path -> value
+    spelled: dict[str, str] = field(default_factory=dict)  # dotted path -> the flag as written
+    positionals: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def set(self, option: Option, spelled: str, value: object) -> None:
+        """Give an option its value; the last flag wins."""
+        self.values[option.path] = value
+        self.spelled[option.path] = spelled
+
+
+def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
+    """Read flags; what is no flag and no flag's value is a positional. Errors are collected, not raised."""
+    flags = Flags()
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("-"):
+            flags.positionals.append(token)
+            continue
+        spelled, has_value, value = token.partition("=")
+        option, negated = _find(spelled, schema)
+        if option is None:
+            if not has_value and rest and not _is_flag(rest[0]):
+                rest.pop(0)
+            message = "unknown option" + suggestion(spelled.lstrip("-"), schema, prefix="--")
+            flags.problems.append(Problem(spelled, message, (spelled,)))
+        elif negated or (option.is_flag and not has_value):
+            stated = not negated and bool(rest) and rest[0] in ("true", "false")
+            text = rest.pop(0) if stated else str(not negated).lower()
+            flags.set(option, spelled, parse_value(text))
+        else:
+            single = spelled.lstrip("-") in SINGLE_VALUE_ALIASES
+            texts = [value] if has_value else _take(rest, many=option.is_list and not single)
+            if texts:
+                flags.set(option, spelled, _value(option, texts))
+            else:
+                flags.problems.append(Problem(spelled, f"needs a value: {option.allowed}", (option.path,)))
+    return flags
+
+
+def from_mapping(overrides: Mapping[str, object]) -> Flags:
+    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`."""
+    flags = Flags()
+    for key, value in overrides.items():
+        entries = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+        flags.values.update({path: as_tuples(item) for path, item in entries.items()})
+    return flags
+
+
+def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
+    """`; did you mean …?` for an unknown option name, or the names there are."""
+    name = name.replace("-", "_")
+    known = options(schema)
+    section, _, leaf = name.rpartition(".")
+    leaf = HABITS.get(nearest(leaf, HABITS, cutoff=0.85) or leaf, leaf)
+    by_leaf: dict[str, list[str]] = {}
+    for path in known:
+        by_leaf.setdefault(path.partition(".")[2], []).append(path)
+    siblings = {path.partition(".")[2]: path for path in known if path.startswith(f"{section}.")}
+    alias = nearest(name.replace("_", "-"), ALIASES, cutoff=0.8) if prefix and not section else None
+    if leaf in siblings:
+        matches = [siblings[leaf]]
+    elif leaf in by_leaf:
+        matches = by_leaf[leaf]
+    elif alias and ALIASES[alias] in known:
+        matches = [alias]
+    elif found := nearest(leaf, siblings):
+        matches = [siblings[found]]
+    elif found := nearest(name, known, cutoff=0.75):
+        matches = [found]
+    elif found := nearest(leaf, by_leaf, cutoff=0.75):
+        matches = by_leaf[found]
+    else:
+        matches = []
+    if matches:
+        return "; did you mean " + " or ".join(prefix + match for match in matches) + "?"
+    if siblings:
+        return f"; options of {section}: " + ", ".join(siblings)
+    return "; sections: " + ", ".join(schema.model_fields)
+
+
+def _is_flag(token: str) -> bool:
+    """Whether a token opens a new flag: negative numbers do not."""
+    return token.startswith("-") and not isinstance(parse_value(token), int | float)
+
+
+def _find(spelled: str, schema: type[Section]) -> tuple[Option | None, bool]:
+    """The option a flag names, and whether the flag is its `--no-` form."""
+    known = options(schema)
+
+    def look_up(name: str) -> Option | None:
+        return known.get(ALIASES.get(name, name.replace("-", "_")))
+
+    if not spelled.startswith("--"):
+        return None, False
+    name = spelled.removeprefix("--")
+    if option := look_up(name):
+        return option, False
+    option = look_up(name.removeprefix("no-")) if name.startswith("no-") else None
+    return (option, True) if option is not None and option.is_flag else (None, False)
+
+
+def _take(rest: list[str], many: bool) -> list[str]:
+    """The values that follow a flag: one, or all up to the next flag."""
+    taken: list[str] = []
+    while rest and not _is_flag(rest[0]) and (many or not taken):
+        taken.append(rest.pop(0))
+    return taken
+
+
+def _value(option: Option, texts: list[str]) -> object:
+    """A flag's texts as the option's type reads them: text stays text, `0 1`, `0,1` and `[0, 1]` are lists."""
+    first = texts[0]
+    if option.nullable and texts == ["null"]:
+        return None
+    if option.is_text:
+        return first
+    if not option.is_list:
+        return parse_value(first)
+    if len(texts) == 1 and first.startswith("["):
+        return parse_value(first)
+    return tuple(parse_value(item) for text in texts for item in text.split(","))

@@ -1,0 +1,164 @@
+"""Builds a configuration: defaults of the schema < the file < the flags, and everything wrong with it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from vlarl.config.checks import check
+from vlarl.config.describe import options
+from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
+from vlarl.config.presets import find_source
+from vlarl.config.problems import ConfigError, Problem, nearest
+from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.config.yaml_source import Document, describe_value, read_document
+
+Overrides = Sequence[str] | Mapping[str, object] | Flags
+Tree = dict[str, Any]
+
+COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "finetune": FinetuneConfig}
+"""The command that each kind of configuration is for."""
+
+
+@overload
+def load_config(
+    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[Config] = Config
+) -> Config: ...
+@overload
+def load_config(
+    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[FinetuneConfig]
+) -> FinetuneConfig: ...
+
+
+def load_config(
+    source: str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    schema: type[Config] | type[FinetuneConfig] = Config,
+) -> Config | FinetuneConfig:
+    """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
+
+    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work.
+    """
+    document = read_document(find_source(source))
+    _refuse_other_kind(document, schema)
+    flags = _as_flags(overrides, schema)
+    stray = [Problem(text, "unexpected argument") for text in flags.positionals]
+    data = _merged(schema().model_dump(), document.data, flags.values)
+    config, problems = _validated(data, schema, document, flags)
+    problems = [*document.problems, *flags.problems, *stray, *problems]
+    if config is not None:
+        wrong = {path for problem in problems for path in problem.paths}
+        problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def to_yaml(config: Config | FinetuneConfig) -> str:
+    """The configuration as a YAML file that `load_config` reads back to the same values."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def write_config(config: Config | FinetuneConfig, path: Path) -> None:
+    """Write the configuration to a file."""
+    path.write_text(to_yaml(config), encoding="utf-8")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+)
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
+
+
+def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
+    if isinstance(overrides, Flags):
+        return overrides
+    return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
+
+
+def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneConfig]) -> None:
+    """A file whose sections are those of another command is answered with that command."""
+    given = set(document.data)
+    for command, other in COMMANDS.items():
+        if given - set(schema.model_fields) and given <= set(other.model_fields):
+            raise ConfigError([Problem(document.name, f"this is a configuration for `vlarl {command}`")])
+
+
+def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, object]) -> Tree:
+    """One tree from the three layers; an empty section of the file means its defaults."""
+    merged = dict(defaults)
+    for section, content in file.items():
+        if isinstance(content, dict):
+            base = merged.get(section)
+            merged[section] = {**(base if isinstance(base, dict) else {}), **content}
+        elif content is not None or section not in defaults:
+            merged[section] = content
+    for path, value in flags.items():
+        section, _, name = path.partition(".")
+        if not name or not isinstance(merged.get(section, {}), dict):
+            merged[section] = value if not name else merged[section]
+        else:
+            merged[section] = {**merged.get(section, {}), name: value}
+    return merged
+
+
+def _validated(
+    data: Tree, schema: type[Config] | type[FinetuneConfig], document: Document, flags: Flags
+) -> tuple[Config | FinetuneConfig | None, list[Problem]]:
+    """The configuration and its problems; wrong values count as defaults, so that the rest can be checked too."""
+    try:
+        return schema.model_validate(data), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    problems = {_path(detail): _problem(detail, schema, document, flags) for detail in details}
+    defaults = schema().model_dump()
+    for detail in details:
+        section, *rest = (str(part) for part in detail["loc"])
+        if rest and section in defaults:
+            data[section] = {**data[section]}
+            data[section].pop(rest[0], None)
+            if rest[0] in defaults[section]:
+                data[section][rest[0]] = defaults[section][rest[0]]
+        else:
+            data.pop(section, None)
+    return schema.model_validate(data), list(problems.values())
+
+
+def _path(detail: ErrorDetails) -> str:
+    """`env.task_ids[1]` for the place of an error."""
+    section, *rest = detail["loc"]
+    return str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+
+
+def _problem(
+    detail: ErrorDetails, schema: type[Config] | type[FinetuneConfig], document: Document, flags: Flags
+) -> Problem:
+    """Pydantic's error in the words of the schema."""
+    path, value = _path(detail), detail["input"]
+    option_path = ".".join(str(part) for part in detail["loc"][:2])
+    place = flags.spelled.get(option_path) or ("" if option_path in flags.values else document.place(option_path))
+    subject = f"{path} = {describe_value(value)}" + (f" ({place})" if place else "")
+    option = options(schema).get(option_path)
+    if option is not None:
+        message = f"must be {option.allowed}"
+        match = nearest(value, option.choices) if isinstance(value, str) else None
+        message += f"; did you mean '{match}'?" if match else ""
+    elif path in schema.model_fields:
+        message = f"must be a section: options of {path} below it"
+    elif path.partition(".")[0] in schema.model_fields or not isinstance(value, dict):
+        message = "unknown option" + suggestion(path, schema)
+    else:
+        match = nearest(path, schema.model_fields)
+        hint = f"; did you mean {match}?" if match else "; sections: " + ", ".join(schema.model_fields)
+        message = "unknown section" + hint
+    return Problem(subject, message, (option_path,))

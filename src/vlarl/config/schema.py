@@ -1,0 +1,263 @@
+"""Every option of vlarl, by section, with its default and its meaning. Imports neither torch nor any simulator.
+
+A configuration is what a user writes; numbers that follow from it are computed by `vlarl.config.derive` and never
+stored back here. Rules that span several sections live in `vlarl.config.checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A group of options: immutable, and unknown names are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str | None = None
+    """Name of the run's folder; by default the preset's name, the seed and the time."""
+    root: str = "runs"
+    """Folder that holds all runs."""
+    seed: NonNegativeInt = 0
+    """Everything random follows from it."""
+    iterations: PositiveInt = 20
+    """Rollout-and-update rounds."""
+    total_env_steps: PositiveInt | None = None
+    """Stop earlier, after this many environment steps of training."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`…; `auto` takes a GPU when there is one."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of torch; by default one for each core."""
+
+
+class EnvConfig(Section):
+    """The tasks."""
+
+    suite: str = "tabletop_spatial"
+    """Task suite."""
+    task_ids: tuple[NonNegativeInt, ...] | None = None
+    """Train and evaluate on these tasks only; all tasks of the suite by default."""
+    num_envs: PositiveInt = 64
+    """Environments that run side by side."""
+    cameras: tuple[Literal["agent", "wrist"], ...] = ("agent",)
+    """Views the policy is given; the number must be what the checkpoint expects."""
+    image_size: PositiveInt | None = None
+    """Pixels of a rendered view; by default what the policy's processor reads."""
+    train_on_eval_states: bool = False
+    """Train on the states that evaluation uses, as some published systems do. Their scores are not comparable."""
+
+
+class PolicyConfig(Section):
+    """The model that acts and learns."""
+
+    path: str = "builtin:tiny-oft"
+    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a checkpoint folder, or a finished run's checkpoint."""
+    decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
+    """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT)."""
+    chunk_length: PositiveInt | None = None
+    """Actions predicted at once; by default the checkpoint's."""
+    unnorm_key: str | None = None
+    """Key of the checkpoint's action statistics; by default chosen from the suite."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations."""
+    freeze_vision: bool = False
+    """Leave the vision towers as they are."""
+
+
+class RolloutConfig(Section):
+    """How experience is collected."""
+
+    num_groups: PositiveInt = 24
+    """Groups an iteration; a group is several episodes of one task from one initial state."""
+    group_size: PositiveInt = 8
+    """Episodes of a group."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the same in the log-probs of the update."""
+
+
+class RewardConfig(Section):
+    """What is good."""
+
+    source: str = "sparse"
+    """`sparse` (1 on success), `dense` (shaped progress), or `module:function` of yours."""
+
+
+class AlgorithmConfig(Section):
+    """How experience becomes a gradient."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
+    """GRPO compares episodes of a group; PPO uses a critic and GAE."""
+    epochs: PositiveInt = 2
+    """Passes over the collected decisions."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.28
+    """The ratio is clipped at 1 + clip_high."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    max_approx_kl: PositiveFloat | None = None
+    """Stop an iteration's updates once the approximate KL exceeds this."""
+    normalize_std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    gamma: UnitInterval = 0.99
+    """PPO: discount for each environment step."""
+    gae_lambda: UnitInterval = 0.95
+    """PPO: lambda of the generalised advantage estimate."""
+    vf_coef: NonNegativeFloat = 0.5
+    """PPO: weight of the value loss."""
+    cliprange_value: PositiveFloat | None = 0.2
+    """PPO: clip range of the value loss; null for none."""
+    value_init_steps: NonNegativeInt = 0
+    """PPO: first iterations that train the critic alone."""
+    critic_hidden: tuple[PositiveInt, ...] = (1024, 512)
+    """PPO: hidden sizes of the value head."""
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    lr: NonNegativeFloat = 1e-4
+    """Learning rate of the policy."""
+    value_lr: NonNegativeFloat = 3e-4
+    """Learning rate of the value head."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rates go on after the warm-up."""
+    warmup_iterations: NonNegativeInt = 0
+    """Iterations over which the learning rates rise from zero."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay, on matrices only."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """AdamW's betas."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps an epoch: the decisions of an iteration are dealt out to this many minibatches."""
+    microbatch_size: PositiveInt = 128
+    """Decisions in one forward and backward pass; a matter of memory only."""
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on initial states that training never sees."""
+
+    interval: NonNegativeInt = 10
+    """Evaluate every so many iterations, besides start and end; 0 for start and end only."""
+    states_per_task: PositiveInt = 20
+    """Initial states a task."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    videos: NonNegativeInt = 4
+    """Episodes filmed at the first and the last evaluation."""
+
+
+class CheckpointConfig(Section):
+    """What is kept."""
+
+    interval: NonNegativeInt = 5
+    """Save every so many iterations; 0 for the final one only."""
+    keep: PositiveInt = 2
+    """Periodic checkpoints kept, the newest ones."""
+    best_return: bool = True
+    """Keep the policy with the best moving average of the training return."""
+    best_return_ema_alpha: BelowOne = 0.99
+    """Weight of the past in that average."""
+    best_return_min_delta: NonNegativeFloat = 0.0
+    """Improvement needed to save again."""
+    best_return_patience: NonNegativeInt = 0
+    """Iterations to wait after a save before saving again."""
+
+
+class LoggingConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    wandb: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = "vlarl"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B user or team."""
+    wandb_group: str | None = None
+    """W&B group."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Offline keeps the W&B files in the run directory."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+class Config(Section):
+    """A training run."""
+
+    run: RunConfig = RunConfig()
+    env: EnvConfig = EnvConfig()
+    policy: PolicyConfig = PolicyConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+
+class DemoConfig(Section):
+    """Scripted demonstrations that a base model imitates."""
+
+    suites: tuple[str, ...] = ("tabletop_spatial", "tabletop_object", "tabletop_goal", "tabletop_long")
+    """Suites to demonstrate."""
+    episodes_per_task: PositiveInt = 500
+    """Demonstrations a task, each from an initial state of its own."""
+    close_high: UnitInterval = 0.35
+    """Share of demonstrators that close the gripper too high."""
+    release_early: UnitInterval = 0.55
+    """Share of demonstrators that let go too early."""
+    action_noise: NonNegativeFloat = 0.1
+    """Standard deviation of the noise on demonstrated actions."""
+    num_workers: PositiveInt | None = None
+    """Processes that generate; by default one for each core."""
+
+
+class FinetuneOptimConfig(Section):
+    """Supervised training."""
+
+    steps: PositiveInt = 10_000
+    """Optimizer steps."""
+    batch_size: PositiveInt = 1024
+    """Samples a step."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate of a linear warm-up and a cosine decay."""
+    warmup_steps: NonNegativeInt = 500
+    """Steps of warm-up."""
+    weight_decay: NonNegativeFloat = 0.01
+    """AdamW's weight decay, on matrices only."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Run the forward pass in this precision, weights staying float32."""
+    log_interval: PositiveInt = 100
+    """Steps between rows of metrics.jsonl, and between saves."""
+
+
+class FinetuneConfig(Section):
+    """A supervised run: demonstrations in, checkpoint out."""
+
+    run: RunConfig = RunConfig()
+    policy: PolicyConfig = PolicyConfig(path="init:tiny-oft")
+    demos: DemoConfig = DemoConfig()
+    optim: FinetuneOptimConfig = FinetuneOptimConfig()
+    eval: EvalConfig = EvalConfig()

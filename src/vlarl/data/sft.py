@@ -1,0 +1,174 @@
+"""Supervised fine-tuning: imitate demonstrations, token by token. This is how the built-in base models are made.
+
+scripted experts ─► DemoSet (frames, actions) ─► action tokens ─► cross-entropy over the action ids ─► checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vlarl.config.load import write_config
+from vlarl.config.schema import DemoConfig, FinetuneConfig, FinetuneOptimConfig
+from vlarl.data.demos import DemoSet, generate_demos
+from vlarl.envs.tabletop.expert import ExpertFlaws
+from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
+from vlarl.errors import VlarlError
+from vlarl.launch import choose_device, default_name
+from vlarl.observability.metrics import MetricLogger
+from vlarl.observability.progress import Progress
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.sinks import JsonlSink
+from vlarl.policies import load_policy
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.checkpoint import CheckpointStore
+from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
+from vlarl.types import PolicyInput
+
+BETAS = (0.9, 0.95)
+FRESH = {"init:tiny-oft": "parallel", "init:tiny-openvla": "autoregressive"}
+
+
+@dataclass(frozen=True)
+class FinetuneSummary:
+    """What a supervised run came to."""
+
+    run_dir: Path
+    checkpoint: Path
+    first_loss: float
+    last_loss: float
+    demo_success: float  # share of demonstrations that reached their goal
+
+
+class DemoBatches:
+    """Demonstrations on the device, and batches drawn from them."""
+
+    def __init__(self, demos: DemoSet, policy: OpenVLAPolicy, device: torch.device) -> None:
+        first_frames = [int(np.argmax(demos.instruction_ids == i)) for i in range(len(demos.instructions))]
+        self._prompts = policy.process([demos.observation(frame) for frame in first_frames]).to(device)
+        self._images = torch.from_numpy(demos.images)
+        self._instruction_ids = torch.from_numpy(demos.instruction_ids).to(device)
+        self._proprio = torch.from_numpy(policy.processor.normalizer.normalize_proprio(demos.proprio)).to(device)
+        chunks = demos.chunks(np.arange(len(demos)), policy.chunk_length)
+        self._token_ids = torch.from_numpy(policy.codec.encode(chunks)).to(device)
+        if device.type == "cuda":
+            self._images = self._images.to(device)
+        self._device = device
+        self._use_proprio = policy.config.use_proprio
+
+    def __len__(self) -> int:
+        return len(self._instruction_ids)
+
+    def draw(self, size: int, generator: torch.Generator) -> tuple[PolicyInput, torch.Tensor]:
+        """A random batch: what the policy sees, and the tokens of what the demonstrator did."""
+        rows = torch.randint(len(self), (size,), generator=generator)
+        pixels = self._images[rows.to(self._images.device)].to(self._device).permute(0, 1, 4, 2, 3)
+        rows = rows.to(self._device)
+        which = self._instruction_ids[rows]
+        proprio = self._proprio[rows] if self._use_proprio else None
+        inputs = PolicyInput(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
+        return inputs, self._token_ids[rows]
+
+
+def finetune(config: FinetuneConfig) -> FinetuneSummary:
+    """Generate demonstrations, imitate them, and leave a checkpoint in the run directory."""
+    root, name = config.run.root, config.run.name or default_name("finetune", config.run.seed)
+    RunDirectory.refuse_existing(root, name)
+    device = choose_device(config.run.device)
+    torch.set_num_threads(config.run.num_threads or os.cpu_count() or 1)
+    torch.manual_seed(config.run.seed)
+    policy = start_policy(config, device)
+    directory = RunDirectory.create(root, name)
+    write_config(config, directory.config_file)
+    with directory.log_to_file(), Progress(config.optim.steps) as progress:
+        progress.note("playing demonstrations")
+        demos = demonstrate(config.demos, config.run.seed, policy)
+        progress.note(
+            f"{len(demos):,} frames, {demos.success.mean():.1%} of {len(demos.success):,} demonstrations succeed"
+        )
+        store = CheckpointStore(directory.checkpoints, keep=1)
+        with MetricLogger([JsonlSink(directory.metrics_file)]) as metrics:
+
+            def on_log(step: int, row: dict[str, float]) -> None:
+                metrics.log(step, row)
+                progress.training(step, row)
+                store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]})
+
+            first, last = imitate(policy, DemoBatches(demos, policy, device), config, on_log)
+        directory.write_status("finished", config.optim.steps, config.optim.steps)
+    return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, float(demos.success.mean()))
+
+
+def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
+    """A fresh tiny model, or a checkpoint to go on from."""
+    if config.policy.path in FRESH:
+        policy = init_tiny(
+            FRESH[config.policy.path],
+            config.run.seed,
+            chunk_length=config.policy.chunk_length,
+            proprio_low=PROPRIO_LOW,
+            proprio_high=PROPRIO_HIGH,
+        )
+        return policy.to(device)
+    return load_policy(config.policy.path, chunk_length=config.policy.chunk_length, device=device)
+
+
+def demonstrate(config: DemoConfig, seed: int, policy: OpenVLAPolicy) -> DemoSet:
+    """Let the configured demonstrators play, at the policy's image size."""
+    flaws = ExpertFlaws(config.close_high, config.release_early, config.action_noise)
+    workers = config.num_workers or os.cpu_count() or 1
+    return generate_demos(
+        config.suites, config.episodes_per_task, seed, flaws, policy.config.image_size, num_workers=workers
+    )
+
+
+def imitate(
+    policy: OpenVLAPolicy,
+    batches: DemoBatches,
+    config: FinetuneConfig,
+    on_log: Callable[[int, dict[str, float]], None],
+) -> tuple[float, float]:
+    """Minimise the cross-entropy of the demonstrated tokens; returns the first and the last logged loss."""
+    optim = config.optim
+    optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
+    generator = torch.Generator().manual_seed(config.run.seed)
+    logged: list[float] = []
+    loss_sum = torch.zeros((), device=policy.device)
+    started = time.monotonic()
+    for step in range(1, optim.steps + 1):
+        set_lr(optimizer, optim.lr * warmup_cosine(step, optim.steps, optim.warmup_steps))
+        inputs, token_ids = batches.draw(optim.batch_size, generator)
+        loss = imitation_loss(policy, inputs, token_ids, optim)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        loss_sum += loss.detach()
+        if step % optim.log_interval == 0 or step == optim.steps:
+            since = (step - 1) % optim.log_interval + 1
+            logged.append(float(loss_sum) / since)
+            loss_sum.zero_()
+            if not np.isfinite(logged[-1]):
+                raise VlarlError(f"the loss is {logged[-1]} at step {step}; lower optim.lr (now {optim.lr})")
+            speed = step * optim.batch_size / (time.monotonic() - started)
+            row = {"train/loss": logged[-1], "train/grad_norm": float(norm), "perf/train_samples_per_s": speed}
+            on_log(step, row | {"train/lr": optimizer.param_groups[0]["lr"]})
+    return logged[0], logged[-1]
+
+
+def imitation_loss(
+    policy: OpenVLAPolicy, inputs: PolicyInput, token_ids: torch.Tensor, optim: FinetuneOptimConfig
+) -> torch.Tensor:
+    """Mean cross-entropy over the action ids: the same support that rollout samples from."""
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=optim.autocast == "bfloat16"):
+        logits = policy.score(inputs, token_ids).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), (token_ids - policy.codec.first_id).flatten())

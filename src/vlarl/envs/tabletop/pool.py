@@ -1,0 +1,130 @@
+"""The tabletop world as an `EnvPool`: slots that run chunks of actions, all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
+from vlarl.envs.tabletop.render import Camera, Renderer
+from vlarl.envs.tabletop.tasks import get_suite, initial_state
+from vlarl.envs.tabletop.world import TabletopWorld
+from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+
+RewardMode = Literal["sparse", "dense"]
+ACTION_DIM = 7
+
+
+class TabletopPool:
+    """`num_envs` tables of one suite.
+
+    The sparse reward is 1 at success. The dense one is the change of progress towards the goals.
+    """
+
+    def __init__(
+        self,
+        suite: str,
+        num_envs: int,
+        image_size: int = 64,
+        cameras: Sequence[Camera] = ("agent",),
+        reward: RewardMode = "sparse",
+        film_size: int = 256,
+    ) -> None:
+        if tuple(cameras) not in (("agent",), ("agent", "wrist")):
+            raise ValueError(f"cameras must be ('agent',) or ('agent', 'wrist'), not {tuple(cameras)}")
+        if reward not in ("sparse", "dense"):
+            raise ValueError(f"reward must be 'sparse' or 'dense', not {reward!r}")
+        self.suite = get_suite(suite)
+        self.spec = self.suite.spec
+        self.num_envs = num_envs
+        self.world = TabletopWorld(num_envs)
+        self._renderers = [Renderer(self.world, camera, image_size) for camera in cameras]
+        self._film = Renderer(self.world, "agent", film_size)
+        self._dense = reward == "dense"
+        self._instructions = [""] * num_envs
+        self._running = np.zeros(num_envs, dtype=np.bool_)
+        self._num_steps = np.zeros(num_envs, dtype=np.int64)
+
+    def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
+        """Start each task in its slot and return the first observations."""
+        self.start(slots, tasks)
+        return self.observe(np.asarray(slots, dtype=np.intp))
+
+    def start(self, slots: Sequence[int], tasks: Sequence[Task]) -> None:
+        """Reset without looking: for callers that render by themselves."""
+        for slot, task in zip(slots, tasks, strict=True):
+            if task.suite != self.suite.name:
+                raise ValueError(f"this pool runs {self.suite.name}, but the task is of {task.suite}")
+            self.world.reset(slot, initial_state(task.suite, task.task_id, task.init_state))
+            self._instructions[slot] = self.suite.tasks[task.task_id].instruction
+            self._running[slot] = True
+            self._num_steps[slot] = 0
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+    ) -> list[ChunkOutcome]:
+        """Run one chunk [len(slots), K, 7] in each slot, stopping a slot at its first end; film the named slots."""
+        rows = np.asarray(slots, dtype=np.intp)
+        if actions.ndim != 3 or actions.shape[0] != len(rows) or actions.shape[2] != ACTION_DIM:
+            raise ValueError(f"actions must be [{len(rows)}, K, {ACTION_DIM}], not {list(actions.shape)}")
+        rewards = np.zeros(actions.shape[:2], dtype=np.float32)
+        num_executed = np.zeros(len(rows), dtype=np.int64)
+        success = np.zeros(len(rows), dtype=np.bool_)
+        truncated = np.zeros(len(rows), dtype=np.bool_)
+        frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in film}
+        live = np.arange(len(rows))
+        for k in range(actions.shape[1]):
+            rewards[live, k], success[live], truncated[live] = self.step(rows[live], actions[live, k])
+            num_executed[live] += 1
+            for slot in set(rows[live].tolist()) & film:
+                frames[slot].append(self.frame(slot))
+            live = live[self._running[rows[live]]]
+            if not len(live):
+                break
+        observations = self.observe(rows)
+        return [
+            ChunkOutcome(
+                rewards=rewards[i],
+                num_executed=int(num_executed[i]),
+                terminated=bool(success[i]),
+                truncated=bool(truncated[i]),
+                success=bool(success[i]),
+                observation=observations[i],
+                frames=tuple(frames.get(slot, ())),
+            )
+            for i, slot in enumerate(slots)
+        ]
+
+    def step(self, rows: IndexArray, actions: FloatArray) -> tuple[Float64Array, BoolArray, BoolArray]:
+        """One step without looking: rewards, terminated (success) and truncated of each row [n]."""
+        if not self._running[rows].all():
+            idle = rows[~self._running[rows]].tolist()
+            raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
+        before = self.world.progress(rows) if self._dense else np.zeros(len(rows))
+        self.world.step(rows, actions)
+        self._num_steps[rows] += 1
+        success = self.world.succeeded(rows)
+        truncated = ~success & (self._num_steps[rows] >= self.suite.max_steps)
+        self._running[rows] = ~(success | truncated)
+        now = self.world.progress(rows) if self._dense else success.astype(np.float64)
+        rewards: Float64Array = now - before
+        return rewards, success, truncated
+
+    def observe(self, rows: IndexArray) -> list[Observation]:
+        """What each slot's robot sees and feels now."""
+        images, proprio = self.render(rows), self.world.proprio(rows)
+        return [Observation(images[i], proprio[i], self._instructions[row]) for i, row in enumerate(rows)]
+
+    def render(self, rows: IndexArray) -> UInt8Array:
+        """[n, I, H, W, 3] the cameras of each slot."""
+        return np.stack([renderer.render(rows) for renderer in self._renderers], axis=1)
+
+    def frame(self, slot: int) -> UInt8Array:
+        """A large picture [H, W, 3] of a slot as it is now, for videos."""
+        picture: UInt8Array = self._film.render(np.array([slot]))[0]
+        return picture
+
+    def close(self) -> None:
+        """Nothing to release: the pool is plain memory."""

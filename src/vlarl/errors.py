@@ -1,0 +1,24 @@
+"""Errors that a user can act on: the command line prints their text alone. Anything else is a defect."""
+
+from __future__ import annotations
+
+
+class VlarlError(Exception):
+    """Something went wrong that the message explains; the command line ends with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(VlarlError):
+    """The request itself is at fault: configuration, input, a missing file, an existing run, an unwritable folder."""
+
+    exit_code = 2
+
+
+class MissingExtraError(UsageError):
+    """An optional package is asked for and not installed; the message holds the command that installs it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'vlarl[{extra}]'")
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,84 @@
+"""Evaluation: success on fixed initial states that training never sees. Used by the loop and by `vlarl eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from vlarl.config.schema import EnvConfig
+from vlarl.envs.build import build_pool
+from vlarl.launch import choose_device
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.policies import load_policy
+from vlarl.rollout.collector import Collector, Episode
+from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.types import EpisodeResult, EvalResult, Task
+
+
+def evaluate_policy(
+    collector: Collector,
+    tasks: Sequence[Task],
+    temperature: float,
+    num_filmed: int = 0,
+    on_episode: Callable[[int], None] = lambda done: None,
+) -> EvalResult:
+    """Run every task once and film some of them, spread over the tasks."""
+    film = spread(len(tasks), num_filmed)
+    episodes = collector.collect(tasks, temperature, film, on_episode)
+    instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
+    return EvalResult(tuple(_result(episode, instructions) for episode in episodes))
+
+
+def spread(num_tasks: int, num_filmed: int) -> frozenset[int]:
+    """Places of the filmed episodes, evenly over the list."""
+    count = min(num_filmed, num_tasks)
+    return frozenset(i * num_tasks // count for i in range(count)) if count else frozenset()
+
+
+def _result(episode: Episode, instructions: dict[int, str]) -> EpisodeResult:
+    trajectory = episode.trajectory
+    return EpisodeResult(
+        task=trajectory.task,
+        instruction=instructions[trajectory.task.task_id],
+        success=trajectory.success,
+        length=trajectory.length,
+        episode_return=trajectory.env_return,
+        frames=episode.frames,
+    )
+
+
+def evaluate(
+    checkpoint: str | Path,
+    suite: str = "tabletop_spatial",
+    task_ids: Sequence[int] | None = None,
+    states_per_task: int = 20,
+    temperature: float = 0.0,
+    num_envs: int = 64,
+    videos: int = 0,
+    out: str | Path | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    on_episode: Callable[[int], None] = lambda done: None,
+) -> EvalResult:
+    """Evaluate a checkpoint on a suite's unseen initial states; `out` takes a folder for episodes and films."""
+    chosen = choose_device(device)
+    policy = load_policy(checkpoint, device=chosen)
+    policy.use_statistics(None, suite)
+    pool = build_pool(EnvConfig(suite=suite), num_envs, policy.image_size, "sparse")
+    tasks = evaluation_tasks(pool.spec, task_ids, states_per_task, seed)
+    result = evaluate_policy(Collector(pool, policy, TorchEngine(policy, chosen)), tasks, temperature, videos, on_episode)
+    if out is not None:
+        write_evaluation(result, Path(out))
+    return result
+
+
+def write_evaluation(result: EvalResult, folder: Path) -> Path:
+    """Write episodes.jsonl and the films into a new, timestamped folder below `folder`."""
+    directory = RunDirectory.create(folder, f"{datetime.now():%Y%m%d_%H%M%S}")
+    with EpisodeRecorder(directory) as recorder:
+        recorder.record(0, "eval", result.episodes)
+        recorder.film_episodes(0, result.episodes)
+    return directory.path

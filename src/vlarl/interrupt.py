@@ -1,0 +1,37 @@
+"""Ctrl-C as a question that the loop asks, so that it stops where nothing is half done."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+
+class Interrupted(Exception):
+    """The user asked to stop."""
+
+
+class InterruptGuard:
+    """While active, the first SIGINT or SIGTERM is only noted; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> InterruptGuard:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise `Interrupted` if the user asked to stop."""
+        if self.requested:
+            raise Interrupted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True

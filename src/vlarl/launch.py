@@ -1,0 +1,118 @@
+"""From a configuration to the parts of a run. Whatever can be refused is refused here, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.algorithms.base import Algorithm
+from vlarl.config.load import write_config
+from vlarl.config.schema import Config
+from vlarl.envs.build import build_pool
+from vlarl.envs.base import EnvPool
+from vlarl.errors import UsageError
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.policies import load_policy
+from vlarl.policies.base import Policy
+from vlarl.rewards import build_reward
+from vlarl.rewards.base import Reward
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.engine import Engine
+from vlarl.rollout.tasks import TaskSampler, evaluation_tasks
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.session import Session
+from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
+from vlarl.training.learner import Learner
+from vlarl.types import Task
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    policy: Policy
+    pool: EnvPool
+    engine: Engine
+    collector: Collector
+    sampler: TaskSampler
+    reward: Reward
+    algorithm: Algorithm
+    learner: Learner
+    eval_tasks: list[Task]
+
+
+def launch(config: Config, checkpoint: Path | None = None) -> Parts:
+    """Build everything in this process; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    device = choose_device(config.run.device)
+    torch.set_num_threads(config.run.num_threads or os.cpu_count() or 1)
+    torch.manual_seed(config.run.seed)
+    reward = build_reward(config.reward.source)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
+    policy = load_policy(
+        checkpoint or config.policy.path,
+        decoder=None if config.policy.decoder == "auto" else config.policy.decoder,
+        chunk_length=config.policy.chunk_length,
+        dtype=config.policy.dtype,
+        device=device,
+    )
+    policy.use_statistics(config.policy.unnorm_key, config.env.suite)
+    if config.policy.freeze_vision:
+        policy.freeze_vision()
+    if algorithm.needs_critic:
+        policy.attach_value_head(config.algorithm.critic_hidden, seed=config.run.seed)
+    engine = TorchEngine(policy, device)
+    # Rendered at the size that the policy reads, nothing has to be resized in between.
+    image_size = config.env.image_size or policy.image_size
+    pool = build_pool(config.env, config.env.num_envs, image_size, reward.env_reward)
+    return Parts(
+        policy=policy,
+        pool=pool,
+        engine=engine,
+        collector=Collector(pool, policy, engine),
+        sampler=TaskSampler(config, pool.spec),
+        reward=reward,
+        algorithm=algorithm,
+        learner=Learner(policy, algorithm, config, device),
+        eval_tasks=evaluation_tasks(pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed),
+    )
+
+
+def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
+    """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
+    if resume is None:
+        root, name = config.run.root, config.run.name or default_name(f"{config.env.suite}_{config.algorithm.name}", config.run.seed)
+        RunDirectory.refuse_existing(root, name)
+        parts = launch(config)
+        directory, state = RunDirectory.create(root, name), TrainerState()
+    else:
+        directory = RunDirectory.open(resume)
+        checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
+        parts = launch(config, checkpoint)
+        state = restore(parts.learner, checkpoint) if checkpoint else TrainerState()
+        parts.engine.load_weights(parts.learner.named_weights(), parts.learner.version)
+        directory.truncate_after(state.iteration if checkpoint else -1)
+    write_config(config, directory.config_file)
+    return parts, Session(config, directory, parts.learner, state)
+
+
+def default_name(label: str, seed: int) -> str:
+    """What a run is called when nobody named it."""
+    return f"{label}_seed{seed}_{datetime.now():%Y%m%d_%H%M%S}"
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device asked for; `auto` is a GPU when there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"run.device: {wanted!r} can't be used here ({str(error).splitlines()[0]}); try `cpu`.") from error
+    return device
+

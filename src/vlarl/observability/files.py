@@ -1,0 +1,57 @@
+"""Writing and reading the files of a run so that neither a crash nor a full disk leaves something half true."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vlarl.errors import VlarlError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a failure to write `path` into a message that names the file and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            remedy = "the disk is full: free some space, then go on with --resume"
+        else:
+            remedy = f"{error.strerror or error}: check the disk and the folder's permissions, then go on with --resume"
+        raise VlarlError(f"cannot write {path}: {remedy}") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or nothing: a reader, or a crash, sees the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                # Without this a power cut may keep the rename and lose the content.
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file; a line that a killed process left unfinished is passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict):
+                yield row

@@ -1,0 +1,54 @@
+"""One line that says what a run ran on; numbers without it can't be compared."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+
+def describe_machine() -> str:
+    """The processor, its usable cores, the memory, and the GPU when torch is loaded and sees one."""
+    parts = [f"{_processor()}, {_num_cores()} cores"]
+    if memory := _memory_gib():
+        parts.append(f"{memory:.0f} GiB memory")
+    if gpu := _gpu():
+        parts.append(gpu)
+    return ", ".join(parts)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return name.replace("(R)", "").replace("(TM)", "")
+
+
+def _num_cores() -> int:
+    # A container or a job scheduler often grants fewer cores than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _gpu() -> str | None:
+    # Asking must not cost an import of torch: commands that only read a run call this too.
+    if "torch" not in sys.modules:
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name(0)}" if count > 1 else str(torch.cuda.get_device_name(0))

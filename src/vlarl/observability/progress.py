@@ -1,0 +1,274 @@
+"""What a person sees while a run trains: a calm live display in a terminal, one plain line an iteration elsewhere.
+
+iteration       7/20  ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1:12 elapsed, 2:10 left
+rollout      128/192  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━  episodes
+
+success        71.4%  ▂▃▃▄▅▆▆ in training
+               62.5%  on unseen states after iteration 5 (200 episodes)
+return         0.710  KL 0.0041    2,310 env steps/s
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from vlarl.observability.clock import duration
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+_RECENT = 5  # iterations that the estimate of the time left looks at
+_Params = ParamSpec("_Params")
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """Values between 0 and 1 as a row of blocks, the newest `width` of them."""
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(min(max(v, 0.0), 1.0) * top)] for v in values[-width:] if v == v)
+
+
+def _never_fatal(
+    method: Callable[Concatenate[Progress, _Params], None],
+) -> Callable[Concatenate[Progress, _Params], None]:
+    """The terminal is a border of the process: whatever goes wrong there (a closed pipe), training goes on."""
+
+    @wraps(method)
+    def guarded(self: Progress, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        if self._broken:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self._give_up(error)
+        except SystemExit as error:
+            # rich ends the process when its pipe closes (`vlarl train | head`).
+            if not isinstance(error.__context__, BrokenPipeError):
+                raise
+            self._give_up(error.__context__)
+
+    return guarded
+
+
+class Progress:
+    """The display of one run. Use it as a context manager: the terminal is restored however the block ends."""
+
+    def __init__(self, iterations: int, console: Console | None = None, start: int = 0) -> None:
+        """`start` is the iteration that a resumed run goes on from."""
+        self._iterations = iterations
+        self._console = console or Console()
+        encoding = (self._console.encoding or "").lower()
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and encoding.startswith("utf")
+        self._live: Live | None = None
+        self._broken = False
+        self._started = self._last_end = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=_RECENT)
+        self._iteration = start
+        self._metrics: dict[str, float] = {}
+        self._rollout_success: list[float] = []
+        self._val: tuple[int, float, int] | None = None  # iteration, success rate, episodes
+        self._phase: tuple[str, int, int, str] | None = None  # name, done, total, unit
+
+    def __enter__(self) -> Progress:
+        self._started = self._last_end = time.monotonic()
+        self._start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop()
+
+    @_never_fatal
+    def evaluation(self, iteration: int, success_rate: float, num_episodes: int) -> None:
+        """An evaluation has ended; it stays on the screen."""
+        self._val = (iteration, success_rate, num_episodes)
+        self._phase = None
+        if not self._durations:
+            self._last_end = time.monotonic()  # the evaluation before training is no part of the first iteration
+        when = "before training" if iteration == 0 else f"after iteration {iteration}"
+        text = f"evaluation {when}: success {success_rate:.1%} of {num_episodes} episodes"
+        if self._live is None:
+            self._print(text)
+        else:
+            self._live.console.print(Text.assemble(
+                ("  evaluation ", "dim"), f"{when}  ", (f"{success_rate:.1%}", "bold green"),
+                (f"  of {num_episodes} episodes", "dim"),
+            ))  # fmt: skip
+        self._refresh()
+
+    @_never_fatal
+    def evaluating(self, done_episodes: int, total_episodes: int) -> None:
+        """Episodes of the evaluation that is going on."""
+        self._show_phase("evaluation", done_episodes, total_episodes, "episodes")
+
+    @_never_fatal
+    def rollout(self, done_episodes: int, total_episodes: int) -> None:
+        """Episodes of the rollout that is going on."""
+        self._show_phase("rollout", done_episodes, total_episodes, "episodes")
+
+    @_never_fatal
+    def update(self, done: int, total: int) -> None:
+        """Optimizer steps of the update that is going on."""
+        self._show_phase("update", done, total, "steps")
+
+    @_never_fatal
+    def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """An iteration has ended with these metrics."""
+        now = time.monotonic()
+        self._durations.append(metrics.get("time/iteration", now - self._last_end))
+        self._last_end = now
+        self._iteration = iteration
+        self._metrics = dict(metrics)
+        self._phase = None
+        if (success := metrics.get("rollout/success_rate")) is not None:
+            self._rollout_success.append(success)
+        if self._live is None:
+            self._print(self._plain_line())
+        self._refresh()
+
+    @_never_fatal
+    def training(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Steps of supervised training up to here, with their mean loss."""
+        elapsed = time.monotonic() - self._started
+        left = elapsed / step * (self._iterations - step)
+        self._iteration = step
+        if self._live is None:
+            speed = metrics["perf/train_samples_per_s"]
+            loss = metrics["train/loss"]
+            self._print(f"step {step}/{self._iterations}  loss {loss:.4f}  {speed:.0f} samples/s  left {duration(left)}")
+        self._refresh()
+
+    @_never_fatal
+    def note(self, message: str) -> None:
+        """A message that stays on the screen."""
+        if self._live is None:
+            self._print(message)
+        else:
+            self._live.console.print(Text("  " + message))
+
+    def render(self) -> RenderableType:
+        """What the live display shows now."""
+        return Group(Text(), self._bars(), Text(), self._figures(), Text())
+
+    def _give_up(self, error: BaseException) -> None:
+        self._broken = True
+        logging.getLogger(__name__).warning("the progress display stopped: %r", error)
+
+    @_never_fatal
+    def _start(self) -> None:
+        if self._is_live:
+            self._live = Live(
+                console=self._console, get_renderable=self.render, refresh_per_second=4, vertical_overflow="crop"
+            )
+            self._live.start()
+
+    def _stop(self) -> None:
+        # Even a broken display must give the cursor back.
+        if self._live is not None:
+            live, self._live = self._live, None
+            try:
+                live.stop()
+            except (Exception, SystemExit) as error:
+                logging.getLogger(__name__).warning("the progress display did not end cleanly: %r", error)
+
+    def _show_phase(self, name: str, done: int, total: int, unit: str) -> None:
+        self._phase = (name, done, total, unit)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+    def _time_left(self) -> str:
+        if not self._durations:
+            return "-"
+        seconds = (self._iterations - self._iteration) * sum(self._durations) / len(self._durations)
+        # The iteration that is going on has used some of it already.
+        return duration(max(0.0, seconds - (time.monotonic() - self._last_end)))
+
+    def _plain_line(self) -> str:
+        m = self._metrics
+        width = len(str(self._iterations))
+        parts = [f"iteration {self._iteration:>{width}}/{self._iterations}"]
+        if "rollout/success_rate" in m:
+            parts.append(f"success {m['rollout/success_rate']:6.1%}")
+        if self._val is not None:
+            parts.append(f"val {self._val[1]:6.1%}")
+        if "rollout/mean_return" in m:
+            parts.append(f"return {m['rollout/mean_return']:.3f}")
+        if "train/approx_kl" in m:
+            parts.append(f"kl {m['train/approx_kl']:.4f}")
+        if (speed := _speed(m)) is not None:
+            parts.append(f"{speed:.0f} env steps/s")
+        parts.append(f"{self._durations[-1]:.1f} s")
+        parts.append(f"left {self._time_left()}")
+        return "  ".join(parts)
+
+    def _bars(self) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=11)
+        table.add_column(width=9, justify="right")
+        table.add_column(width=min(44, max(10, self._console.width - 58)))
+        table.add_column(no_wrap=True)
+        elapsed = duration(time.monotonic() - self._started)
+        table.add_row(
+            "  iteration",
+            Text(f"{self._iteration}/{self._iterations}", "bold"),
+            _bar(self._iteration, self._iterations, "green"),
+            Text(f"{elapsed} elapsed, {self._time_left()} left", "dim"),
+        )
+        name, done, total, unit = self._phase or ("", 0, 0, "")
+        if name:
+            table.add_row(
+                Text(f"  {name}", "dim"), Text(f"{done}/{total}", "dim"), _bar(done, total, "cyan"), Text(unit, "dim")
+            )
+        else:
+            # An empty row keeps the height, so that the display never jumps.
+            table.add_row("", "", "", "")
+        return table
+
+    def _figures(self) -> Table:
+        m = self._metrics
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=11)
+        table.add_column(width=9, justify="right")
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        line = Text()
+        if self._rollout_success:
+            line.append(sparkline(self._rollout_success), "green").append(" in training", "dim")
+        table.add_row("  success", _figure(m.get("rollout/success_rate"), "{:.1%}", "bold"), line)
+        if self._val is None:
+            table.add_row("", Text("-", "dim"), "")
+        else:
+            iteration, rate, count = self._val
+            when = "before training" if iteration == 0 else f"after iteration {iteration}"
+            note = Text(f"on unseen states {when} ({count} episodes)", "dim")
+            table.add_row("", Text(f"{rate:.1%}", "bold green"), note)
+        details = Text()
+        details.append("KL ", "dim").append(_figure(m.get("train/approx_kl"), "{:.4f}"))
+        details.append("    ").append(_figure(_speed(m), "{:,.0f}")).append(" env steps/s", "dim")
+        table.add_row("  return", _figure(m.get("rollout/mean_return"), "{:.3f}"), details)
+        return table
+
+
+def _bar(done: int, total: int, color: str) -> ProgressBar:
+    return ProgressBar(
+        total=max(total, 1), completed=done, complete_style=color, finished_style=color, style="bright_black"
+    )
+
+
+def _figure(value: float | None, form: str, style: str = "") -> Text:
+    return Text("-", "dim") if value is None else Text(form.format(value), style)
+
+
+def _speed(metrics: Mapping[str, float]) -> float | None:
+    return metrics.get("rollout/env_steps_per_s", metrics.get("perf/env_steps_per_s"))

@@ -1,0 +1,175 @@
+"""What a report says, read from the files of a run: nothing here is drawn, and everything may be missing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlarl.observability.files import read_jsonl
+from vlarl.observability.run_dir import RunDirectory
+
+Series = list[tuple[float, float]]  # iteration, value
+
+_VIDEO = re.compile(r"iter_(\d+)_task(\d+)_state(\d+)_(success|failure)\.mp4")
+
+
+@dataclass(frozen=True)
+class Score:
+    """Successes out of episodes."""
+
+    won: int
+    total: int
+
+    @property
+    def rate(self) -> float:
+        """The share of successes."""
+        return self.won / self.total
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95% interval, which stays sensible near 0 and 1."""
+        z, n, p = 1.96, self.total, self.rate
+        center = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, center - half), min(1.0, center + half)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All evaluated episodes after one iteration."""
+
+    iteration: int
+    episodes: tuple[Mapping[str, Any], ...]
+
+    @property
+    def score(self) -> Score:
+        """Over all tasks."""
+        return _score(self.episodes)
+
+    def per_task(self) -> dict[int, Score]:
+        """task_id -> score."""
+        tasks = sorted({int(e["task_id"]) for e in self.episodes})
+        return {task: _score(e for e in self.episodes if int(e["task_id"]) == task) for task in tasks}
+
+    def outcomes(self) -> dict[tuple[int, int], bool]:
+        """(task, initial state) -> success."""
+        return {(int(e["task_id"]), int(e["init_state"])): bool(e["success"]) for e in self.episodes}
+
+
+@dataclass(frozen=True)
+class Video:
+    """One film."""
+
+    path: Path
+    iteration: int
+    task_id: int
+    init_state: int
+    success: bool
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its files tell it."""
+
+    run: RunDirectory
+    status: Mapping[str, Any]
+    config: Mapping[str, Any]
+    config_text: str
+    metrics: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Evaluation, ...]
+    videos: tuple[Video, ...]
+
+    @property
+    def first(self) -> Evaluation | None:
+        """The evaluation before training, if it ended."""
+        return self.evaluations[0] if self.evaluations and self.evaluations[0].iteration == 0 else None
+
+    @property
+    def last(self) -> Evaluation | None:
+        """The latest evaluation after some training."""
+        return self.evaluations[-1] if self.evaluations and self.evaluations[-1].iteration > 0 else None
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration that left a trace."""
+        rows = [int(row["iteration"]) for row in self.metrics]
+        return max([int(self.status.get("iteration") or 0), *rows])
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the run has worked; over resumes only its metrics know."""
+        iterations = self.series("time/iteration")
+        if iterations:
+            return sum(seconds for _, seconds in iterations)
+        started, updated = self.status.get("started"), self.status.get("updated")
+        return float(updated) - float(started) if started and updated else None
+
+    @property
+    def instructions(self) -> dict[int, str]:
+        """task_id -> what the robot is asked to do."""
+        episodes = (e for evaluation in self.evaluations for e in evaluation.episodes)
+        return {int(e["task_id"]): str(e["instruction"]) for e in episodes if e.get("instruction")}
+
+    def series(self, name: str) -> Series:
+        """The finite points of one metric."""
+        points = ((float(row["iteration"]), row.get(name)) for row in self.metrics)
+        return [(x, float(y)) for x, y in points if isinstance(y, (int, float)) and math.isfinite(y)]
+
+    def option(self, section: str, name: str) -> Any:
+        """A value of the configuration, or None."""
+        values = self.config.get(section)
+        return values.get(name) if isinstance(values, Mapping) else None
+
+    def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
+        """Films of the same task and initial state before training and at the end."""
+        last = max((v.iteration for v in self.videos), default=0)
+        before = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == 0}
+        after = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == last and last > 0}
+        return [(before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
+
+
+def load_run(path: Path) -> RunData:
+    """Read the files of a run; what is missing or half written is left out."""
+    run = RunDirectory.open(path)
+    text = run.config_file.read_text(encoding="utf-8", errors="replace") if run.config_file.is_file() else ""
+    return RunData(
+        run=run,
+        status=run.read_status(),
+        config=_parse(text),
+        config_text=text,
+        metrics=tuple(row for row in read_jsonl(run.metrics_file) if isinstance(row.get("iteration"), int)),
+        evaluations=_evaluations(run.episodes_file),
+        videos=_videos(run.videos),
+    )
+
+
+def _parse(text: str) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _evaluations(path: Path) -> tuple[Evaluation, ...]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for row in read_jsonl(path):
+        if row.get("phase") == "eval" and {"iteration", "task_id", "init_state", "success"} <= row.keys():
+            found.setdefault(int(row["iteration"]), []).append(row)
+    return tuple(Evaluation(iteration, tuple(rows)) for iteration, rows in sorted(found.items()))
+
+
+def _videos(folder: Path) -> tuple[Video, ...]:
+    matches = ((path, _VIDEO.fullmatch(path.name)) for path in sorted(folder.glob("*.mp4")))
+    return tuple(Video(path, int(m[1]), int(m[2]), int(m[3]), m[4] == "success") for path, m in matches if m)
+
+
+def _score(episodes: Iterable[Mapping[str, Any]]) -> Score:
+    outcomes = [bool(e["success"]) for e in episodes]
+    return Score(sum(outcomes), len(outcomes))

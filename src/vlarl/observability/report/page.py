@@ -1,0 +1,200 @@
+"""The report: one HTML file that needs nothing beside it, built from whatever a run has left so far."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from string import Template
+
+from vlarl.observability.clock import duration_in_words
+from vlarl.observability.files import write_atomically
+from vlarl.observability.report.data import Evaluation, RunData, Score, load_run
+from vlarl.observability.report.sections import commands, configuration, learning, tasks, videos
+from vlarl.observability.report.style import CSS
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>$css</style>
+</head>
+<body>
+<main>
+<header>
+<div class="eyebrow">vlarl run report $badge</div>
+<h1>$name</h1>
+<p class="verdict">$verdict</p>
+$notice
+$hero
+$facts
+</header>
+$sections
+<footer>Written $written from config.yaml, status.json, metrics.jsonl, episodes.jsonl and videos/ in <code>$path</code>.
+</footer>
+</main>
+</body>
+</html>
+""")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html into a run's folder and return its path; a run that has not ended is reported as it stands."""
+    data = load_run(Path(run_dir))
+    write_atomically(data.run.report_file, render(data))
+    return data.run.report_file
+
+
+def render(data: RunData) -> str:
+    """The report as HTML."""
+    state = str(data.status.get("state", "unknown"))
+    sections = (learning(data), tasks(data), videos(data), configuration(data), commands(data))
+    return _PAGE.substitute(
+        title=escape(f"{data.run.name} - vlarl report"),
+        css=CSS,
+        badge=f'<span class="badge {escape(state, quote=True)}">{escape(state)}</span>',
+        name=escape(data.run.name),
+        verdict=verdict(data),
+        notice=_notice(data, state),
+        hero=_hero(data),
+        facts=_facts(data),
+        sections="\n".join(section for section in sections if section),
+        written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        path=escape(str(data.run.path)),
+    )
+
+
+def verdict(data: RunData) -> str:
+    """One or two sentences: what training did to success, and whether the difference is more than noise."""
+    first, last = data.first, data.last
+    states = _states(data)
+    if first is None and last is None:
+        return "No evaluation has ended yet, so there is no success rate to report."
+    if first is None or last is None:
+        known = first or last
+        assert known is not None
+        when = "before training" if known is first else f"after iteration {known.iteration}"
+        missing = "There is no evaluation after training yet." if last is None else "It was not evaluated before."
+        return f"Greedy success {when} is <b>{_percent(known.score)}</b> on {known.score.total} {states}. {missing}"
+    before, after = first.score, last.score
+    if after.interval[0] > before.interval[1]:
+        verb = "rose"
+    elif after.interval[1] < before.interval[0]:
+        verb = "fell"
+    else:
+        verb = "went"
+    noise = "" if verb != "went" else " The 95% intervals overlap: this may be noise."
+    at = "" if last.iteration == data.iteration else f" (evaluated after iteration {last.iteration})"
+    sentence = (
+        f"Greedy success {verb} from <b>{_percent(before)}</b> to <b>{_percent(after)}</b>{at}, "
+        f"measured on {after.total} {states}."
+    )
+    return sentence + noise + _changed(first, last)
+
+
+def _changed(first: Evaluation, last: Evaluation) -> str:
+    before, after = first.outcomes(), last.outcomes()
+    both = before.keys() & after.keys()
+    if not both:
+        return ""
+    fixed = sum(after[key] and not before[key] for key in both)
+    broken = sum(before[key] and not after[key] for key in both)
+    failed = sum(not before[key] for key in both)
+    return f" Of the {failed} episodes that failed before, {fixed} now succeed; {broken or 'none'} went the other way."
+
+
+def _states(data: RunData) -> str:
+    if data.option("env", "train_on_eval_states"):
+        return "episodes whose initial states were also trained on"
+    return "episodes from initial states that training never saw"
+
+
+def _notice(data: RunData, state: str) -> str:
+    if state == "finished":
+        return ""
+    planned = data.status.get("iterations")
+    progress = f"iteration {data.iteration}" + (f" of {planned}" if planned else "")
+    texts = {
+        "running": f"This run has not ended: it stands at {progress}, or its process was killed there.",
+        "interrupted": f"This run was interrupted at {progress}.",
+        "failed": f"This run failed at {progress}.",
+    }
+    text = texts.get(state, f"This run left no status; its metrics reach {progress}.")
+    message = str(data.status.get("message") or "")
+    detail = f" It said: <code>{escape(message)}</code>" if message else ""
+    return f'<p class="notice">{text} The report shows what there is so far.{detail}</p>'
+
+
+def _hero(data: RunData) -> str:
+    shown = [("before", "before training", data.first)]
+    if data.last is not None:
+        shown.append(("after", f"after {data.last.iteration} iterations", data.last))
+    scores = [(kind, label, e.score) for kind, label, e in shown if e is not None]
+    if not scores:
+        return ""
+    figures = "".join(
+        f'<div class="figure {kind}"><div class="name">{label}</div><div class="value">{_percent(score)}</div>'
+        f'<div class="range">{_interval(score)} &middot; {score.won} of {score.total}</div></div>'
+        for kind, label, score in scores
+    )
+    return f'<div class="hero">{figures}{_scale([(kind, score) for kind, _, score in scores])}</div>'
+
+
+def _scale(scores: list[tuple[str, Score]]) -> str:
+    """Both rates with their intervals on one scale from 0 to 100%."""
+    width, row = 320, 26
+    height = row * len(scores) + 24
+    parts = []
+    for i, (kind, score) in enumerate(scores):
+        y = i * row + 4
+        low, high = score.interval
+        parts.append(f'<rect class="track" x="0" y="{y + 5}" width="{width}" height="2" rx="1"/>')
+        parts.append(
+            f'<rect class="band {kind}" x="{low * width:.1f}" y="{y}" width="{(high - low) * width:.1f}" '
+            'height="12" rx="6"/>'
+        )
+        parts.append(f'<circle class="pin {kind}" cx="{score.rate * width:.1f}" cy="{y + 6}" r="5"/>')
+    marks = ((0, "start", "0"), (width / 2, "middle", "50%"), (width, "end", "100%"))
+    parts += [f'<text x="{x}" y="{height - 4}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in marks]
+    label = "success rates with 95% intervals"
+    return (
+        f'<svg class="scale" viewBox="-6 0 {width + 12} {height}" role="img" aria-label="{label}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _facts(data: RunData) -> str:
+    planned = data.status.get("iterations")
+    facts = {
+        "Iterations": f"{data.iteration}" + (f" of {planned}" if planned else ""),
+        "Duration": "" if data.seconds is None else duration_in_words(data.seconds),
+        "Tasks": data.option("env", "suite"),
+        "Policy": data.option("policy", "path"),
+        "Algorithm": str(data.option("algorithm", "name") or "").upper(),
+        "Seed": data.option("run", "seed"),
+        "Machine": data.status.get("machine") or data.status.get("host"),
+        "Last written": _time(data.status.get("updated")),
+    }
+    items = "".join(
+        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value not in (None, "")
+    )
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _time(value: object) -> str:
+    if not isinstance(value, (int, float)):
+        return ""
+    return f"{datetime.fromtimestamp(value).astimezone():%Y-%m-%d %H:%M}"
+
+
+def _percent(score: Score) -> str:
+    return f"{100 * score.rate:.1f}%"
+
+
+def _interval(score: Score) -> str:
+    low, high = score.interval
+    return f"95% interval {100 * low:.1f}-{100 * high:.1f}%"

@@ -1,0 +1,178 @@
+"""The parts of the report below its headline, each empty or honest about it when the run has no data for it."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from html import escape
+
+from vlarl.observability.report.charts import Line, curve_svg
+from vlarl.observability.report.data import RunData, Score, Video
+
+MAX_VIDEO_BYTES = 30 * 2**20  # a report should open quickly and fit into a mail
+
+_SMALL_CHARTS = (
+    ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
+    ("Return", "rollout/mean_return", "mean of the training episodes"),
+    ("Episode length", "rollout/mean_length", "environment steps"),
+    ("Entropy", "train/entropy", "nats a token; 0 explores no more"),
+    ("Approximate KL", "train/approx_kl", "how far an update moved the policy"),
+    ("Clipped", "train/clipfrac", "share of tokens whose ratio was clipped"),
+    ("Gradient norm", "train/grad_norm", "before clipping"),
+    ("Value loss", "train/value_loss", "the critic's error"),
+    ("Explained variance", "train/explained_variance", "of returns, by the critic; 1 is perfect"),
+    ("Speed", "perf/env_steps_per_s", "environment steps a second"),
+)
+
+
+def learning(data: RunData) -> str:
+    """The success curve, large, and the other curves beneath it."""
+    # Text in a picture shrinks with it, so a telephone gets a picture of its own.
+    main = (
+        f'<div class="on-wide">{success_curve(data)}</div><div class="on-narrow">{success_curve(data, 360, 240)}</div>'
+    )
+    small = "".join(
+        f'<figure class="panel"><figcaption><b>{title}</b><span>{note}</span></figcaption>'
+        f"{curve_svg([Line(title, points, 'plain')], 340, 170)}</figure>"
+        for title, name, note in _SMALL_CHARTS
+        if (points := data.series(name))
+    )
+    if not data.metrics:
+        return _section("Learning", "No iteration has ended yet: there are no curves.", "")
+    lead = (
+        "Success over iterations. Evaluation is greedy and drawn with its 95% interval; "
+        "training episodes are sampled, so they may score lower."
+    )
+    return _section(
+        "Learning",
+        lead,
+        '<figure class="panel wide"><figcaption><b>Success</b><span>share of episodes that reach the goal</span>'
+        '<span class="legend"><span><i class="main"></i>evaluation</span><span><i class="train"></i>training</span>'
+        f'</span></figcaption>{main}</figure><div class="small">{small}</div>',
+    )
+
+
+def success_curve(data: RunData, width: int = 960, height: int = 320) -> str:
+    """Success in evaluation, with intervals, and in training."""
+    evaluated = {e.iteration: e.score for e in data.evaluations}
+    points = dict(data.series("val/success_rate")) | {float(i): score.rate for i, score in evaluated.items()}
+    intervals = [(float(i), *score.interval) for i, score in evaluated.items()]
+    lines = [
+        Line("training", data.series("rollout/success_rate"), kind="train"),
+        Line("evaluation", sorted(points.items()), kind="main", has_dots=True, intervals=intervals),
+    ]
+    return curve_svg(lines, width, height, y_range=(0.0, 1.0), as_percent=True)
+
+
+def tasks(data: RunData) -> str:
+    """Success of each task before and after."""
+    before = data.first.per_task() if data.first else {}
+    after = data.last.per_task() if data.last else {}
+    if not before and not after:
+        return ""
+    instructions = data.instructions
+    rows = "".join(
+        f'<tr><td class="id">{task}</td><td>{escape(instructions.get(task, f"task {task}"))}</td>'
+        f'<td class="bars">{_bar("before", before.get(task))}{_bar("after", after.get(task))}</td>'
+        f'<td class="num">{_change(before.get(task), after.get(task))}</td></tr>'
+        for task in sorted(before.keys() | after.keys())
+    )
+    lead = "Grey before training, coloured after it." if after else "Before training; there is no later evaluation yet."
+    return _section(
+        "Tasks",
+        lead,
+        '<div class="scroll"><table><thead><tr><th></th>'
+        '<th>Instruction</th><th>Success</th><th class="num">Change</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>",
+    )
+
+
+def videos(data: RunData) -> str:
+    """Films before and after, side by side, as far as they fit into one page."""
+    pairs = data.video_pairs()
+    if not pairs:
+        return _section("Episodes", "No episode was filmed (<code>eval.videos</code>).", "")
+    instructions, used, left_out = data.instructions, 0, 0
+    cards: list[str] = []
+    for before, after in pairs:
+        size = sum(v.path.stat().st_size for v in (before, after) if v)
+        if cards and used + size > MAX_VIDEO_BYTES:
+            left_out += 1
+            continue
+        used += size
+        video = before or after
+        assert video is not None
+        title = escape(instructions.get(video.task_id, f"task {video.task_id}"))
+        cards.append(
+            f'<div class="pair"><p>{title} <span>task {video.task_id}, state {video.init_state}</span></p>'
+            f'<div class="sides">{_side("before", before)}{_side("after", after)}</div></div>'
+        )
+    more = f" {left_out} more lie in <code>videos/</code>." if left_out else ""
+    lead = f"The same initial states before and after training.{more}"
+    return _section("Episodes", lead, f'<div class="pairs">{"".join(cards)}</div>')
+
+
+def configuration(data: RunData) -> str:
+    """The resolved configuration, folded."""
+    if not data.config_text:
+        return ""
+    return _section(
+        "Configuration",
+        "",
+        "<details><summary>config.yaml, every option as it was resolved</summary>"
+        f"<pre>{escape(data.config_text)}</pre></details>",
+    )
+
+
+def commands(data: RunData) -> str:
+    """What one would type next."""
+    run = shlex.quote(str(data.run.path))
+    steps = sorted(data.run.checkpoints.glob("step_*"))
+    final = data.run.checkpoints / "final"
+    newest = final if final.is_dir() or not steps else steps[-1]
+    resume = str(data.status.get("resume") or data.run.resume_command)
+    is_finished = data.status.get("state") == "finished"
+    rows = {
+        "Train on" if is_finished else "Resume": resume + (" --run.iterations N" if is_finished else ""),
+        "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",
+        "Watch the curves": f"tensorboard --logdir {run}/tensorboard",
+        "Write this report again": f"vlarl report {run}",
+    }
+    items = "".join(f"<dt>{name}</dt><dd><code>{escape(text)}</code></dd>" for name, text in rows.items())
+    return _section("Going on", "", f'<dl class="commands">{items}</dl>')
+
+
+def _section(title: str, lead: str, body: str) -> str:
+    introduction = f'<p class="lead">{lead}</p>' if lead else ""
+    return f"<section><h2>{title}</h2>{introduction}{body}</section>"
+
+
+def _bar(kind: str, score: Score | None) -> str:
+    if score is None:
+        return ""
+    share = f"{score.won} of {score.total}"
+    low, high = score.interval
+    title = f"{kind}: {score.rate:.1%}, 95% interval {low:.1%} to {high:.1%}"
+    return (
+        f'<div class="bar {kind}" title="{title}"><span class="track"><i style="width:{100 * score.rate:.1f}%"></i>'
+        f'</span><span class="share">{share}</span></div>'
+    )
+
+
+def _change(before: Score | None, after: Score | None) -> str:
+    if before is None or after is None:
+        return ""
+    points = 100 * (after.rate - before.rate)
+    kind = "up" if points > 0.05 else "down" if points < -0.05 else "same"
+    return f'<span class="{kind}">{points:+.0f} points</span>' if kind != "same" else '<span class="same">0</span>'
+
+
+def _side(name: str, video: Video | None) -> str:
+    if video is None:
+        return f'<div class="side"><span>{name}</span><div class="empty">not filmed</div></div>'
+    outcome = '<em class="up">success</em>' if video.success else '<em class="down">failure</em>'
+    data = base64.b64encode(video.path.read_bytes()).decode("ascii")
+    return (
+        f'<div class="side"><span>{name} {outcome}</span><video controls muted loop playsinline preload="metadata" '
+        f'src="data:video/mp4;base64,{data}"></video></div>'
+    )

@@ -1,0 +1,242 @@
+"""The run directory: where everything about one run lives, and the interface to every tool that reads it.
+
+runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  report.html
+              logs/  checkpoints/  videos/  eval/  tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vlarl.errors import UsageError
+from vlarl.observability.files import read_jsonl, write_atomically
+from vlarl.observability.machine import describe_machine
+
+RunState = Literal["running", "finished", "failed", "interrupted"]
+
+FOLDERS = ("logs", "checkpoints", "videos", "eval", "tensorboard")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What status.json holds: enough for a person, or a scheduler, to know where a run stands."""
+
+    state: RunState
+    iteration: int
+    iterations: int
+    started: float  # unix time of the run's first session, kept over resumes
+    updated: float
+    pid: int
+    host: str
+    machine: str
+    message: str
+    resume: str  # the command that goes on from here
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path | str, name: str) -> RunDirectory:
+        """Make the folder of a new run. An existing one is refused; what can't be made leaves nothing behind."""
+        cls.refuse_existing(root, name)
+        path = Path(root) / name
+        try:
+            path.mkdir(parents=True)
+            for folder in FOLDERS:
+                (path / folder).mkdir()
+        except FileExistsError:
+            raise UsageError(f"another process has just made {path}: choose another `--run.name`") from None
+        except OSError as error:
+            raise UsageError(_unwritable(path, error)) from error
+        return cls(path)
+
+    @staticmethod
+    def refuse_existing(root: Path | str, name: str) -> None:
+        """Refuse a name that is taken or a place that can't be written to, before anything is made."""
+        path = Path(root) / name
+        if not name or Path(name).name != name or name in {".", ".."}:
+            raise UsageError(f"run.name is {name!r}, which is no folder name: leave out slashes")
+        if path.exists():
+            raise UsageError(
+                f"the run {path} exists already, and runs are never overwritten: "
+                f"go on with it by `--resume {path}`, or choose another `--run.name`"
+            )
+        _check_writable(Path(root))
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDirectory:
+        """The folder of an earlier run, to go on with or to report on."""
+        path = Path(path)
+        if not path.is_dir():
+            raise UsageError(f"{path} is not a run: there is no such folder{_known_runs(path.parent)}")
+        if not (path / "config.yaml").is_file() and not (path / "status.json").is_file():
+            raise UsageError(
+                f"{path} is not a run: it holds neither config.yaml nor status.json{_known_runs(path)}"
+                " Name the run's own folder, for example runs/<name>."
+            )
+        for folder in FOLDERS:
+            try:
+                (path / folder).mkdir(exist_ok=True)
+            except OSError as error:
+                raise UsageError(_unwritable(path, error)) from error
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.resolve().name
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def status_file(self) -> Path:
+        """Where the run stands."""
+        return self.path / "status.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One row an iteration."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def episodes_file(self) -> Path:
+        """One row an episode."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        """The report a person reads."""
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of log files."""
+        return self.path / "logs"
+
+    @property
+    def log_file(self) -> Path:
+        """The training log."""
+        return self.logs / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def videos(self) -> Path:
+        """Folder of filmed episodes."""
+        return self.path / "videos"
+
+    @property
+    def evaluations(self) -> Path:
+        """Folder of later evaluations, one folder each."""
+        return self.path / "eval"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard files."""
+        return self.path / "tensorboard"
+
+    @property
+    def resume_command(self) -> str:
+        """The command that goes on with this run."""
+        return f"vlarl train --resume {shlex.quote(str(self.path))}"
+
+    def write_status(self, state: RunState, iteration: int, iterations: int, message: str = "") -> None:
+        """Say where the run stands, in one atomic step."""
+        now = time.time()
+        status = RunStatus(
+            state=state,
+            iteration=iteration,
+            iterations=iterations,
+            started=float(self.read_status().get("started") or now),
+            updated=now,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=describe_machine(),
+            message=message,
+            resume=self.resume_command,
+        )
+        write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """What status.json says; empty when there is none."""
+        try:
+            status = json.loads(self.status_file.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl."""
+        return list(read_jsonl(self.metrics_file)) if self.metrics_file.is_file() else []
+
+    def truncate_after(self, iteration: int) -> None:
+        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run makes them again."""
+        for path in (self.metrics_file, self.episodes_file):
+            if path.is_file():
+                kept = (row for row in read_jsonl(path) if int(row.get("iteration", 0)) <= iteration)
+                write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    @contextmanager
+    def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> Iterator[Path]:
+        """Send a logger's records, and Python's warnings, to logs/train.log while the block runs."""
+        handler = logging.FileHandler(self.log_file, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        target = logging.getLogger(logger)
+        previous_level = target.level
+        warnings_logger = logging.getLogger("py.warnings")
+        target.addHandler(handler)
+        warnings_logger.addHandler(handler)
+        if target.getEffectiveLevel() > level:
+            target.setLevel(level)
+        try:
+            yield self.log_file
+        finally:
+            target.removeHandler(handler)
+            warnings_logger.removeHandler(handler)
+            target.setLevel(previous_level)
+            handler.close()
+
+
+def _check_writable(root: Path) -> None:
+    """Prove by a file that the root, or the folder it will be made in, takes files; permission bits don't tell."""
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"vlarl")
+            file.flush()
+    except OSError as error:
+        raise UsageError(_unwritable(root, error)) from error
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"cannot write to {path} ({error.strerror or error}): choose a folder you can write to with `--run.root`"
+
+
+def _known_runs(root: Path) -> str:
+    if not root.is_dir():
+        return "."
+    names = sorted(p.name for p in root.iterdir() if (p / "status.json").is_file() or (p / "config.yaml").is_file())
+    return f"; runs in {root}: {', '.join(names[-8:])}." if names else "."

@@ -1,0 +1,123 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked. Libraries load when used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from vlarl.errors import MissingExtraError, UsageError
+from vlarl.observability.files import disk_errors
+
+
+class JsonlSink:
+    """Appends one JSON object a row, a whole line at a time, so that the file can be tailed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with disk_errors(path):
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Append a row; what is not finite becomes null, which every JSON reader understands."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        row = {"iteration": iteration, "time": round(time.time(), 3), **values}
+        with disk_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        with disk_errors(self._path):
+            self._file.close()
+
+
+class TensorBoardSink:
+    """Writes TensorBoard scalars."""
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        """On resume, TensorBoard hides what an earlier session wrote after iteration `resume_after`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        purge_step = None if resume_after is None else resume_after + 1
+        with disk_errors(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Write one point for each metric."""
+        with disk_errors(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, iteration)
+
+    def close(self) -> None:
+        """Flush and close."""
+        with disk_errors(self._folder):
+            self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases; a resumed run goes on under its old id, which is kept in the run directory."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        project: str,
+        name: str,
+        entity: str | None = None,
+        group: str | None = None,
+        mode: Literal["online", "offline"] = "online",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtraError("wandb", "wandb") from None
+        try:
+            self._run = wandb.init(
+                dir=str(run_dir),
+                project=project,
+                name=name,
+                entity=entity,
+                group=group,
+                mode=mode,
+                config=dict(config or {}),
+                id=_stable_id(run_dir),
+                resume="allow",
+                # W&B's own lines and its capture of the terminal would tear the live display.
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise UsageError(
+                f"Weights & Biases did not start ({error}): run `wandb login`, "
+                "or keep its files here with `--logging.wandb_mode offline`"
+            ) from error
+        # An iteration, not W&B's own counter, is the x axis: after a resume W&B refuses steps it has seen already.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Log one row."""
+        self._run.log({"iteration": iteration, **metrics})
+
+    def close(self) -> None:
+        """Finish the W&B run; a server that can't be reached must not fail a run that is done."""
+        try:
+            self._run.finish()
+        except Exception as error:
+            logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+def _stable_id(run_dir: Path) -> str:
+    path = run_dir / "wandb" / "run_id"
+    with disk_errors(path):
+        if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
+            return known
+        path.parent.mkdir(exist_ok=True)
+        fresh = uuid.uuid4().hex[:12]
+        path.write_text(fresh + "\n", encoding="utf-8")
+    return fresh

@@ -1,0 +1,135 @@
+"""Films of episodes: mp4 that every browser plays, with a caption that says what was asked and how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from vlarl.errors import VlarlError
+from vlarl.types import UInt8Array
+
+MIN_WIDTH = 320  # smaller pictures are enlarged: a caption needs room
+HOLD_SECONDS = 1.0
+
+_BAR = (22, 24, 29)
+_INK = (240, 241, 243)
+_MUTED = (150, 156, 166)
+_TRACK = (52, 56, 64)
+_OUTCOME = {True: ("SUCCESS", (52, 168, 105)), False: ("FAILURE", (219, 84, 80))}
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, success: bool, fps: int = 10) -> None:
+    """Write frames [H, W, 3] as H.264 with a caption bar, holding the last frame for a second."""
+    if not frames:
+        raise ValueError("a film needs at least one frame")
+    import imageio.v2 as imageio
+
+    painter = CaptionPainter(instruction, success, len(frames) - 1, _film_size(frames[0]))
+    # The suffix decides the container, so the temporary name keeps it.
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        writer = imageio.get_writer(
+            temporary,
+            format="FFMPEG",
+            fps=fps,
+            codec="libx264",
+            pixelformat="yuv420p",
+            macro_block_size=2,
+            ffmpeg_log_level="error",
+            output_params=["-crf", "22", "-preset", "veryfast", "-movflags", "+faststart"],
+        )
+        with writer:
+            for step, frame in enumerate(frames):
+                writer.append_data(painter.paint(frame, step))
+            last = painter.paint(frames[-1], len(frames) - 1)
+            for _ in range(round(HOLD_SECONDS * fps)):
+                writer.append_data(last)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        raise VlarlError(f"cannot write the video {path}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def caption_height(width: int) -> int:
+    """Height of the caption bar under a film of this width; even, as yuv420p demands."""
+    return 2 * round(width * 0.12)
+
+
+class CaptionPainter:
+    """Draws the caption bar of one film: the instruction, a step counter, and the outcome once it is known."""
+
+    def __init__(self, instruction: str, success: bool, last_step: int, size: tuple[int, int]) -> None:
+        self._width, self._scene_height = size
+        self._height = caption_height(self._width)
+        self._last_step = last_step
+        self._word, self._color = _OUTCOME[success]
+        self._margin = max(8, self._width // 32)
+        self._font = ImageFont.load_default(size=self._width * 0.04)
+        self._small = ImageFont.load_default(size=self._width * 0.035)
+        self._lines = _wrap(instruction, self._font, self._width - 2 * self._margin, limit=2)
+
+    def paint(self, frame: UInt8Array, step: int) -> UInt8Array:
+        """The frame with its caption beneath."""
+        picture = Image.fromarray(np.ascontiguousarray(frame))
+        scene = (self._width, self._scene_height)
+        if picture.size != scene:
+            picture = picture.resize(scene, Image.Resampling.LANCZOS)
+        canvas = Image.new("RGB", (self._width, self._scene_height + self._height), _BAR)
+        canvas.paste(picture, (0, 0))
+        self._draw_bar(ImageDraw.Draw(canvas), step)
+        return np.asarray(canvas)
+
+    def _draw_bar(self, draw: ImageDraw.ImageDraw, step: int) -> None:
+        top, left, right = self._scene_height, self._margin, self._width - self._margin
+        ended = step >= self._last_step
+        share = 1.0 if ended else step / self._last_step
+        thickness = max(2, self._width // 160)
+        draw.rectangle((0, top, self._width, top + thickness - 1), fill=_TRACK)
+        draw.rectangle((0, top, round(self._width * share), top + thickness - 1), fill=self._color if ended else _MUTED)
+        # Two lines at most, centred in the upper two thirds.
+        spacing = self._height * 0.24
+        first_line = top + self._height * 0.37 - spacing * (len(self._lines) - 1) / 2
+        for i, line in enumerate(self._lines):
+            draw.text((left, first_line + i * spacing), line, font=self._font, fill=_INK, anchor="lm")
+        last_line = top + self._height * 0.8
+        draw.text((left, last_line), f"step {step}", font=self._small, fill=_MUTED, anchor="lm")
+        if ended:
+            # Before the end the word would say something that has not happened yet.
+            x = right - draw.textlength(self._word, font=self._small)
+            draw.text((x, last_line), self._word, font=self._small, fill=self._color, anchor="lm")
+
+
+def _film_size(frame: UInt8Array) -> tuple[int, int]:
+    height, width = frame.shape[:2]
+    scale = -(-MIN_WIDTH // width) if width < MIN_WIDTH else 1
+    return width * scale // 2 * 2, height * scale // 2 * 2
+
+
+def _wrap(text: str, font: Font, width: float, limit: int) -> list[str]:
+    """The text in at most `limit` lines; the last one takes what is left, cut if it must be."""
+    lines, words = [""], text.split()
+    while words:
+        longer = f"{lines[-1]} {words[0]}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            if len(lines) == limit:
+                break
+            lines.append("")
+            continue
+        lines[-1] = longer
+        words.pop(0)
+    return [*lines[:-1], _fit(" ".join([lines[-1], *words]), font, width)]
+
+
+def _fit(text: str, font: Font, width: float) -> str:
+    """The text, cut with an ellipsis where it would leave the bar."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text.rstrip() + "..."

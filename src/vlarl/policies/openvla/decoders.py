@@ -1,0 +1,196 @@
+"""Two ways to read actions off one model. Both lay a row out as
+
+    BOS  image tokens  [proprio]  padding  rest of the prompt  action part
+
+and skip the padding by positions and mask, so that a row means the same in any batch, and the last token of the prompt
+and the action part stand in the same columns for all rows.
+
+    autoregressive   action part = the tokens so far, causal attention; token t is read at the token before it
+    parallel (OFT)   action part = K*D zero embeddings and the stop id, every token sees every token; token t is read
+                     one place before its slot, the first one at the last token of the prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from vlarl.policies.base import Chooser
+from vlarl.policies.openvla.config import DecoderName
+from vlarl.policies.openvla.language import KeyValueCache, run_layers
+from vlarl.policies.openvla.model import OpenVLAModel
+from vlarl.types import PolicyInput
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Prompt and images of a batch, embedded; padding, where a row needs it, stands before the rest of its prompt."""
+
+    embeds: torch.Tensor  # [B, S, H]
+    padding: torch.Tensor | None  # [B] columns of padding in each row; None when no row has any
+    head: int  # columns before the padding: BOS, images, proprio
+
+    def positions(self, start: int, stop: int) -> torch.Tensor:
+        """Positions of the columns start .. stop, which may reach into the action part: [B, T], or [1, T]."""
+        columns = torch.arange(start, stop, device=self.embeds.device).unsqueeze(0)
+        if self.padding is None:
+            return columns
+        return columns - self.padding.unsqueeze(1) * (columns >= self.head)
+
+    def key_mask(self, tail: int) -> torch.Tensor | None:
+        """[B, 1, 1, S + tail] which columns may be seen at all; None when all may."""
+        if self.padding is None:
+            return None
+        columns = torch.arange(self.embeds.shape[1] + tail, device=self.embeds.device).unsqueeze(0)
+        seen = (columns < self.head) | (columns >= self.head + self.padding.unsqueeze(1))
+        return seen[:, None, None, :]
+
+    def read(self, num_tokens: int) -> slice:
+        """The columns that predict the first `num_tokens` tokens of the action part."""
+        last = self.embeds.shape[1] - 1
+        return slice(last, last + num_tokens)
+
+
+def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn.Module | None) -> Prefix:
+    """Embed prompt, images and, with a projector, the robot's state."""
+    ids, padding = _pad_after_bos(inputs)
+    text = model.embed_tokens(ids)
+    parts = [text[:, :1], model.embed_images(inputs.pixels)]
+    if proprio_projector is not None:
+        if inputs.proprio is None:
+            raise ValueError("this policy has a proprio token but the input carries no proprio")
+        parts.append(proprio_projector(inputs.proprio.to(text.dtype)).unsqueeze(1))
+    head = sum(part.shape[1] for part in parts)
+    return Prefix(torch.cat([*parts, text[:, 1:]], dim=1), padding, head)
+
+
+def _pad_after_bos(inputs: PolicyInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompt ids with the padding moved from the right to just after BOS, and how much each row has."""
+    ids, mask = inputs.input_ids, inputs.attention_mask
+    if bool(mask.all()):
+        return ids, None
+    padding = ids.shape[1] - mask.sum(dim=1)
+    source = torch.arange(1, ids.shape[1], device=ids.device) - padding.unsqueeze(1)
+    moved = ids.gather(1, source.clamp(min=1))  # what fills the padding is never seen
+    return torch.cat([ids[:, :1], moved], dim=1), padding
+
+
+class Decoder(Protocol):
+    """Reads the states that predict action tokens; the first of them is also what the critic reads."""
+
+    def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
+        """Finished states [B, K*D, H] that predict each of the given tokens."""
+        ...
+
+    def first_state(self, model: OpenVLAModel, prefix: Prefix) -> torch.Tensor:
+        """[B, H] the finished state before the first action token."""
+        ...
+
+    def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places [B, K*D] in the action support picked one after the other, and their logits [B, K*D, num_bins]."""
+        ...
+
+
+class AutoregressiveDecoder:
+    """OpenVLA's own decoding: one action, token by token."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
+        """Teacher-forced, in one pass; the last token predicts nothing and is left out."""
+        tail = model.embed_tokens(token_ids[:, :-1])
+        return model.finish(self._run(model, prefix, torch.cat([prefix.embeds, tail], dim=1), None))
+
+    def first_state(self, model: OpenVLAModel, prefix: Prefix) -> torch.Tensor:
+        """The prompt alone decides it."""
+        return model.finish(self._run(model, prefix, prefix.embeds, None))[:, 0]
+
+    def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prompt once, then a token a step against the cache."""
+        columns = prefix.embeds.shape[1]
+        cache = KeyValueCache(model.num_layers, columns + self.num_tokens - 1)
+        hidden = self._run(model, prefix, prefix.embeds, cache)
+        logits = [model.action_logits(model.finish(hidden))]
+        places = [choose(logits[0], 0)]
+        for step in range(1, self.num_tokens):
+            hidden = run_layers(
+                model.language_model,
+                model.embed_tokens(places[-1] + model.config.first_action_id),
+                prefix.positions(columns + step - 1, columns + step),
+                mask=prefix.key_mask(step),
+                causal=False,
+                read=slice(0, 1),
+                cache=cache,
+            )
+            logits.append(model.action_logits(model.finish(hidden)))
+            places.append(choose(logits[-1], step))
+        return torch.cat(places, dim=1), torch.cat(logits, dim=1)
+
+    def _run(
+        self, model: OpenVLAModel, prefix: Prefix, embeds: torch.Tensor, cache: KeyValueCache | None
+    ) -> torch.Tensor:
+        """States from the last token of the prompt on."""
+        size = embeds.shape[1]
+        tail = size - prefix.embeds.shape[1]
+        mask = prefix.key_mask(tail)
+        if mask is not None:
+            # Columns stand in the order of positions, so causal over columns is causal over tokens. A padding column
+            # sees BOS, hence no row of the mask is empty.
+            mask = mask & torch.ones(size, size, dtype=torch.bool, device=embeds.device).tril()
+        return run_layers(
+            model.language_model,
+            embeds,
+            prefix.positions(0, size),
+            mask=mask,
+            causal=mask is None,
+            read=prefix.read(tail + 1),
+            cache=cache,
+        )
+
+
+class ParallelDecoder:
+    """OpenVLA-OFT's decoding: a chunk of actions in one pass, tokens independent given the observation."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
+        """One pass; the tokens don't enter it."""
+        del token_ids
+        return self._run(model, prefix, self.num_tokens)
+
+    def first_state(self, model: OpenVLAModel, prefix: Prefix) -> torch.Tensor:
+        """Needs the slots too, since the prompt sees them."""
+        return self._run(model, prefix, 1)[:, 0]
+
+    def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens at once."""
+        logits = model.action_logits(self._run(model, prefix, self.num_tokens))
+        return choose(logits, 0), logits
+
+    def _run(self, model: OpenVLAModel, prefix: Prefix, num_read: int) -> torch.Tensor:
+        batch, columns, width = prefix.embeds.shape
+        slots = prefix.embeds.new_zeros(batch, self.num_tokens, width)
+        stop = torch.full((1, 1), model.config.stop_id, device=prefix.embeds.device)
+        closing = model.embed_tokens(stop).expand(batch, -1, -1)
+        tail = self.num_tokens + 1
+        hidden = run_layers(
+            model.language_model,
+            torch.cat([prefix.embeds, slots, closing], dim=1),
+            prefix.positions(0, columns + tail),
+            mask=prefix.key_mask(tail),
+            causal=False,
+            read=prefix.read(num_read),
+        )
+        return model.finish(hidden)
+
+
+DECODERS: dict[DecoderName, Callable[[int], Decoder]] = {
+    "autoregressive": AutoregressiveDecoder,
+    "parallel": ParallelDecoder,
+}

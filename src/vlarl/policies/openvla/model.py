@@ -1,0 +1,90 @@
+"""OpenVLA's architecture at any size; the names of its state equal the original checkpoint's."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlarl.policies.openvla.config import OpenVLAConfig
+from vlarl.policies.openvla.language import build_language_model
+from vlarl.policies.openvla.vision import VisionBackbone
+
+
+class Projector(nn.Module):
+    """Vision features to the language model's width: three layers for the fused towers, two for a single one."""
+
+    def __init__(self, feature_dim: int, hidden_size: int, *, fused: bool) -> None:
+        super().__init__()
+        middle = 4 * feature_dim if fused else hidden_size
+        self.fc1 = nn.Linear(feature_dim, middle)
+        self.fc2 = nn.Linear(middle, hidden_size)
+        self.fc3 = nn.Linear(hidden_size, hidden_size) if fused else None
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """[B, P, W] -> [B, P, H]."""
+        x: torch.Tensor = self.fc2(F.gelu(self.fc1(features)))
+        return x if self.fc3 is None else cast(torch.Tensor, self.fc3(F.gelu(x)))
+
+
+class OpenVLAModel(nn.Module):
+    """Towers, projector and language model: what a checkpoint's model.safetensors holds."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_backbone = VisionBackbone(config.towers)
+        self.language_model = build_language_model(config.text)
+        self.hidden_size = int(self._language.config.hidden_size)
+        self.projector = Projector(self.vision_backbone.feature_dim, self.hidden_size, fused=len(config.towers) > 1)
+
+    @property
+    def _language(self) -> Any:
+        return self.language_model  # transformers' class is chosen at run time
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the language model."""
+        return len(self._language.model.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, and of the states between them."""
+        return self.projector.fc1.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.projector.fc1.weight.device
+
+    def embed_images(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [B, I, 3, H, W], or normalised floats as the vision backbone takes -> [B, I*P, H] image tokens."""
+        out: torch.Tensor = self.projector(self.vision_backbone(pixels))
+        return out
+
+    def embed_tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """[B, L] -> [B, L, H]."""
+        out: torch.Tensor = self._language.model.embed_tokens(ids)
+        return out
+
+    def finish(self, states: torch.Tensor) -> torch.Tensor:
+        """The final norm, applied to the states that are read and to no others."""
+        out: torch.Tensor = self._language.model.norm(states)
+        return out
+
+    def action_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Finished states [B, T, H] -> float32 logits [B, T, num_bins] over the action ids, lowest id first."""
+        head = self._language.lm_head
+        first, last = self.config.first_action_id, self.config.vocab_size
+        if isinstance(head, nn.Linear):
+            return F.linear(states, head.weight[first:last]).float()
+        # An adapter wraps the head: its own forward is the only right one.
+        wrapped: torch.Tensor = head(states)
+        return wrapped[..., first:last].float()
+
+    def full_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Finished states -> float32 logits over the padded vocabulary."""
+        out: torch.Tensor = self._language.lm_head(states)
+        return out.float()

@@ -1,0 +1,26 @@
+"""Rewards that the environment itself can pay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vlarl.rewards.base import Reward, pay_at_the_end
+from vlarl.types import Trajectory
+
+
+class SparseReward(Reward):
+    """1 for success on the last executed step, 0 for everything else."""
+
+    def score(self, trajectory: Trajectory) -> Trajectory:
+        """Pay for success alone, whatever the environment paid."""
+        return pay_at_the_end(trajectory, float(trajectory.success))
+
+
+class DenseReward(Reward):
+    """The environment's own shaped reward, step by step."""
+
+    env_reward: Literal["sparse", "dense"] = "dense"
+
+    def score(self, trajectory: Trajectory) -> Trajectory:
+        """Leave the environment's rewards as they are."""
+        return trajectory

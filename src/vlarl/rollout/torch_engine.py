@@ -1,0 +1,47 @@
+"""The engine that needs nothing but torch: batched, without gradient, in the learner's process, on the learner's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from vlarl.policies.base import Policy
+from vlarl.policies.distribution import greedy, sample, token_logprobs
+from vlarl.types import ActionTokens, PolicyInput
+
+
+class TorchEngine:
+    """Runs the policy module itself. When that is the learner's own module, a weight sync copies nothing."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.policy = policy
+        self.device = device
+        self.version = 0
+
+    @torch.no_grad()
+    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+        num_tokens = self.policy.chunk_length * self.policy.action_dim
+        uniforms = torch.from_numpy(
+            np.stack([np.random.default_rng(seed).random(num_tokens, dtype=np.float32) for seed in seeds])
+        ).to(self.device)
+
+        def choose(logits: torch.Tensor, first: int) -> torch.Tensor:
+            if temperature == 0:
+                return greedy(logits)
+            return sample(logits, temperature, uniforms[:, first : first + logits.shape[1]])
+
+        ids, logits = self.policy.generate(inputs.to(self.device), choose)
+        # Greedy actions are scored at temperature 1: at 0 every log-prob would be zero and say nothing.
+        logprobs = token_logprobs(logits, ids - self.policy.codec.first_id, temperature or 1.0)
+        return ActionTokens(ids, logprobs, self.version)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Take over the learner's weights as `version`; tensors that are the engine's own already are not touched."""
+        own = dict(self.policy.named_parameters())
+        for name, tensor in weights:
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].data.copy_(tensor)
+        self.version = version

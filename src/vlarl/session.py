@@ -1,0 +1,216 @@
+"""The memory of a run: counters, metrics, episodes, films, checkpoints, status and display.
+
+The loop says what happened; the session writes it into the run directory, and knows where a resumed run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vlarl.config.schema import Config
+from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.metrics import MetricLogger
+from vlarl.observability.progress import Progress
+from vlarl.observability.report import write_report
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.training.checkpoint import BestReturn, CheckpointStore, TrainerState
+from vlarl.training.learner import Learner
+from vlarl.types import EvalResult, Trajectory
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to."""
+
+    run_dir: Path
+    success_before: float | None  # greedy success on unseen states before the first update
+    success_after: float | None  # the same at the newest evaluation
+    report: Path | None
+    interrupted: bool
+
+
+class Session:
+    """Use as a context manager around the loop: however the block ends, what was learnt is saved and said."""
+
+    def __init__(self, config: Config, directory: RunDirectory, learner: Learner, state: TrainerState) -> None:
+        self.config = config
+        self.directory = directory
+        self.learner = learner
+        self.state = state
+        self.interrupted = False
+        self.store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+        self._best = BestReturn(
+            config.checkpoint.best_return_ema_alpha,
+            config.checkpoint.best_return_min_delta,
+            config.checkpoint.best_return_patience,
+        )
+        self._stack = ExitStack()
+        self._times: dict[str, float] = {}
+        self._started = self._iteration_started = time.monotonic()
+
+    def __enter__(self) -> Session:
+        directory, logging_config = self.directory, self.config.logging
+        with ExitStack() as stack:
+            stack.enter_context(directory.log_to_file())
+            sinks: list[Any] = [JsonlSink(directory.metrics_file)]
+            if logging_config.tensorboard:
+                sinks.append(TensorBoardSink(directory.tensorboard, resume_after=self.state.iteration or None))
+            if logging_config.wandb:
+                sinks.append(self._wandb())
+            self.metrics = stack.enter_context(MetricLogger(sinks))
+            self.recorder = stack.enter_context(EpisodeRecorder(directory))
+            self.progress = stack.enter_context(Progress(self.config.run.iterations, start=self.state.iteration))
+            self.guard = stack.enter_context(InterruptGuard())
+            self._stack = stack.pop_all()
+        self._write_status("running")
+        return self
+
+    def _wandb(self) -> WandbSink:
+        c = self.config.logging
+        return WandbSink(
+            self.directory.path, c.wandb_project, self.directory.name, c.wandb_entity, c.wandb_group, c.wandb_mode,
+            self.config.model_dump(mode="json"),
+        )  # fmt: skip
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with self._stack:
+            if error is None:
+                self._write_status("finished")
+            elif isinstance(error, Interrupted):
+                self.progress.note("interrupted: saving")
+                self.save_checkpoint()
+                self._write_status("interrupted")
+                self.interrupted = True
+            elif isinstance(error, KeyboardInterrupt):
+                self._write_status("interrupted", "stopped at once, after a second Ctrl-C")
+            else:
+                logging.getLogger(__name__).error("the run failed", exc_info=error)
+                self._write_status("failed", f"{type(error).__name__}: {error}")
+        return isinstance(error, Interrupted)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had all its iterations, or all its environment steps."""
+        budget = self.config.run.total_env_steps
+        return self.state.iteration >= self.config.run.iterations or (
+            budget is not None and self.state.env_steps >= budget
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been learnt yet."""
+        return self.state.iteration == 0
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the iteration that was just counted ends with an evaluation."""
+        interval = self.config.eval.interval
+        return self.finished or (interval > 0 and self.state.iteration % interval == 0)
+
+    @property
+    def films_due(self) -> int:
+        """How many episodes of the evaluation at hand are filmed: some of the first one and of the last one."""
+        return self.config.eval.videos if self.is_new or self.finished else 0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the block's seconds under `time/<name>` of this iteration."""
+        start = time.monotonic()
+        yield
+        self._times[name] = self._times.get(name, 0.0) + time.monotonic() - start
+
+    def seconds(self, name: str) -> float:
+        """What `timed` has counted under this name in this iteration."""
+        return self._times[name]
+
+    def start_iteration(self) -> int:
+        """The number of the iteration that begins now; it counts once `count` is told what it collected."""
+        self._times, self._iteration_started = {}, time.monotonic()
+        return self.state.iteration + 1
+
+    def watch_rollout(self, total: int) -> Any:
+        """What the collector tells about its progress; stops the rollout when the user asked to."""
+
+        def on_episode(done: int) -> None:
+            self.guard.check()
+            self.progress.rollout(done, total)
+
+        return on_episode
+
+    def record_rollout(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
+        """Note the episodes down, and keep the policy that earned them if none did better."""
+        self.recorder.record(iteration, "rollout", trajectories)
+        returns = [t.env_return for t in trajectories if t.status == "ok"]
+        if self.config.checkpoint.best_return and self._best.improved(self.state, returns, iteration):
+            with self.timed("checkpoint"):
+                self.store.save_policy("best_return", self.learner.policy, self._best_metadata(iteration, returns))
+        self.state = replace(
+            self.state,
+            iteration=iteration,
+            episodes=self.state.episodes + len(trajectories),
+            env_steps=self.state.env_steps + sum(t.length for t in trajectories),
+        )
+
+    def _best_metadata(self, iteration: int, returns: Sequence[float]) -> dict[str, Any]:
+        return {
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ema_return": self.state.ema_return,
+            "current_return": sum(returns) / len(returns),
+            "training_step": iteration - 1,  # updates behind the policy that earned it
+            "global_step": self.state.env_steps,
+            "run_id": self.directory.name,
+            "model_path": self.config.policy.path,
+        }
+
+    def record_evaluation(self, result: EvalResult) -> dict[str, float]:
+        """Note an evaluation down: episodes, films, and the metrics it adds to this iteration's row."""
+        iteration = self.state.iteration
+        self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
+        self.recorder.film_episodes(iteration, result.episodes)
+        self.progress.evaluation(iteration, result.success_rate, len(result.episodes))
+        return {
+            "val/success_rate": result.success_rate,
+            "val/mean_reward": result.mean_return,
+            "val/mean_length": sum(e.length for e in result.episodes) / len(result.episodes),
+        }
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Write the iteration's row, then its checkpoint if one is due: what the checkpoint counts is on disk."""
+        iteration, interval = self.state.iteration, self.config.checkpoint.interval
+        self._times["iteration"] = time.monotonic() - self._iteration_started
+        self._times["total"] = time.monotonic() - self._started
+        row = metrics | {f"time/{name}": seconds for name, seconds in self._times.items()}
+        self.metrics.log(iteration, row)
+        if iteration > 0:
+            self.progress.iteration(iteration, row)
+        if self.finished:
+            self.store.save("final", self.learner, self.state)
+        elif iteration > 0 and interval > 0 and iteration % interval == 0:
+            self.save_checkpoint()
+        self._write_status("running")
+
+    def save_checkpoint(self) -> None:
+        """Save a periodic checkpoint of the last whole iteration."""
+        self.store.save(f"step_{self.state.iteration:06d}", self.learner, self.state)
+
+    def summary(self) -> RunSummary:
+        """What the run came to, with its report written."""
+        report = write_report(self.directory.path) if self.config.logging.report else None
+        evaluations = [row["val/success_rate"] for row in self.directory.read_metrics() if "val/success_rate" in row]
+        before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+        return RunSummary(self.directory.path, before, after, report, self.interrupted)
+
+    def _write_status(self, state: Any, message: str = "") -> None:
+        self.directory.write_status(state, self.state.iteration, self.config.run.iterations, message)

@@ -1,0 +1,176 @@
+"""Checkpoints: written to a temporary folder, synced, then renamed, so that a crash leaves the old one whole.
+
+A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (moments of the
+optimizers, state of torch's random numbers) and `trainer.json` (counters). Nothing in it is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vlarl.errors import UsageError
+from vlarl.policies.base import Policy
+from vlarl.training.learner import Learner
+
+TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
+
+
+@dataclass
+class TrainerState:
+    """What a run needs beside weights and moments to go on as if it had never stopped."""
+
+    iteration: int = 0
+    env_steps: int = 0
+    episodes: int = 0
+    optimizer_steps: int = 0
+    ema_return: float | None = None
+    best_ema_return: float | None = None
+    best_iteration: int | None = None
+
+
+class BestReturn:
+    """Notices when the moving average of episodic returns has risen enough to keep the policy."""
+
+    def __init__(self, alpha: float, min_delta: float, patience: int) -> None:
+        self.alpha = alpha
+        self.min_delta = min_delta
+        self.patience = patience
+
+    def improved(self, state: TrainerState, returns: Sequence[float], iteration: int) -> bool:
+        """Take an iteration's returns into the average, episode by episode; True when its policy should be kept."""
+        for value in returns:
+            state.ema_return = value if state.ema_return is None else self.alpha * state.ema_return + (1 - self.alpha) * value
+        if state.ema_return is None:
+            return False
+        if state.best_iteration is not None and iteration - state.best_iteration <= self.patience:
+            return False
+        if state.best_ema_return is not None and state.ema_return <= state.best_ema_return + self.min_delta:
+            return False
+        state.best_ema_return, state.best_iteration = state.ema_return, iteration
+        return True
+
+
+class CheckpointStore:
+    """The `checkpoints` folder of a run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recover()
+
+    def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
+        """Write a checkpoint that training can go on from."""
+
+        def write(folder: Path) -> None:
+            learner.policy.save(folder)
+            save_file(trainer_tensors(learner), folder / TENSORS)
+            counters = asdict(state) | {"version": learner.version, "policy_updates": learner.policy_updates}
+            (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
+
+        path = self._replace(name, write)
+        self._retire()
+        return path
+
+    def save_policy(self, name: str, policy: Policy, metadata: dict[str, Any]) -> Path:
+        """Write the policy alone, with a note of what it is."""
+
+        def write(folder: Path) -> None:
+            policy.save(folder)
+            (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+
+        return self._replace(name, write)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that training can go on from, None before the first."""
+        found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
+        return max(found, key=_iteration_of, default=None)
+
+    def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
+        final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir()
+        write(fresh)
+        _sync(fresh)
+        if final.exists():
+            final.rename(old)
+        fresh.rename(final)
+        _sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def _recover(self) -> None:
+        """Finish what a crash interrupted: put an old checkpoint back when no new one took its place."""
+        for old in self.folder.glob(".old-*"):
+            final = self.folder / old.name.removeprefix(".old-")
+            if final.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(final)
+        for fresh in self.folder.glob(".new-*"):
+            shutil.rmtree(fresh)
+
+    def _retire(self) -> None:
+        """Keep the newest periodic checkpoints only."""
+        periodic = sorted(self.folder.glob("step_*"))
+        for path in periodic[: -self.keep]:
+            shutil.rmtree(path)
+
+
+def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """Moments of the optimizers by parameter name, and the state of torch's random numbers."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
+    for name, parameter in learner.policy.named_parameters():
+        for optimizer in learner.optimizers():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = value.detach().cpu().contiguous()
+    return tensors
+
+
+def restore(learner: Learner, folder: Path) -> TrainerState:
+    """Put a learner (whose policy was loaded from the same folder) back where the checkpoint was written."""
+    try:
+        tensors = load_file(folder / TENSORS)
+        counters = json.loads((folder / COUNTERS).read_text())
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise UsageError(f"the checkpoint {folder} is damaged: {error}. Resume from another one of the run.") from error
+    torch.set_rng_state(tensors.pop("rng.cpu"))
+    parameters = dict(learner.policy.named_parameters())
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+        parameter = parameters[name]
+        optimizer = learner.optimizer_of(name)
+        optimizer.state[parameter][key] = tensor if key == "step" else tensor.to(parameter.device)
+    learner.version = counters.pop("version")
+    learner.policy_updates = counters.pop("policy_updates")
+    return TrainerState(**counters)
+
+
+def _iteration_of(path: Path) -> int:
+    return int(json.loads((path / COUNTERS).read_text())["iteration"])
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

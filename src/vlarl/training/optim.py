@@ -1,0 +1,49 @@
+"""Optimizers and learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from vlarl.config.schema import OptimConfig
+
+
+def build_adamw(
+    parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: biases, norms and other vectors keep their scale."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+
+
+def lr_factor(updates_done: int, total_updates: int, config: OptimConfig) -> float:
+    """What the learning rate is multiplied with in the next update: linear warm-up, then the schedule."""
+    if updates_done < config.warmup_iterations:
+        return (updates_done + 1) / (config.warmup_iterations + 1)
+    span = max(total_updates - config.warmup_iterations, 1)
+    progress = min((updates_done - config.warmup_iterations) / span, 1.0)
+    if config.schedule == "linear":
+        return 1.0 - progress
+    if config.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+def warmup_cosine(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Factor of the learning rate at a step counted from 1: up in a line, down in half a cosine to zero."""
+    if step <= warmup_steps:
+        return step / warmup_steps
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use this learning rate from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,13 @@
+"""Bringing an engine to the learner's weights."""
+
+from __future__ import annotations
+
+from vlarl.rollout.engine import Engine
+from vlarl.training.learner import Learner
+
+
+def publish_weights(learner: Learner, engine: Engine) -> None:
+    """Give the engine the learner's current weights under their version; a colocated engine copies nothing."""
+    engine.load_weights(learner.named_weights(), learner.version)
+    if engine.version != learner.version:
+        raise RuntimeError(f"the engine runs version {engine.version} after a sync to version {learner.version}")

@@ -1,0 +1,64 @@
+"""The numbers that follow from a configuration, against ones worked out by hand."""
+
+from datetime import datetime
+
+import pytest
+
+from vlarl.config import Derived, FinetuneConfig, derive, load_config
+from vlarl.config.derive import default_run_name, derive_finetune, derived_lines
+
+OVERRIDES = {
+    "run.iterations": 10,
+    "rollout": {"num_groups": 6, "group_size": 4},
+    "algorithm.epochs": 3,
+    "optim.minibatches": 8,
+    "env": {"suite": "tabletop_long", "task_ids": [0, 2, 5]},
+    "eval": {"interval": 4, "states_per_task": 7},
+    "policy.path": "builtin:tiny-oft",
+}
+
+
+def test_numbers_of_a_training_run():
+    assert derive(load_config(overrides=OVERRIDES)) == Derived(
+        world_size=1,
+        num_tasks=3,
+        episodes_per_iteration=24,
+        decisions_per_iteration_max=24 * 16,  # 64 steps in chunks of 4
+        episodes_per_minibatch=3,
+        optimizer_steps_per_iteration=24,
+        total_optimizer_steps=240,
+        total_episodes=240,
+        num_evaluations=4,  # start, 4, 8, end
+        episodes_per_evaluation=21,
+    )
+
+
+@pytest.mark.parametrize(("interval", "evaluations"), [(0, 2), (5, 3), (10, 2), (1, 11)])
+def test_evaluations_at_start_interval_and_end(interval, evaluations):
+    assert derive(load_config(overrides=OVERRIDES | {"eval.interval": interval})).num_evaluations == evaluations
+
+
+def test_a_chunk_that_does_not_divide_the_episode_counts_its_last_part():
+    config = load_config(overrides=OVERRIDES | {"policy.chunk_length": 7})
+    assert derive(config).decisions_per_iteration_max == 24 * 10
+
+
+def test_what_only_the_checkpoint_knows_is_left_out():
+    derived = derive(load_config(overrides=OVERRIDES | {"policy.path": "my/checkpoint"}))
+    assert derived.decisions_per_iteration_max is None
+    assert not any("decisions" in line for line in derived_lines(derived))
+    assert "total_episodes: 240" in derived_lines(derived)
+
+
+def test_numbers_of_a_supervised_run():
+    overrides = {"demos": {"suites": ["tabletop_goal"], "episodes_per_task": 5}, "eval.states_per_task": 2}
+    derived = derive_finetune(
+        load_config("tabletop_base", overrides | {"optim": {"steps": 700, "batch_size": 3}}, schema=FinetuneConfig)
+    )
+    assert derived.num_demonstrations == 50
+    assert derived.total_samples == 2100
+    assert derived.episodes_per_evaluation == 20
+
+
+def test_a_run_without_a_name_gets_preset_seed_and_time():
+    assert default_run_name("tabletop_ppo", 3, datetime(2025, 1, 2, 3, 4, 5)) == "tabletop_ppo_seed3_20250102_030405"

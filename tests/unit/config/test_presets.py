@@ -1,0 +1,48 @@
+"""Every shipped configuration loads, names what it is for, and can be run dry."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vlarl.cli import main
+from vlarl.config import Config, FinetuneConfig, load_config
+from vlarl.config.presets import DEFAULT_PRESET, PRESET_FOLDER, presets, presets_of
+
+COMMANDS = {"train": Config, "finetune": FinetuneConfig}
+SHIPPED = [(command, name) for command, schema in COMMANDS.items() for name in presets_of(schema)]
+
+
+def test_every_file_belongs_to_one_command():
+    assert sorted(name for _, name in SHIPPED) == sorted(presets())
+    assert {"tabletop_grpo", "tabletop_ppo", "tabletop_ppo_openvla"} <= set(presets_of(Config))
+    assert set(presets_of(FinetuneConfig)) == {"tabletop_base", "tabletop_base_openvla"}
+
+
+@pytest.mark.parametrize(("command", "name"), SHIPPED)
+def test_dry_run_of_every_preset(command, name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, name, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    written = tmp_path / "printed.yaml"
+    written.write_text(printed)
+    schema = COMMANDS[command]
+    assert load_config(written, schema=schema) == load_config(name, schema=schema)
+    assert re.search(r"^# world_size: 1$", printed, re.MULTILINE)
+    assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_the_first_line_says_what_it_is(name):
+    first = (PRESET_FOLDER / f"{name}.yaml").read_text().splitlines()[0]
+    assert first.startswith("# ") and 20 < len(presets()[name]) < 110
+
+
+def test_the_default_is_grpo_with_the_parallel_policy():
+    config = load_config()
+    assert config == load_config(DEFAULT_PRESET)
+    assert (config.algorithm.name, config.policy.path) == ("grpo", "builtin:tiny-oft")
+
+
+def test_a_clone_shows_them_in_configs():
+    assert (Path(__file__).parents[3] / "configs").resolve() == PRESET_FOLDER.resolve()

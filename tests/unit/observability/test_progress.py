@@ -1,0 +1,84 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from vlarl.observability.clock import duration, duration_in_words
+from vlarl.observability.progress import Progress, sparkline
+
+METRICS = {
+    "rollout/success_rate": 0.714,
+    "rollout/mean_return": 0.71,
+    "rollout/env_steps_per_s": 2310.4,
+    "train/approx_kl": 0.0041,
+}
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("the reader has gone")
+
+
+def _plain() -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(file=stream, force_terminal=False, width=40), stream
+
+
+def test_plain_output_is_one_line_an_iteration_without_escapes() -> None:
+    console, stream = _plain()
+    with Progress(20, console) as progress:
+        progress.evaluation(0, 0.485, 200)
+        progress.rollout(64, 192)
+        progress.update(1, 4)
+        progress.iteration(1, METRICS)
+        progress.note("saved [checkpoint]")
+        progress.iteration(2, METRICS)
+    lines = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue()
+    assert lines[0] == "evaluation before training: success 48.5% of 200 episodes"
+    start = "iteration  1/20  success  71.4%  val  48.5%  return 0.710  kl 0.0041  2310 env steps/s"
+    assert lines[1].startswith(start) and "left" in lines[1]
+    assert lines[2] == "saved [checkpoint]"
+    assert len(lines) == 4
+
+
+def test_plain_output_needs_no_metric() -> None:
+    console, stream = _plain()
+    with Progress(3, console) as progress:
+        progress.iteration(1, {})
+    assert stream.getvalue().startswith("iteration 1/3  ")
+
+
+def test_the_live_display_shows_the_figures_and_gives_the_cursor_back_after_an_exception() -> None:
+    stream = io.StringIO()
+    console = Console(file=io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
+    with pytest.raises(KeyError), Progress(20, console) as progress:
+        progress.evaluation(0, 0.485, 200)
+        progress.rollout(64, 192)
+        progress.iteration(1, METRICS)
+        raise KeyError("training failed")
+    console.file.flush()
+    text = buffer.getvalue().decode()
+    for figure in ("1/20", "71.4%", "48.5%", "0.0041", "2,310", "elapsed"):
+        assert figure in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_closed_terminal_does_not_stop_training(is_terminal: bool) -> None:
+    with Progress(2, Console(file=ClosedPipe(), force_terminal=is_terminal)) as progress:
+        progress.iteration(1, METRICS)
+        progress.note("still here")
+        progress.iteration(2, METRICS)
+
+
+def test_sparkline_scales_zero_to_one() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.0] * 50 + [1.0], width=3) == "▁▁█"
+    assert sparkline([float("nan"), 2.0]) == "█"
+
+
+def test_durations_read_well() -> None:
+    assert [duration(s) for s in (0, 42, 187, 3723)] == ["0:00", "0:42", "3:07", "1:02:03"]
+    assert [duration_in_words(s) for s in (42, 187, 3723)] == ["42 s", "3 min 7 s", "1 h 2 min"]

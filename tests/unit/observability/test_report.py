@@ -1,0 +1,145 @@
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from vlarl.errors import UsageError
+from vlarl.observability.report import curve_svg, write_curve, write_report
+from vlarl.observability.report.charts import Line, number, thin, ticks
+from vlarl.observability.report.data import Score, load_run
+from vlarl.observability.run_dir import RunDirectory
+
+MakeRun = Callable[..., RunDirectory]
+
+
+def _text(html: str) -> str:
+    body = html[html.index("<body>") :]
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", body))
+
+
+def test_wilson_interval_matches_published_values() -> None:
+    # Newcombe (1998), table I: 81 of 263 and 0 of 20.
+    assert Score(81, 263).interval == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert Score(0, 20).interval == pytest.approx((0.0, 0.1611), abs=1e-4)
+
+
+def test_the_report_of_a_finished_run_tells_the_right_numbers(make_run: MakeRun) -> None:
+    run = make_run()
+    path = write_report(run.path)
+    assert path == run.path / "report.html"
+    html = path.read_text()
+    text = _text(html)
+    assert "rose from 48.5% to 93.0%, measured on 200 episodes from initial states that training never saw" in text
+    assert "Of the 103 episodes that failed before, 89 now succeed; none went the other way." in text
+    assert "95% interval 41.7-55.4%" in text and "95% interval 88.6-95.8%" in text
+    assert "97 of 200" in text and "186 of 200" in text
+    assert "5 min 0 s" in text and "builtin:tiny-oft" in text and "cores" in text
+    assert f"vlarl eval {run.path}/checkpoints/final" in text
+    assert "put the mug left of the bowl &lt;next to&gt; the plate" in html, "instructions are escaped"
+    assert html.count("<video controls muted loop") == 4 and html.count("data:video/mp4;base64,") == 4
+    assert "interrupted" not in text
+    titles = re.findall(r"<figcaption><b>([^<]+)</b>", html)
+    assert titles == [
+        "Success", "Return", "Episode length", "Entropy", "Approximate KL", "Clipped", "Gradient norm", "Speed"
+    ]  # fmt: skip
+
+
+def test_the_report_needs_nothing_beside_it(make_run: MakeRun) -> None:
+    html = write_report(make_run().path).read_text()
+    without_data = re.sub(r"data:[a-z0-9/]+;base64,[A-Za-z0-9+/=]+", "", html)
+    assert not re.search(r"https?://|<link|<script|@import|url\(", without_data)
+    assert re.findall(r'src="([^"]*)"', without_data) == [""] * 4
+
+
+def test_per_task_success_before_and_after(make_run: MakeRun) -> None:
+    data = load_run(make_run(videos=0).path)
+    assert data.first is not None and data.last is not None
+    before, after = data.first.per_task(), data.last.per_task()
+    assert list(before) == list(range(10))
+    assert sum(s.won for s in before.values()) == 97 and sum(s.won for s in after.values()) == 186
+    assert all(s.total == 20 for s in before.values())
+
+
+def test_an_interrupted_run_is_reported_as_what_it_is(make_run: MakeRun) -> None:
+    run = make_run("interrupted", last=7, videos=0)
+    with run.metrics_file.open("a") as file:
+        file.write('{"iteration": 8, "rollout/suc')  # what SIGKILL leaves
+    text = _text(write_report(run.path).read_text())
+    assert "This run was interrupted at iteration 7 of 20." in text and "stopped by Ctrl-C" in text
+    assert "(evaluated after iteration 5)" in text
+    assert "No episode was filmed" in text
+    assert f"vlarl train --resume {run.path}" in text
+
+
+def test_a_run_that_never_left_its_first_evaluation(make_run: MakeRun) -> None:
+    text = _text(write_report(make_run("failed", last=0, videos=1).path).read_text())
+    assert "Greedy success before training is 48.5% on 200 episodes" in text
+    assert "There is no evaluation after training yet." in text
+    assert "not filmed" in text
+
+
+def test_a_run_with_nothing_but_a_configuration(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "empty")
+    run.config_file.write_text("not: [valid")
+    text = _text(write_report(run.path).read_text())
+    assert "No evaluation has ended yet" in text and "No iteration has ended yet" in text
+    assert "left no status" in text and "not: [valid" in text
+
+
+def test_a_difference_within_the_noise_is_called_that(make_run: MakeRun) -> None:
+    run = make_run(videos=0)
+    rows = run.episodes_file.read_text().splitlines()
+    first = [row for row in rows if '"iteration": 0,' in row]
+    again = [row.replace('"iteration": 0,', '"iteration": 20,') for row in first]
+    run.episodes_file.write_text("\n".join(first + again) + "\n")
+    text = _text(write_report(run.path).read_text())
+    assert "went from 48.5% to 48.5%" in text and "may be noise" in text
+
+
+def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
+    run = make_run(videos=0)
+    run.config_file.write_text("env:\n  train_on_eval_states: true\n")
+    text = _text(write_report(run.path).read_text())
+    assert "never saw" not in text and "were also trained on" in text
+
+
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run"):
+        write_report(tmp_path)
+
+
+def test_the_picture_is_valid_and_stands_alone(make_run: MakeRun, tmp_path: Path) -> None:
+    path = write_curve(make_run().path, tmp_path / "curve.svg")
+    root = ElementTree.fromstring(path.read_text())
+    svg = "{http://www.w3.org/2000/svg}"
+    images = root.findall(f".//{svg}image")
+    assert len(images) == 12 and all(i.attrib["href"].startswith("data:image/png;base64,") for i in images)
+    texts = [t.text or "" for t in root.iter(f"{svg}text")]
+    assert "Greedy success on unseen initial states: 48.5% to 93.0%" in texts
+
+
+def test_a_curve_puts_points_where_they_belong() -> None:
+    svg = curve_svg([Line("success", [(0, 0.0), (5, 0.5), (10, 1.0)])], 360, 180, (0.0, 1.0), as_percent=True)
+    points = re.search(r'polyline class="line main" points="([^"]*)"', svg)
+    assert points is not None
+    # The plot spans x 46..346 and y 154..12.
+    assert points[1] == "46.0,154.0 196.0,83.0 346.0,12.0"
+    assert "iteration 5:  50%" in svg
+    ElementTree.fromstring(svg)
+    assert "no data" in curve_svg([Line("nothing", [])])
+
+
+def test_ticks_are_round_and_enclose_the_range() -> None:
+    assert ticks(0.0, 1.0, 5) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0.0021, 0.0069, 3) == [0.002, 0.004, 0.006, 0.008]
+    assert ticks(3.0, 3.0, 3)[0] < 3.0 < ticks(3.0, 3.0, 3)[-1]
+    assert ticks(0.0, 0.0, 3)[-1] > 0.0
+    assert [number(v) for v in (0, 0.5, 0.00012, 1234.5, 25000)] == ["0", "0.5", "0.00012", "1234", "2.5e4"]
+
+
+def test_long_curves_are_thinned_but_keep_their_end() -> None:
+    points = [(float(i), float(i)) for i in range(10_001)]
+    kept = thin(points)
+    assert len(kept) <= 241 and kept[0] == points[0] and kept[-1] == points[-1]

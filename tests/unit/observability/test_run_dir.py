@@ -1,0 +1,106 @@
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from vlarl.errors import UsageError
+from vlarl.observability.run_dir import RunDirectory
+
+
+def test_create_makes_the_documented_folders(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "first")
+    assert run.path == tmp_path / "runs" / "first"
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "eval", "logs", "tensorboard", "videos"]
+    assert run.name == "first"
+
+
+def test_an_existing_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    run.metrics_file.write_text("precious\n")
+    with pytest.raises(UsageError, match="--resume") as caught:
+        RunDirectory.create(tmp_path, "first")
+    assert "--run.name" in str(caught.value)
+    with pytest.raises(UsageError, match="--resume"):
+        RunDirectory.refuse_existing(tmp_path, "first")
+    assert run.metrics_file.read_text() == "precious\n"
+
+
+def test_a_root_that_takes_no_files_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    with pytest.raises(UsageError, match="cannot write to .*--run.root"):
+        RunDirectory.create(tmp_path / "runs", "first")
+    with pytest.raises(UsageError, match="cannot write to .*--run.root"):
+        RunDirectory.create(tmp_path / "runs" / "deeper", "first")
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_root_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UsageError, match="cannot write to"):
+        RunDirectory.create(tmp_path, "first")
+
+
+def test_refusing_makes_nothing(tmp_path: Path) -> None:
+    RunDirectory.refuse_existing(tmp_path / "runs", "first")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
+def test_a_name_that_would_leave_the_root_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="run.name"):
+        RunDirectory.create(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_open_explains_what_is_not_a_run(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    run.write_status("running", 0, 10)
+    assert RunDirectory.open(run.path) == run
+    with pytest.raises(UsageError, match="no such folder; runs in .*: first"):
+        RunDirectory.open(tmp_path / "frist")
+    with pytest.raises(UsageError, match="neither config.yaml nor status.json; runs in .*: first"):
+        RunDirectory.open(tmp_path)
+
+
+def test_status_says_where_the_run_stands_and_keeps_its_start(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    run.write_status("running", 0, 10)
+    first = json.loads(run.status_file.read_text())
+    run.write_status("interrupted", 4, 10, "Ctrl-C")
+    status = json.loads(run.status_file.read_text())
+    assert (status["state"], status["iteration"], status["iterations"]) == ("interrupted", 4, 10)
+    assert status["message"] == "Ctrl-C"
+    assert status["started"] == first["started"] and status["updated"] >= first["updated"]
+    assert status["pid"] == os.getpid() and status["host"] and "cores" in status["machine"]
+    assert status["resume"] == f"vlarl train --resume {run.path}"
+    assert [p.name for p in run.path.glob(".*")] == [], "no temporary file stays"
+
+
+def test_truncation_drops_later_rows_and_a_partial_line(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    rows = [{"iteration": i, "val/success_rate": i / 10, "train/kl": None} for i in range(5)]
+    run.metrics_file.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"iteration": 5, "train/po')
+    run.episodes_file.write_text('{"iteration": 2, "success": true}\n{"iteration": 3, "success": false}')
+    run.truncate_after(2)
+    assert [json.loads(line) for line in run.metrics_file.read_text().splitlines()] == rows[:3]
+    assert run.episodes_file.read_text() == '{"iteration": 2, "success": true}\n'
+
+
+def test_truncation_keeps_a_last_row_that_only_lacks_its_newline(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    run.metrics_file.write_text('{"iteration": 1}\n{"iteration": 2}')
+    run.truncate_after(2)
+    assert run.metrics_file.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+
+
+def test_the_log_file_takes_records_only_while_attached(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    logger = logging.getLogger("vlarl.somewhere")
+    with run.log_to_file():
+        logger.info("inside %d", 7)
+    logger.info("outside")
+    text = run.log_file.read_text()
+    assert "INFO" in text and "vlarl.somewhere: inside 7" in text and "outside" not in text

@@ -1,0 +1,103 @@
+import json
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+
+from vlarl.errors import VlarlError
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.video import caption_height, write_video
+from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.types import EpisodeResult, Observation, Task, Trajectory, Transition
+
+INSTRUCTION = "put the red block on the plate"
+
+
+def _trajectory(status: str = "ok") -> Trajectory:
+    seen = Observation(np.zeros((1, 4, 4, 3), np.uint8), np.zeros(8, np.float32), INSTRUCTION)
+    step = Transition(
+        seen, np.zeros(14, np.int64), np.zeros(14, np.float32), np.array([0.25, 0.5], np.float32), num_executed=2
+    )
+    task = Task("tabletop_spatial", task_id=3, init_state=31, seed=77, group=5, member=2)
+    return Trajectory(task, (step, step), seen, True, False, True, policy_version=6, status=status)  # type: ignore[arg-type]
+
+
+def _result(success: bool, frames: int = 0) -> EpisodeResult:
+    pictures = tuple(np.full((64, 64, 3), 20 * i, np.uint8) for i in range(frames))
+    return EpisodeResult(Task("tabletop_spatial", 3, 31, 9), INSTRUCTION, success, 12, 1.0 * success, pictures)
+
+
+def test_one_line_an_episode_with_everything_needed_to_replay_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    with EpisodeRecorder(run) as recorder:
+        recorder.record(2, "rollout", [_trajectory(), _trajectory(status="crashed")])
+        recorder.record(2, "eval", [_result(success=False)], policy_version=7)
+        rows = [json.loads(line) for line in run.episodes_file.read_text().splitlines()]
+    assert rows[0] == {
+        "iteration": 2,
+        "phase": "rollout",
+        "episode_id": "tabletop_spatial-t03-s031-000000000000004d",
+        "suite": "tabletop_spatial",
+        "task_id": 3,
+        "init_state": 31,
+        "seed": 77,
+        "group": 5,
+        "member": 2,
+        "instruction": INSTRUCTION,
+        "success": True,
+        "length": 4,
+        "return": 1.5,
+        "status": "ok",
+        "policy_version": 6,
+    }
+    assert rows[1]["status"] == "crashed"
+    assert (rows[2]["phase"], rows[2]["success"], rows[2]["length"], rows[2]["return"]) == ("eval", False, 12, 0.0)
+    assert rows[2]["policy_version"] == 7
+
+
+def test_a_return_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    with EpisodeRecorder(run) as recorder:
+        recorder.record(0, "eval", [EpisodeResult(Task("s", 0, 0, 0), "x", False, 1, float("nan"))])
+    assert json.loads(run.episodes_file.read_text())["return"] is None
+
+
+@pytest.mark.parametrize(("success", "outcome"), [(True, "success"), (False, "failure")])
+def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool, outcome: str) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    with EpisodeRecorder(run) as recorder:
+        paths = recorder.film_episodes(0, [_result(success, frames=7), _result(success)])
+    assert paths == [run.videos / f"iter_0000_task03_state31_{outcome}.mp4"]
+    with imageio.get_reader(paths[0], format="FFMPEG") as film:
+        meta = film.get_meta_data()
+        frames = list(film.iter_data())
+    assert len(frames) == 7 + 10  # one second more at 10 frames a second
+    assert meta["fps"] == 10 and meta["codec"] == "h264" and "yuv420p" in meta["pix_fmt"]
+    assert frames[0].shape == (320 + caption_height(320), 320, 3)
+    assert abs(int(frames[6][160, 160].mean()) - 120) < 8, "the scene is the seventh frame"
+    caption = frames[-1][320:].astype(int)
+    strongest = caption.max(axis=(0, 1))
+    colored = np.abs(caption[..., 0] - caption[..., 1]) > 60
+    assert colored.any() and strongest.max() > 200
+    red, green, _ = caption[colored].mean(axis=0)
+    assert (green > red) == success
+    assert list(run.videos.glob(".*")) == []
+
+
+def test_odd_sizes_become_even(tmp_path: Path) -> None:
+    path = tmp_path / "odd.mp4"
+    write_video(path, [np.zeros((333, 401, 3), np.uint8)] * 2, "a very long instruction " * 20, True, fps=5)
+    with imageio.get_reader(path, format="FFMPEG") as film:
+        assert film.get_meta_data()["size"] == (400, 332 + caption_height(400))
+        assert len(list(film.iter_data())) == 2 + 5
+
+
+def test_a_film_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    frames = [np.zeros((64, 64, 3), np.uint8)]
+    missing = tmp_path / "missing" / "film.mp4"
+    with pytest.raises(VlarlError, match="film.mp4"):
+        write_video(missing, frames, INSTRUCTION, True)
+    with EpisodeRecorder(run) as recorder:
+        assert recorder.film(missing, frames, INSTRUCTION, True) is None

@@ -1,0 +1,219 @@
+"""Commands, their exit codes and what they print. Training itself is a fake here."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vlarl import __version__
+from vlarl.cli import COMMANDS, Command, configured, main
+from vlarl.cli.evaluate import success_table
+from vlarl.config import Config, load_config, to_yaml
+from vlarl.errors import MissingExtraError, UsageError, VlarlError
+from vlarl.types import EpisodeResult, EvalResult, Task
+
+
+@dataclasses.dataclass
+class Summary:
+    run_dir: Path
+    success_before: float | None = 0.55
+    success_after: float | None = 0.925
+    report: Path | None = None
+    interrupted: bool = False
+
+
+class FakeTraining:
+    """Remembers what it is asked to train and answers with a summary."""
+
+    def __init__(self, summary: Summary) -> None:
+        self.summary = summary
+        self.calls: list[tuple[Config, Path | None]] = []
+
+    def __call__(self, config: Config, resume: Path | None) -> Summary:
+        self.calls.append((config, resume))
+        return self.summary
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def saved_run(work) -> Path:
+    run = work / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(load_config(overrides={"run.name": "first", "run.iterations": 5})))
+    return run
+
+
+def failed(arguments, capsys, code=2) -> str:
+    """The message of a command that must fail without a traceback."""
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ")
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+def test_overview_and_version(capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        assert "usage: vlarl COMMAND" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vlarl {__version__}\n"
+
+
+def test_unknown_command(capsys):
+    message = failed(["tran"], capsys)
+    assert message.startswith("unknown command 'tran'; did you mean 'vlarl train'? Commands: train, eval, ")
+
+
+def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys):
+    (work / "run" / "checkpoints" / "final").mkdir(parents=True)
+    training = FakeTraining(Summary(work / "run"))
+    assert configured.train(["tabletop_ppo", "--optim.lr", "1e-5", "--seed", "3"], training) == 0
+    ((config, resume),) = training.calls
+    assert resume is None and config.optim.lr == 1e-5 and config.algorithm.name == "ppo"
+    assert config.run.name is not None and config.run.name.startswith("tabletop_ppo_seed3_20")
+    assert capsys.readouterr().out.splitlines() == [
+        "greedy success on unseen initial states: 55.0% → 92.5%",
+        f"checkpoint: {work}/run/checkpoints/final",
+    ]
+
+
+def test_a_given_name_and_a_file_are_kept(work):
+    (work / "mine.yaml").write_text("optim:\n  lr: 2e-5\n")
+    training = FakeTraining(Summary(work))
+    assert configured.train(["--run.name", "mine.yaml", "--use-wandb", "mine.yaml", "--seed", "1"], training) == 0
+    ((config, _),) = training.calls
+    assert (config.run.name, config.optim.lr, config.logging.wandb) == ("mine.yaml", 2e-5, True)
+
+
+def test_an_interrupted_run_exits_130_and_says_how_to_go_on(work, capsys):
+    training = FakeTraining(Summary(Path("runs/x"), success_after=None, interrupted=True))
+    assert configured.train([], training) == 130
+    assert capsys.readouterr().out == "interrupted and saved; go on with: vlarl train --resume runs/x\n"
+
+
+@pytest.mark.parametrize("run", ["first", "runs/first", "--resume=first"])
+def test_resume_reads_the_runs_configuration_and_flags_may_change_it(saved_run, run):
+    training = FakeTraining(Summary(saved_run))
+    resume = [run] if run.startswith("--") else ["--resume", run]
+    assert configured.train([*resume, "--run.iterations", "9"], training) == 0
+    ((config, folder),) = training.calls
+    assert folder is not None and folder.resolve() == saved_run
+    assert config == load_config(overrides={"run.name": "first", "run.iterations": 9})
+
+
+def test_resume_of_unknown_runs_lists_those_there_are(saved_run, capsys):
+    assert failed(["train", "--resume", "frist"], capsys) == (
+        "no run 'frist'; did you mean 'first'? Runs in runs/, newest first: first"
+    )
+    assert failed(["train", "--resume", "x", "--run.root", "empty"], capsys) == "no run 'x': empty/ holds no runs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume: needs the name or folder of a run"),
+        (["--resume", "first", "tabletop_ppo"], "--resume reads the run's own configuration; leave out tabletop_ppo"),
+        (["--resume", "first", "--seed", "4"], "run.seed = 4: a resumed run keeps its seed, 0; leave the flag out"),
+        (
+            ["--resume", "first", "--name", "b"],
+            "run.name = 'b': a resumed run keeps its name, 'first'; leave the flag out",
+        ),
+        (["a.yaml", "b.yaml"], "one preset or file is enough; got a.yaml, b.yaml"),
+        (["--lr", "1"], "--lr: unknown option; did you mean --optim.lr?"),
+        (["--rseume", "first"], "--rseume: unknown option; sections: " + ", ".join(Config.model_fields)),
+        (["nothing.yaml"], "no file nothing.yaml; presets: "),
+    ],
+)
+def test_bad_requests_exit_2_and_write_nothing(saved_run, capsys, arguments, message):
+    before = sorted(Path().rglob("*"))
+    assert failed(["train", *arguments], capsys).startswith(message)
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_help_of_train_lists_presets_options_and_aliases(capsys):
+    assert main(["train", "--optim.lr", "x", "--help"]) == 0
+    text = capsys.readouterr().out
+    for part in ("tabletop_ppo_openvla  PPO with", "--resume RUN", "--optim.lr ", "--task-suite ", "Learning rate of"):
+        assert part in text
+    assert main(["finetune", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "tabletop_base_openvla " in text and "--demos.close_high" in text and "--resume" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (UsageError("the run exists"), 2, "error: the run exists\n"),
+        (VlarlError("went wrong"), 1, "error: went wrong\n"),
+        (MissingExtraError("wandb", "wandb"), 2, "error: wandb is not installed; run: pip install 'vlarl[wandb]'\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(monkeypatch, capsys, error, code, printed):
+    def run(arguments):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "broken", Command(run, "", ""))
+    assert main(["broken"]) == code
+    assert capsys.readouterr().err == printed
+
+
+def test_a_defect_is_not_hidden(monkeypatch):
+    def run(arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(COMMANDS, "broken", Command(run, "", ""))
+    with pytest.raises(ZeroDivisionError):
+        main(["broken"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval"], "the following arguments are required: CHECKPOINT (see `vlarl eval --help`)"),
+        (["eval", "x", "--videos", "-1"], "argument --videos: '-1' must be an integer >= 0 (see `vlarl eval --help`)"),
+        (["eval", "x", "--num-envs", "0"], "argument --num-envs: '0' must be an integer >= 1 (see `vlarl eval --help`)"),
+        (["eval", "x", "--temperature", "hot"], "argument --temperature: 'hot' must be a number >= 0 (see `vlarl eval --help`)"),
+        (["eval", "x", "--tasks", "4", "4"], "--tasks = [4, 4]: task 4 given more than once; name each task once"),
+        (["bench", "x"], "argument what: invalid choice: 'x'"),
+        (["report", "x"], "no run 'x': runs/ holds no runs"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_the_other_commands(work, capsys, arguments, message):
+    assert failed(arguments, capsys).startswith(message)
+
+
+def test_eval_names_the_nearest_suite(capsys):
+    assert "did you mean 'tabletop_goal'?" in failed(["eval", "x", "--suite", "tabletop_gol"], capsys)
+
+
+def test_success_table():
+    def episode(task_id: int, success: bool) -> EpisodeResult:
+        return EpisodeResult(Task("s", task_id, 0, 0), f"do {task_id}", success, 5, float(success))
+
+    result = EvalResult((episode(0, True), episode(0, True), episode(7, False), episode(7, True)))
+    assert success_table(result).splitlines() == [
+        "task  won  success  instruction",
+        "   0  2/2   100.0%  do 0",
+        "   7  1/2    50.0%  do 7",
+        " all  3/4    75.0%",
+    ]
+
+
+def test_the_process_ends_with_the_exit_code():
+    done = subprocess.run([sys.executable, "-m", "vlarl.cli", "train", "--lr", "1"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --lr: unknown option; did you mean --optim.lr?\n"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} -m vlarl.cli train --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: vlarl train") and done.stderr == ""

@@ -1,0 +1,112 @@
+"""Imports point one way, and the command line answers without loading torch."""
+
+import ast
+import subprocess
+import sys
+import time
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import vlarl
+
+PACKAGE = Path(vlarl.__file__).parent
+
+BASE = {"types", "errors", "config"}
+PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training"}
+
+# types <- config, algorithms, envs, policies, rewards, observability <- rollout <- training <- launch, loop <- cli
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "interrupt": {"errors"},
+    "config": {"types", "errors"},
+    "envs": BASE,
+    "policies": BASE,
+    "rewards": BASE,
+    "observability": BASE,
+    "algorithms": BASE | {"policies"},  # the contract of policies/base.py
+    "rollout": BASE | {"envs", "policies", "rewards", "observability"},
+    "training": BASE | {"algorithms", "policies", "observability", "rollout"},
+    "session": PARTS | {"interrupt"},
+    "evaluation": PARTS | {"interrupt", "launch"},
+    "launch": PARTS | {"interrupt", "session"},
+    "data": PARTS | {"interrupt", "launch"},
+    "loop": PARTS | {"interrupt", "session", "launch", "evaluation"},
+    "cli": PARTS | {"session", "launch", "evaluation", "loop", "data"},
+}
+ROOT_MAY_EXPOSE = PARTS | {"evaluation", "loop", "session"}  # vlarl/__init__.py, lazily
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(first part of the dotted name, file) for every module of the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        found.append((part, path))
+    return found
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First parts of all vlarl modules that a file imports, at any depth."""
+    parts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "vlarl" else str(node.module) for alias in node.names
+            ]
+        else:
+            continue
+        parts |= {name.split(".")[1] for name in names if name.startswith("vlarl.")}
+    return {part for part in parts if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()}
+
+
+@pytest.mark.parametrize(("part", "path"), modules(), ids=lambda value: str(value).removeprefix(f"{PACKAGE}/"))
+def test_imports_point_one_way(part, path):
+    if part == "__init__":
+        allowed = ROOT_MAY_EXPOSE
+    else:
+        assert part in ALLOWED, f"say in {__file__} what vlarl.{part} may import"
+        allowed = ALLOWED[part] | {part}
+    assert imported_parts(path) - allowed == set()
+
+
+def test_the_table_itself_has_no_circle():
+    tuple(TopologicalSorter(ALLOWED).static_order())
+
+
+def test_the_parser_of_this_test_sees_imports_inside_functions(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text(
+        "from vlarl import loop, __version__\ndef f():\n    import vlarl.envs.base\n    from vlarl.types import Task\n"
+    )
+    assert imported_parts(file) == {"loop", "envs", "types"}
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import vlarl.cli", ("torch", "numpy", "pydantic", "yaml")),
+        ("from vlarl.cli import main; main(['--help'])", ("torch", "numpy", "pydantic", "yaml")),
+        ("from vlarl.cli import main; main(['train', '--help'])", ("torch", "numpy", "transformers")),
+        ("from vlarl.cli import main; main(['train', '--dry-run'])", ("torch", "numpy", "transformers")),
+        ("from vlarl.cli import main; main(['finetune', '--dry-run'])", ("torch", "numpy", "transformers")),
+    ],
+)
+def test_the_command_line_loads_only_what_it_needs(code, absent):
+    check = f"{code}\nimport sys\nprint('LOADED', sorted(set({absent!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_help_answers_within_400_ms():
+    def seconds() -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "vlarl.cli", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 0.4
