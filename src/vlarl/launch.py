@@ -13,8 +13,8 @@ from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Algorithm
 from vlarl.config.load import write_config
 from vlarl.config.schema import Config
-from vlarl.envs.build import build_pool
 from vlarl.envs.base import EnvPool
+from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies import load_policy
@@ -60,7 +60,10 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         dtype=config.policy.dtype,
         device=device,
     )
-    policy.use_statistics(config.policy.unnorm_key, config.env.suite)
+    try:
+        policy.use_statistics(config.policy.unnorm_key, config.env.suite)
+    except ValueError as error:
+        raise UsageError(f"policy.unnorm_key: {error}") from error
     if config.policy.freeze_vision:
         policy.freeze_vision()
     if algorithm.needs_critic:
@@ -69,6 +72,8 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     pool = build_pool(config.env, config.env.num_envs, image_size, reward.env_reward)
+    eval_tasks = evaluation_tasks(pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed)
+    check_fit(policy, pool, eval_tasks[0])
     return Parts(
         policy=policy,
         pool=pool,
@@ -78,14 +83,23 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         reward=reward,
         algorithm=algorithm,
         learner=Learner(policy, algorithm, config, device),
-        eval_tasks=evaluation_tasks(pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed),
+        eval_tasks=eval_tasks,
     )
+
+
+def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
+    """Let the policy read one observation: what does not fit is refused before the run starts."""
+    try:
+        policy.process(pool.reset([0], [task]))
+    except ValueError as error:
+        raise UsageError(f"policy.path: the policy can't read what {pool.spec.name} shows it: {error}") from error
 
 
 def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
     """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
     if resume is None:
-        root, name = config.run.root, config.run.name or default_name(f"{config.env.suite}_{config.algorithm.name}", config.run.seed)
+        label = f"{config.env.suite}_{config.algorithm.name}"
+        root, name = config.run.root, config.run.name or default_name(label, config.run.seed)
         RunDirectory.refuse_existing(root, name)
         parts = launch(config)
         directory, state = RunDirectory.create(root, name), TrainerState()
@@ -95,7 +109,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         parts = launch(config, checkpoint)
         state = restore(parts.learner, checkpoint) if checkpoint else TrainerState()
         parts.engine.load_weights(parts.learner.named_weights(), parts.learner.version)
-        directory.truncate_after(state.iteration if checkpoint else -1)
+        directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
     write_config(config, directory.config_file)
     return parts, Session(config, directory, parts.learner, state)
 

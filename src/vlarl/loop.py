@@ -80,7 +80,7 @@ def improve(parts: Parts, session: Session, iteration: int, groups: list[Traject
             f"were left alone. Lower optim.lr (now {session.config.optim.lr}) and go on with "
             f"`{session.directory.resume_command}`."
         )
-    return {f"train/{name}": value for name, value in result.metrics.items()} | {
+    return session.record_update(result) | {
         "train/kept_trajectories": float(len(estimates)),
         "perf/train_samples_per_s": len(batch) * session.config.algorithm.epochs / session.seconds("update"),
     }

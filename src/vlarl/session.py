@@ -25,7 +25,7 @@ from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.training.checkpoint import BestReturn, CheckpointStore, TrainerState
 from vlarl.training.learner import Learner
-from vlarl.types import EvalResult, Trajectory
+from vlarl.types import EvalResult, Trajectory, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Session:
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.progress = stack.enter_context(Progress(self.config.run.iterations, start=self.state.iteration))
             self.guard = stack.enter_context(InterruptGuard())
+            self._write_status("running")
             self._stack = stack.pop_all()
-        self._write_status("running")
         return self
 
     def _wandb(self) -> WandbSink:
@@ -162,6 +162,12 @@ class Session:
             episodes=self.state.episodes + len(trajectories),
             env_steps=self.state.env_steps + sum(t.length for t in trajectories),
         )
+
+    def record_update(self, result: UpdateResult) -> dict[str, float]:
+        """Count the optimizer steps; the metrics that the update adds to this iteration's row."""
+        self.state = replace(self.state, optimizer_steps=self.state.optimizer_steps + result.num_optimizer_steps)
+        counts = {"optimizer_steps": result.num_optimizer_steps, "skipped_steps": result.num_skipped_steps}
+        return {f"train/{name}": float(value) for name, value in (result.metrics | counts).items()}
 
     def _best_metadata(self, iteration: int, returns: Sequence[float]) -> dict[str, Any]:
         return {

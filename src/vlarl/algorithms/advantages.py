@@ -6,6 +6,8 @@ import numpy as np
 
 from vlarl.types import FloatArray, Trajectory
 
+SPREAD = 1e-6  # float32 sums of equal rewards differ by less
+
 
 def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) -> FloatArray:
     """[G] returns of one group -> how much better each was than the group (GRPO, arXiv:2402.03300).
@@ -22,7 +24,7 @@ def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) 
 
 def has_spread(returns: FloatArray) -> bool:
     """Whether the members of a group differ, without which a group teaches nothing."""
-    return len(returns) == 1 or bool(returns.max() - returns.min() > 1e-8)
+    return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)
 
 
 def chunk_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, FloatArray]:

@@ -26,8 +26,10 @@ class PPO(Algorithm):
     def estimate(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[Estimate]:
         """GAE for every trajectory, then advantages normalised over the executed tokens of the whole batch."""
         trajectories = [t for group in groups for t in group.trajectories]
-        if values is None or not trajectories:
-            raise ValueError("PPO needs trajectories with their values")
+        if values is None:
+            raise ValueError("PPO needs the values of the trajectories")
+        if not trajectories:
+            return []
         raw = []
         for trajectory, value in zip(trajectories, values, strict=True):
             rewards, discounts = chunk_rewards(trajectory, self.config.gamma)

@@ -20,7 +20,8 @@ def policy_loss(
     learner_logprobs = token_logprobs(scores.logits, batch.places, temperature)
     with torch.set_grad_enabled(torch.is_grad_enabled() and config.entropy_coef > 0):
         entropy = token_entropy(scores.logits, temperature)
-    ratio = torch.where(batch.mask, (learner_logprobs - batch.old_logprobs).exp(), 1.0)
+    # Masked before exp: a masked token that overflows would still send 0 * inf = NaN backwards.
+    ratio = torch.where(batch.mask, learner_logprobs - batch.old_logprobs, 0.0).exp()
     surrogate, clipped = clipped_policy_loss(ratio, batch.advantages, config.clip_low, config.clip_high)
     surrogate_sum, entropy_sum = masked_sum(surrogate, batch.mask), masked_sum(entropy, batch.mask)
     total = (surrogate_sum - config.entropy_coef * entropy_sum) / over.num_tokens

@@ -26,9 +26,20 @@ def load_policy(
     device: torch.device | str = "cpu",
 ) -> OpenVLAPolicy:
     """Load a checkpoint folder or a built-in model; what is None is taken from the checkpoint."""
-    return OpenVLAPolicy.load(
-        checkpoint_folder(path), decoder=decoder, chunk_length=chunk_length, dtype=DTYPES[dtype], device=device
-    )
+    folder = checkpoint_folder(path)
+    try:
+        policy = OpenVLAPolicy.load(
+            folder, decoder=decoder, chunk_length=chunk_length, dtype=DTYPES[dtype], device=device
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the policy {path} can't be loaded: {error}") from error
+    broken = [name for name, weight in policy.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        raise UsageError(
+            f"the policy {path} can't be used: {len(broken)} of its weights hold NaN or infinity, the first is "
+            f"{broken[0]}. Take an earlier checkpoint."
+        )
+    return policy
 
 
 def checkpoint_folder(path: str | Path) -> Path:

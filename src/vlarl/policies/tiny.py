@@ -88,6 +88,7 @@ def tiny_config(
     *,
     num_images: int = 1,
     use_proprio: bool = True,
+    learned_slots: bool = True,
     proprio_low: Sequence[float] = (-1.0,) * PROPRIO_DIM,
     proprio_high: Sequence[float] = (1.0,) * PROPRIO_DIM,
 ) -> OpenVLAConfig:
@@ -131,6 +132,7 @@ def tiny_config(
             "use_proprio": use_proprio,
             "proprio_dim": PROPRIO_DIM,
             "prompt_suffix_id": None,
+            "learned_slots": learned_slots,
         },
     }
     return parse_config(raw)
@@ -149,24 +151,28 @@ def initialize(policy: OpenVLAPolicy, generator: torch.Generator) -> None:
     """Weights that train from scratch: unit-variance layers, small residual branches, near-uniform first actions."""
     for name, module in policy.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
-            _fill_normal(module.weight, _linear_std(name, module), generator)
-            if module.bias is not None:
-                module.bias.zero_()
+            _initialize_linear(name, module, generator)
         elif isinstance(module, nn.Embedding):
             _fill_normal(module.weight, 0.3, generator)
         elif isinstance(module, LayerScale):
             module.scale_factor.fill_(1.0)
         elif isinstance(module, VisionTower):
-            for parameter in (module.pos_embed, module.cls_token, module.reg_token):
+            _fill_normal(module.pos_embed, 0.9, generator)
+            for parameter in (module.cls_token, module.reg_token):
                 if parameter is not None:
                     _fill_normal(parameter, 0.3, generator)
 
 
-def _linear_std(name: str, module: nn.Linear | nn.Conv2d) -> float:
-    if name.endswith("lm_head"):
-        return 0.02
+def _initialize_linear(name: str, module: nn.Linear | nn.Conv2d, generator: torch.Generator) -> None:
     branch_end = name.endswith(("attn.proj", "mlp.fc2", "o_proj", "down_proj"))
-    return float((0.3 if branch_end else 1.0) * module.weight[0].numel() ** -0.5)
+    std = 0.02 if name.endswith("lm_head") else (0.3 if branch_end else 1.0) * module.weight[0].numel() ** -0.5
+    _fill_normal(module.weight, std, generator)
+    if isinstance(module, nn.Conv2d):
+        # A patch's mean colour, alike all over an image, drowns what differs between patches: with it a learning rate
+        # of 1e-3 never learns to see, without it 400 updates find a cube to the pixel.
+        module.weight.sub_(0.9 * module.weight.mean(dim=(2, 3), keepdim=True))
+    if module.bias is not None:
+        module.bias.zero_()
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

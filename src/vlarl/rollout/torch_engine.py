@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from vlarl.errors import VlarlError
 from vlarl.policies.base import Policy
 from vlarl.policies.distribution import greedy, sample, token_logprobs
 from vlarl.types import ActionTokens, PolicyInput
@@ -36,6 +37,11 @@ class TorchEngine:
         ids, logits = self.policy.generate(inputs.to(self.device), choose)
         # Greedy actions are scored at temperature 1: at 0 every log-prob would be zero and say nothing.
         logprobs = token_logprobs(logits, ids - self.policy.codec.first_id, temperature or 1.0)
+        if not logprobs.isfinite().all():
+            raise VlarlError(
+                f"the policy's action probabilities are not finite (weights of version {self.version}): it diverged. "
+                "Lower optim.lr and start again from an earlier checkpoint."
+            )
         return ActionTokens(ids, logprobs, self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

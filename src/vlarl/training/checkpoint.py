@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, VlarlError
+from vlarl.observability.files import disk_errors
 from vlarl.policies.base import Policy
 from vlarl.training.learner import Learner
 
@@ -94,18 +96,20 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest checkpoint that training can go on from, None before the first."""
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
-        return max(found, key=_iteration_of, default=None)
+        return max(found, key=lambda path: _read_counters(path)["iteration"], default=None)
 
     def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
-        write(fresh)
-        _sync(fresh)
-        if final.exists():
-            final.rename(old)
-        fresh.rename(final)
-        _sync_folder(self.folder)
+        with disk_errors(final), _safetensors_errors(final):
+            for leftover in (fresh, old):
+                shutil.rmtree(leftover, ignore_errors=True)
+            fresh.mkdir()
+            write(fresh)
+            _sync(fresh)
+            if final.exists():
+                final.rename(old)
+            fresh.rename(final)
+            _sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
         return final
 
@@ -139,25 +143,41 @@ def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
 
 def restore(learner: Learner, folder: Path) -> TrainerState:
     """Put a learner (whose policy was loaded from the same folder) back where the checkpoint was written."""
+    counters = _read_counters(folder)
     try:
         tensors = load_file(folder / TENSORS)
-        counters = json.loads((folder / COUNTERS).read_text())
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise UsageError(f"the checkpoint {folder} is damaged: {error}. Resume from another one of the run.") from error
-    torch.set_rng_state(tensors.pop("rng.cpu"))
-    parameters = dict(learner.policy.named_parameters())
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        parameter = parameters[name]
-        optimizer = learner.optimizer_of(name)
-        optimizer.state[parameter][key] = tensor if key == "step" else tensor.to(parameter.device)
-    learner.version = counters.pop("version")
-    learner.policy_updates = counters.pop("policy_updates")
-    return TrainerState(**counters)
+        torch.set_rng_state(tensors.pop("rng.cpu"))
+        parameters = dict(learner.policy.named_parameters())
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
+            learner.optimizer_of(name).state[parameters[name]][key] = tensor.to(parameters[name].device)
+        learner.version = counters.pop("version")
+        learner.policy_updates = counters.pop("policy_updates")
+        return TrainerState(**counters)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise UsageError(_damaged(folder, error)) from error
 
 
-def _iteration_of(path: Path) -> int:
-    return int(json.loads((path / COUNTERS).read_text())["iteration"])
+def _read_counters(folder: Path) -> dict[str, Any]:
+    try:
+        counters = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
+        return dict(counters, iteration=int(counters["iteration"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(_damaged(folder, error)) from error
+
+
+def _damaged(folder: Path, error: Exception) -> str:
+    reason = str(error) or type(error).__name__
+    return f"the checkpoint {folder} is damaged ({reason}): move it away to go on from the one before it."
+
+
+@contextmanager
+def _safetensors_errors(path: Path) -> Iterator[None]:
+    """safetensors reports a disk that failed it as an error of its own."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise VlarlError(f"cannot write {path}: {error}: free some space, then go on with --resume") from error
 
 
 def _sync(folder: Path) -> None:

@@ -50,6 +50,8 @@ class Learner:
     @torch.no_grad()
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """The critic's values [T+1] of each trajectory, the last observation included."""
+        if not trajectories:
+            return []
         observations = [o for t in trajectories for o in observations_with_last(t)]
         size = self.config.optim.microbatch_size
         parts = []

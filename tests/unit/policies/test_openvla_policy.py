@@ -168,8 +168,7 @@ def test_values_without_a_critic_say_how_to_get_one(observe):
 
 
 def test_value_head_is_decided_by_its_seed():
-    policy = init_tiny("parallel")
-    weights = [policy.attach_value_head((8,), seed=s).layers[0].weight.clone() for s in (0, 0, 1)]
+    weights = [init_tiny("parallel").attach_value_head((8,), seed=s).layers[0].weight for s in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
 
@@ -193,3 +192,19 @@ def test_grouped_heads_run(observe):
     initialize(policy, torch.Generator().manual_seed(0))
     ids, logits = policy.generate(policy.process([observe(0)]), greedy)
     torch.testing.assert_close(policy.score(policy.process([observe(0)]), ids).logits, logits)
+
+
+def test_learned_slots_at_zero_are_ofts_zeros(observe):
+    learned = init_tiny("parallel", seed=1)
+    zeros = init_tiny("parallel", seed=1, learned_slots=False)
+    inputs = learned.process([observe(0), observe(1, INSTRUCTIONS[2])])
+    ids, logits = zeros.generate(inputs, greedy)
+    assert (learned.score(inputs, ids).logits - logits).abs().max() > 1e-3
+    with torch.no_grad():
+        learned.model.language_model.model.embed_tokens.weight[learned.config.vocab_size :] = 0
+    torch.testing.assert_close(learned.score(inputs, ids).logits, logits, atol=1e-6, rtol=0)
+
+
+def test_more_learned_slots_than_padding_rows_are_refused():
+    with pytest.raises(ValueError, match="70 learned slots, but the embedding has 64"):
+        tiny_config("parallel", chunk_length=10)

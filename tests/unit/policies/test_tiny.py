@@ -61,3 +61,11 @@ def test_every_trainable_weight_gets_a_gradient(decoder, observe):
     assert [n for n, p in policy.named_parameters() if p.requires_grad and p.grad is None] == []
     unused = [n for n, p in policy.named_parameters() if not p.requires_grad]
     assert {n.split(".")[3] for n in unused} == {"blocks", "norm", "attn_pool"}
+
+
+def test_fresh_image_tokens_differ_by_place_more_than_they_share():
+    policy = init_tiny("parallel")
+    pixels = torch.full((1, 1, 3, 56, 56), 90, dtype=torch.uint8)
+    tokens = policy.model.embed_images(pixels)[0]
+    shared = tokens.mean(dim=0)
+    assert (tokens - shared).norm(dim=1).mean() > shared.norm()

@@ -107,6 +107,7 @@ class OpenVLAConfig:
     proprio_dim: int
     prompt_suffix_id: int | None  # appended to the prompt where absent; None for tokenizers that need none
     stop_id: int  # closes the sequence of the parallel decoder
+    learned_slots: bool  # the parallel decoder's slots are padding rows of the embedding instead of OFT's zeros
     raw: Mapping[str, Any]  # the file as it was read, so that saving keeps fields we don't use
 
     @property
@@ -151,6 +152,12 @@ class OpenVLAConfig:
                 f"chunk_length {length} with the autoregressive decoder: it writes one action a call; "
                 "use chunk_length 1 or decoder 'parallel'"
             )
+        rows, slots = self.pad_to_multiple_of, length * self.action_dim
+        if chosen == "parallel" and self.learned_slots and slots > rows:
+            raise ValueError(
+                f"chunk_length {length} needs {slots} learned slots, but the embedding has {rows} padding rows for "
+                "them: use a shorter chunk or learned_slots=False"
+            )
         return replace(
             self,
             decoder=chosen,
@@ -170,6 +177,7 @@ class OpenVLAConfig:
             "proprio_dim": self.proprio_dim,
             "prompt_suffix_id": self.prompt_suffix_id,
             "stop_id": self.stop_id,
+            "learned_slots": self.learned_slots,
         }
         return {**self.raw, "norm_stats": dict(self.norm_stats), NATIVE_KEY: native}
 
@@ -204,6 +212,7 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
         proprio_dim=int(native.get("proprio_dim", 8)),
         prompt_suffix_id=native.get("prompt_suffix_id", suffix),
         stop_id=int(native.get("stop_id", 2)),
+        learned_slots=bool(native.get("learned_slots", False)),
         raw=dict(raw),
     ).with_decoder()
 

@@ -6,8 +6,8 @@ and skip the padding by positions and mask, so that a row means the same in any 
 and the action part stand in the same columns for all rows.
 
     autoregressive   action part = the tokens so far, causal attention; token t is read at the token before it
-    parallel (OFT)   action part = K*D zero embeddings and the stop id, every token sees every token; token t is read
-                     one place before its slot, the first one at the last token of the prompt
+    parallel (OFT)   action part = K*D zero or learned slots and the stop id, every token sees every token; token t is
+                     read one place before its slot, the first one at the last token of the prompt
 """
 
 from __future__ import annotations
@@ -174,20 +174,29 @@ class ParallelDecoder:
         return choose(logits, 0), logits
 
     def _run(self, model: OpenVLAModel, prefix: Prefix, num_read: int) -> torch.Tensor:
-        batch, columns, width = prefix.embeds.shape
-        slots = prefix.embeds.new_zeros(batch, self.num_tokens, width)
-        stop = torch.full((1, 1), model.config.stop_id, device=prefix.embeds.device)
-        closing = model.embed_tokens(stop).expand(batch, -1, -1)
+        columns = prefix.embeds.shape[1]
         tail = self.num_tokens + 1
         hidden = run_layers(
             model.language_model,
-            torch.cat([prefix.embeds, slots, closing], dim=1),
+            torch.cat([prefix.embeds, *self._action_part(model, prefix.embeds)], dim=1),
             prefix.positions(0, columns + tail),
             mask=prefix.key_mask(tail),
             causal=False,
             read=prefix.read(num_read),
         )
         return model.finish(hidden)
+
+    def _action_part(self, model: OpenVLAModel, like: torch.Tensor) -> list[torch.Tensor]:
+        """Slots and stop token, [B, T, H] each. OFT's slots are zeros, told apart by their positions alone; learned
+        ones (padding rows of the embedding, which nothing else uses) spare a small model from learning that first."""
+        config, batch = model.config, like.shape[0]
+        ids = [config.stop_id]
+        if config.learned_slots:
+            ids = [*range(config.vocab_size, config.vocab_size + self.num_tokens), config.stop_id]
+        embedded = model.embed_tokens(torch.tensor([ids], device=like.device)).expand(batch, -1, -1)
+        if config.learned_slots:
+            return [embedded]
+        return [like.new_zeros(batch, self.num_tokens, like.shape[2]), embedded]
 
 
 DECODERS: dict[DecoderName, Callable[[int], Decoder]] = {

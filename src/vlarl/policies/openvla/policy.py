@@ -137,7 +137,9 @@ class OpenVLAPolicy(Policy):
         return self.config.image_size
 
     def attach_value_head(self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0) -> ValueHead:
-        """Add a fresh critic, kept in float32 whatever the policy's type."""
+        """Add a fresh critic, unless the checkpoint brought one; kept in float32 whatever the policy's type."""
+        if self.value_head is not None:
+            return self.value_head
         head = ValueHead(self.model.hidden_size, hidden_sizes)
         head.reset(torch.Generator().manual_seed(seed))
         self.value_head = head.to(self.device)
@@ -188,8 +190,7 @@ class OpenVLAPolicy(Policy):
         if use_proprio is None and NATIVE_KEY not in config.raw:
             use_proprio = decoder == "parallel" and read_component(folder, "proprio_projector") is not None
         config = config.with_decoder(decoder, chunk_length, num_images, use_proprio)
-        tokenizer_file = folder / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None
+        tokenizer = _read_tokenizer(folder / "tokenizer.json")
         with torch.device("meta"):  # no memory is spent on weights that the file replaces
             policy = cls(config, tokenizer, unnorm_key)
         policy._fill(folder, dtype, device, l1_head=l1_head)
@@ -228,3 +229,12 @@ class OpenVLAPolicy(Policy):
 
     def _prefix(self, inputs: PolicyInput) -> Prefix:
         return embed_prefix(self.model, inputs.to(self.device), self.proprio_projector)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error

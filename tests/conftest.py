@@ -1,0 +1,160 @@
+"""What many tests build: observations, trajectories, configurations, small policies. One thread: fast and repeatable."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.algorithms.base import Estimate
+from vlarl.config.schema import Config
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.training.batching import build_batch
+from vlarl.types import Observation, Task, TrainBatch, Trajectory, Transition
+
+torch.set_num_threads(1)
+
+DECODERS = ("parallel", "autoregressive")
+INSTRUCTIONS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Training sets the number of threads; the next test starts with one again."""
+    torch.set_num_threads(1)
+
+
+def observation(seed: int, instruction: str = INSTRUCTIONS[0], size: int = 56) -> Observation:
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (1, size, size, 3), dtype=np.uint8)
+    return Observation(images, rng.uniform(-1, 1, 8).astype(np.float32), instruction)
+
+
+def trajectory(
+    rewards: Sequence[Sequence[float]],
+    *,
+    num_executed: Sequence[int] | None = None,
+    terminated: bool = False,
+    success: bool = False,
+    action_dim: int = 7,
+    group: int = 0,
+    seed: int = 0,
+    first_id: int = 768,
+) -> Trajectory:
+    """An episode with the given rewards [T][K]: random tokens, images of one pixel, prompts of unequal length."""
+    rng = np.random.default_rng(seed)
+    counts = num_executed if num_executed is not None else [len(r) for r in rewards]
+    transitions = tuple(
+        Transition(
+            observation(100 * seed + t, INSTRUCTIONS[(seed + t) % 3], size=1),
+            first_id + rng.integers(0, 256, len(r) * action_dim),
+            rng.uniform(-6, -4, len(r) * action_dim).astype(np.float32),
+            np.asarray(r, dtype=np.float32),
+            count,
+        )
+        for t, (r, count) in enumerate(zip(rewards, counts, strict=True))
+    )
+    return Trajectory(
+        task=Task("tabletop_spatial", 0, 0, seed, group),
+        transitions=transitions,
+        final_observation=observation(100 * seed + 99, INSTRUCTIONS[seed % 3], size=1),
+        terminated=terminated,
+        truncated=not terminated,
+        success=success,
+        policy_version=0,
+    )
+
+
+@pytest.fixture(name="observation")
+def observation_fixture() -> Callable[..., Observation]:
+    """observation(seed, instruction, size)."""
+    return observation
+
+
+@pytest.fixture(name="trajectory")
+def trajectory_fixture() -> Callable[..., Trajectory]:
+    """trajectory(rewards, num_executed=…, terminated=…, …)."""
+    return trajectory
+
+
+@pytest.fixture
+def configure() -> Callable[..., Config]:
+    """A configuration from nested options: configure(optim={"lr": 0.0})."""
+
+    def make(**sections: dict[str, Any]) -> Config:
+        return Config.model_validate(sections)
+
+    return make
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def policy(decoder: str) -> OpenVLAPolicy:
+    """A fresh tiny policy of each decoder, which may be changed."""
+    return init_tiny(decoder, seed=3)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh tiny parallel policy on disk; read only."""
+    folder = tmp_path_factory.mktemp("policy") / "tiny"
+    init_tiny("parallel", seed=3, chunk_length=8).save(folder)  # long chunks: few decisions
+    return folder
+
+
+@pytest.fixture
+def act() -> Callable[..., list[Trajectory]]:
+    """act(policy, temperature, lengths): episodes that the policy really acted in, on made-up observations.
+
+    Prompts are ragged, and the last chunk of every second episode stops after its first step.
+    """
+
+    def run(policy: OpenVLAPolicy, temperature: float = 1.0, lengths: Sequence[int] = (2, 3, 1)) -> list[Trajectory]:
+        engine = TorchEngine(policy, torch.device("cpu"))
+        episodes = []
+        for number, length in enumerate(lengths):
+            seen = [observation(10 * number + t, INSTRUCTIONS[(number + t) % 3]) for t in range(length + 1)]
+            tokens = engine.generate(policy.process(seen[:-1]), temperature, [10 * number + t for t in range(length)])
+            executed = [policy.chunk_length] * length
+            if number % 2:
+                executed[-1] = 1
+            transitions = tuple(
+                Transition(
+                    seen[t],
+                    tokens.ids[t].numpy(),
+                    tokens.engine_logprobs[t].numpy(),
+                    np.zeros(policy.chunk_length, dtype=np.float32),
+                    executed[t],
+                )
+                for t in range(length)
+            )
+            task = Task("tabletop_spatial", number % 3, 0, number, number)
+            episodes.append(Trajectory(task, transitions, seen[-1], bool(number % 2), not number % 2, False, 0))
+        return episodes
+
+    return run
+
+
+@pytest.fixture
+def teach() -> Callable[..., TrainBatch]:
+    """teach(policy, episodes): a batch with made-up advantages, and value targets when the policy has a critic."""
+
+    def build(policy: OpenVLAPolicy, episodes: Sequence[Trajectory]) -> TrainBatch:
+        rng = np.random.default_rng(1)
+        estimates = []
+        for episode in episodes:
+            count = len(episode.transitions)
+            advantages, returns, values = (rng.normal(size=count).astype(np.float32) for _ in range(3))
+            critic = policy.value_head is not None
+            estimates.append(Estimate(episode, advantages, returns if critic else None, values if critic else None))
+        return build_batch(estimates, policy)
+
+    return build

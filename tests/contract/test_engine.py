@@ -1,0 +1,66 @@
+"""What every Engine promises the collector, asked of the torch engine with both decoders."""
+
+import pytest
+import torch
+
+from vlarl.policies.distribution import token_logprobs
+from vlarl.rollout.torch_engine import TorchEngine
+
+TEXTS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
+
+
+@pytest.fixture
+def engine(policy) -> TorchEngine:
+    return TorchEngine(policy, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_log_probs_are_those_of_the_learner_at_the_same_temperature(policy, engine, observation, temperature):
+    inputs = policy.process([observation(i, text) for i, text in enumerate(TEXTS)])
+    tokens = engine.generate(inputs, temperature, [1, 2, 3])
+    places = tokens.ids - policy.codec.first_id
+    scores = policy.score(inputs, tokens.ids).logits.detach()
+    torch.testing.assert_close(tokens.engine_logprobs, token_logprobs(scores, places, temperature), atol=1e-5, rtol=0)
+    assert tokens.engine_logprobs.dtype == torch.float32 and not tokens.engine_logprobs.requires_grad
+    assert tokens.version == engine.version == 0
+
+
+def test_a_row_follows_its_own_seed_whatever_stands_beside_it(policy, engine, observation):
+    seen = [observation(i, text) for i, text in enumerate(TEXTS)]
+    together = engine.generate(policy.process(seen), 1.0, [11, 12, 13])
+    turned = engine.generate(policy.process(seen[::-1]), 1.0, [13, 12, 11])
+    assert torch.equal(turned.ids.flip(0), together.ids)
+    for i, observed in enumerate(seen):
+        alone = engine.generate(policy.process([observed]), 1.0, [11 + i])
+        assert torch.equal(alone.ids[0], together.ids[i])
+    other = engine.generate(policy.process(seen), 1.0, [11, 99, 13])
+    assert torch.equal(other.ids[[0, 2]], together.ids[[0, 2]]) and not torch.equal(other.ids[1], together.ids[1])
+
+
+def test_samples_follow_the_distribution(policy, engine, observation):
+    """Many seeds for one observation: the first token's frequencies against its probabilities."""
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.mul_(15)  # a distribution with a few likely tokens
+    count = 400
+    one = policy.process([observation(0)])
+    inputs = one.rows(torch.zeros(count, dtype=torch.int64))
+    tokens = engine.generate(inputs, 1.6, list(range(count)))
+    probs = (policy.score(one, tokens.ids[:1]).logits[0, 0].detach() / 1.6).softmax(-1)
+    seen = torch.bincount(tokens.ids[:, 0] - policy.codec.first_id, minlength=256) / count
+    likely = probs.topk(3).indices
+    assert probs[likely].sum() > 0.15
+    deviation = (probs[likely] * (1 - probs[likely]) / count).sqrt()
+    assert ((seen[likely] - probs[likely]).abs() < 4 * deviation).all()
+
+
+def test_temperature_zero_is_greedy(policy, engine, observation):
+    inputs = policy.process([observation(0), observation(1)])
+    tokens = engine.generate(inputs, 0.0, [1, 2])
+    logits = policy.score(inputs, tokens.ids).logits
+    assert torch.equal(tokens.ids - policy.codec.first_id, logits.argmax(-1))
+
+
+def test_it_reports_the_version_it_was_given(policy, engine, observation):
+    engine.load_weights(((n, p.detach()) for n, p in policy.named_parameters()), 12)
+    assert engine.version == 12
+    assert engine.generate(policy.process([observation(0)]), 1.0, [0]).version == 12

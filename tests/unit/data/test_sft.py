@@ -1,0 +1,84 @@
+"""Supervised fine-tuning: a short version of the recipe learns, and learns the same twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.config.schema import FinetuneConfig
+from vlarl.data.demos import generate_demos
+from vlarl.data.sft import DemoBatches, FinetuneSummary, finetune, imitation_loss
+from vlarl.envs.tabletop.expert import IMPERFECT
+from vlarl.policies import load_policy
+from vlarl.policies.tiny import init_tiny
+
+
+def recipe(root: Path, name: str, path: str = "init:tiny-oft", **run: int) -> FinetuneConfig:
+    return FinetuneConfig.model_validate(
+        {
+            "run": {"root": str(root), "name": name, "num_threads": 1, "device": "cpu", **run},
+            "policy": {"path": path},
+            "demos": {"suites": ("tabletop_spatial",), "episodes_per_task": 2, "num_workers": 1},
+            "optim": {"steps": 16, "batch_size": 16, "lr": 1e-3, "warmup_steps": 4, "log_interval": 4},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[FinetuneSummary]:
+    root = tmp_path_factory.mktemp("sft")
+    return [finetune(recipe(root, name)) for name in ("one", "two")]
+
+
+def test_the_loss_falls_clearly_from_that_of_a_uniform_guess(runs):
+    summary = runs[0]
+    assert 3.5 < summary.first_loss < 6.5  # the mean of four steps from log 256 down
+    assert summary.last_loss < 0.8 * summary.first_loss
+    rows = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [4, 8, 12, 16]
+    assert rows[-1]["train/loss"] == summary.last_loss and rows[0]["train/loss"] == summary.first_loss
+    assert json.loads((summary.run_dir / "status.json").read_text())["state"] == "finished"
+    assert 0 < summary.demo_success < 1
+
+
+def test_one_seed_one_model(runs):
+    one, two = (load_policy(summary.checkpoint) for summary in runs)
+    assert runs[0].last_loss == runs[1].last_loss
+    for (name, ours), (_, theirs) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_the_autoregressive_recipe_learns_too(tmp_path):
+    summary = finetune(recipe(tmp_path, "ar", "init:tiny-openvla"))
+    assert summary.last_loss < 0.8 * summary.first_loss
+    assert load_policy(summary.checkpoint).config.decoder == "autoregressive"
+
+
+def test_batches_hold_what_the_demonstrator_saw_and_did():
+    policy = init_tiny("parallel", seed=0)
+    demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
+    batches = DemoBatches(demos, policy, torch.device("cpu"))
+    assert len(batches) == len(demos)
+    inputs, token_ids = batches.draw(5, torch.Generator().manual_seed(3))
+    rows = torch.randint(len(demos), (5,), generator=torch.Generator().manual_seed(3)).numpy()
+    expected = policy.process([demos.observation(int(row)) for row in rows])
+    width = expected.input_ids.shape[1]
+    assert torch.equal(inputs.pixels, expected.pixels) and torch.equal(inputs.proprio, expected.proprio)
+    assert torch.equal(
+        inputs.input_ids[:, :width] * expected.attention_mask, expected.input_ids * expected.attention_mask
+    )
+    assert torch.equal(inputs.attention_mask[:, :width], expected.attention_mask)
+    assert not inputs.attention_mask[:, width:].any()
+    np.testing.assert_array_equal(token_ids.numpy(), policy.codec.encode(demos.chunks(rows, policy.chunk_length)))
+
+
+def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
+    policy = init_tiny("parallel", seed=0)
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.zero_()
+    demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
+    inputs, token_ids = DemoBatches(demos, policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
+    config = FinetuneConfig()
+    assert imitation_loss(policy, inputs, token_ids, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)

@@ -1,0 +1,229 @@
+"""The collector: with a pool and an engine written by hand, and with a real policy in crowds of all sizes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.envs.base import SuiteSpec, TaskSpec
+from vlarl.envs.tabletop import TabletopPool
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.statistics import rollout_metrics
+from vlarl.rollout.tasks import derive_seed
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task
+
+CHUNK = 2
+
+
+class FakePool:
+    """Episode of task i lasts `lengths[i]` steps; the observation says which task and step it is."""
+
+    def __init__(self, num_envs: int, lengths: Sequence[int], crash: Sequence[int] = ()) -> None:
+        self.spec = SuiteSpec("fake", tuple(TaskSpec(i, str(i), 99) for i in range(len(lengths))), (0,), (1,))
+        self.num_envs = num_envs
+        self.lengths, self.crash = lengths, set(crash)
+        self.slots: dict[int, list[int]] = {}
+        self.resets: list[tuple[int, int]] = []
+        self.actions: dict[int, list[float]] = {}
+
+    def _observe(self, slot: int) -> Observation:
+        task, step = self.slots[slot]
+        return Observation(np.full((1, 1, 1, 3), task, np.uint8), np.full(8, step, np.float32), str(task))
+
+    def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
+        for slot, task in zip(slots, tasks, strict=True):
+            assert slot not in self.slots, "a running slot was reset"
+            self.slots[slot] = [task.task_id, 0]
+            self.resets.append((slot, task.task_id))
+        return [self._observe(slot) for slot in slots]
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: np.ndarray, film: frozenset[int] = frozenset()
+    ) -> list[ChunkOutcome]:
+        outcomes = []
+        for slot, chunk in zip(slots, actions, strict=True):
+            task, step = self.slots[slot]
+            executed = min(CHUNK, self.lengths[task] - step)
+            self.actions.setdefault(task, []).extend(chunk[:executed, 0].tolist())
+            self.slots[slot][1] += executed
+            done = self.slots[slot][1] == self.lengths[task]
+            crashed = done and task in self.crash
+            rewards = np.zeros(CHUNK, np.float32)
+            rewards[:executed] = 1
+            outcomes.append(
+                ChunkOutcome(
+                    rewards=rewards,
+                    num_executed=executed,
+                    terminated=done and not crashed and task % 2 == 0,
+                    truncated=done and not crashed and task % 2 == 1,
+                    success=done and not crashed and task % 2 == 0,
+                    observation=self._observe(slot),
+                    frames=tuple(self.frame(slot) for _ in range(executed)) if slot in film else (),
+                    error="the simulator died" if crashed else None,
+                )
+            )
+            if done:
+                del self.slots[slot]
+        return outcomes
+
+    def frame(self, slot: int) -> np.ndarray:
+        return np.full((2, 2, 3), self.slots[slot][0], np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+class FakePolicy:
+    """Reads nothing but the task and the step; its actions are the tokens themselves."""
+
+    chunk_length, action_dim = CHUNK, 1
+
+    def __init__(self) -> None:
+        self.codec = self
+
+    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+        ids = torch.tensor([[int(o.images.max()), int(o.proprio[0])] for o in observations])
+        return PolicyInput(ids, ids > -1, ids, None)
+
+    def decode(self, token_ids: np.ndarray) -> np.ndarray:
+        return token_ids.reshape(len(token_ids), CHUNK, 1).astype(np.float32)
+
+    def unnormalize(self, actions: np.ndarray) -> np.ndarray:
+        return actions * 10
+
+
+class FakeEngine:
+    """Token = 100 * task + step, then + 1; notes the seeds and the size of each batch."""
+
+    version = 7
+
+    def __init__(self) -> None:
+        self.seeds: dict[tuple[int, int], int] = {}
+        self.batches: list[int] = []
+
+    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        assert temperature == 0.5
+        rows = inputs.input_ids.tolist()
+        self.batches.append(len(rows))
+        for (task, step), seed in zip(rows, seeds, strict=True):
+            self.seeds[task, step] = seed
+        ids = torch.tensor([[100 * task + step, 100 * task + step + 1] for task, step in rows])
+        return ActionTokens(ids, -ids.float(), self.version)
+
+
+LENGTHS = [5, 1, 2, 7, 3, 4]
+
+
+def tasks(count: int = len(LENGTHS)) -> list[Task]:
+    return [Task("fake", i, 0, seed=50 + i, group=i // 2, member=i % 2) for i in range(count)]
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 4, 20])
+def test_every_task_is_run_once_and_answered_in_its_place(num_envs):
+    pool, engine = FakePool(num_envs, LENGTHS), FakeEngine()
+    episodes = Collector(pool, FakePolicy(), engine).collect(tasks(), 0.5)
+    assert [e.trajectory.task for e in episodes] == tasks()
+    for i, episode in enumerate(episodes):
+        trajectory = episode.trajectory
+        assert trajectory.length == LENGTHS[i] and trajectory.env_return == LENGTHS[i]
+        executed = [t.num_executed for t in trajectory.transitions]
+        assert executed == [2] * (LENGTHS[i] // 2) + [1] * (LENGTHS[i] % 2)
+        assert [int(t.observation.proprio[0]) for t in trajectory.transitions] == list(range(0, LENGTHS[i], 2))
+        assert {int(t.observation.images.max()) for t in trajectory.transitions} == {i}
+        assert trajectory.final_observation.proprio[0] == LENGTHS[i]
+        assert [t.token_ids.tolist() for t in trajectory.transitions] == [
+            [100 * i + s, 100 * i + s + 1] for s in range(0, LENGTHS[i], 2)
+        ]
+        assert trajectory.transitions[0].engine_logprobs.tolist() == [-100 * i, -100 * i - 1]
+        assert (trajectory.terminated, trajectory.truncated) == (i % 2 == 0, i % 2 == 1)
+        assert trajectory.success == (i % 2 == 0)
+        assert trajectory.policy_version == 7 and trajectory.status == "ok" and episode.frames == ()
+        assert pool.actions[i] == [10 * (100 * i + s) for s in range(LENGTHS[i])], "in the robot's units"
+        for step in range(0, LENGTHS[i], 2):
+            assert engine.seeds[i, step] == derive_seed(50 + i, step // 2)
+    assert not pool.slots
+
+
+def test_a_free_slot_takes_the_next_task_at_once():
+    pool, engine = FakePool(2, LENGTHS), FakeEngine()
+    done: list[int] = []
+    Collector(pool, FakePolicy(), engine).collect(tasks(), 0.5, on_episode=done.append)
+    # decisions: task 0 three, 1 one, 2 one, 3 four, 4 two, 5 two
+    assert pool.resets == [(0, 0), (1, 1), (1, 2), (1, 3), (0, 4), (0, 5)]
+    assert engine.batches == [2, 2, 2, 2, 2, 2, 1]
+    assert done == [1, 2, 3, 3, 4, 5, 6]
+
+
+def test_a_crashed_episode_is_counted_and_never_a_gap():
+    pool = FakePool(3, LENGTHS, crash=[3])
+    episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5)
+    assert [e.trajectory.status for e in episodes] == ["ok", "ok", "ok", "crashed", "ok", "ok"]
+    crashed = episodes[3].trajectory
+    assert not crashed.terminated and not crashed.truncated and not crashed.success
+    metrics = rollout_metrics([e.trajectory for e in episodes], seconds=2.0)
+    assert metrics["rollout/num_trajectories"] == 5 and metrics["rollout/num_crashed"] == 1
+    assert metrics["rollout/success_rate"] == pytest.approx(3 / 5)
+    assert metrics["rollout/mean_length"] == pytest.approx((5 + 1 + 2 + 3 + 4) / 5)
+    assert metrics["rollout/mean_return"] == metrics["rollout/mean_length"]
+    assert metrics["perf/env_steps_per_s"] == pytest.approx(22 / 2)
+    assert metrics["perf/decisions_per_s"] == pytest.approx(13 / 2)
+
+
+def test_crashed_episodes_leave_their_group(trajectory):
+    from dataclasses import replace
+
+    from vlarl.loop import group_up
+
+    whole = [trajectory([[0]], group=g, seed=s) for g, s in ((2, 0), (1, 1), (2, 2))]
+    broken = [replace(trajectory([[0]], group=g), status="crashed") for g in (1, 3)]
+    groups = group_up([*whole, *broken])
+    assert [[t.task.seed for t in g.trajectories] for g in groups] == [[1], [0, 2]]
+
+
+def test_films_have_the_first_picture_and_one_for_each_step():
+    pool = FakePool(2, LENGTHS)
+    episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5, film=frozenset({0, 3}))
+    assert [len(e.frames) for e in episodes] == [6, 0, 0, 8, 0, 0]
+    assert {int(frame.max()) for frame in episodes[3].frames} == {3}
+
+
+def test_no_tasks_no_episodes():
+    assert Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect([], 0.5) == []
+
+
+def test_whoever_listens_may_stop_it():
+    class StopError(Exception):
+        pass
+
+    def stop(done: int) -> None:
+        if done >= 2:
+            raise StopError
+
+    with pytest.raises(StopError):
+        Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(tasks(), 0.5, on_episode=stop)
+
+
+@pytest.mark.parametrize("decoder", ["parallel", "autoregressive"])
+def test_an_episode_goes_the_same_way_alone_and_in_any_crowd(decoder):
+    """Sampled, not greedy: what an episode does depends on its own seed, whatever runs beside it."""
+    policy = init_tiny(decoder, seed=3, chunk_length=8 if decoder == "parallel" else 1)
+    suite = "tabletop_object"
+    todo = [Task(suite, i, i, seed=900 + i) for i in range(3)]
+
+    def run(num_envs: int, chosen: list[Task]) -> dict[int, list[np.ndarray]]:
+        pool = TabletopPool(suite, num_envs, 56)
+        if decoder == "autoregressive":
+            pool.suite = __import__("dataclasses").replace(pool.suite, max_steps=4)  # enough to see
+        episodes = Collector(pool, policy, TorchEngine(policy, torch.device("cpu"))).collect(chosen, 1.0)
+        return {e.trajectory.task.seed: [t.token_ids for t in e.trajectory.transitions] for e in episodes}
+
+    crowd, pairs, alone = run(3, todo), run(2, todo[::-1]), run(1, todo[1:2])
+    for seed, tokens in alone.items():
+        np.testing.assert_array_equal(np.stack(crowd[seed]), np.stack(tokens))
+    for seed in crowd:
+        np.testing.assert_array_equal(np.stack(crowd[seed]), np.stack(pairs[seed]))
+    assert not np.array_equal(crowd[900][0], crowd[901][0])
+    assert not np.array_equal(crowd[900][0], crowd[900][1]), "each decision has a seed of its own"

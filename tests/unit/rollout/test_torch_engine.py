@@ -1,0 +1,64 @@
+"""The torch engine: its log-probs, its versions, its weights."""
+
+import pytest
+import torch
+
+from vlarl.errors import VlarlError
+from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.training.weight_sync import publish_weights
+
+CPU = torch.device("cpu")
+
+
+def test_a_weight_sync_to_another_copy_makes_it_act_alike(observation):
+    ours, theirs = init_tiny("parallel", seed=1), init_tiny("parallel", seed=2)
+    inputs = ours.process([observation(0)])
+    engine = TorchEngine(theirs, CPU)
+    before = engine.generate(inputs, 1.0, [5])
+    engine.load_weights(((n, p.detach()) for n, p in ours.named_parameters()), version=4)
+    after = engine.generate(inputs, 1.0, [5])
+    expected = TorchEngine(ours, CPU).generate(inputs, 1.0, [5])
+    assert (before.version, after.version) == (0, 4)
+    assert torch.equal(after.engine_logprobs, expected.engine_logprobs) and torch.equal(after.ids, expected.ids)
+    assert not torch.equal(before.engine_logprobs, after.engine_logprobs)
+    with torch.no_grad():
+        next(iter(ours.parameters())).add_(1.0)  # copied, not shared
+    assert torch.equal(engine.generate(inputs, 1.0, [5]).engine_logprobs, after.engine_logprobs)
+
+
+def test_shared_weights_are_not_copied():
+    policy = init_tiny("parallel", seed=1)
+    engine = TorchEngine(policy, CPU)
+    versions = [p._version for p in policy.parameters()]
+
+    class Stub:
+        version = 3
+
+        def named_weights(self):
+            return ((n, p.detach()) for n, p in policy.named_parameters())
+
+    publish_weights(Stub(), engine)
+    assert engine.version == 3 and [p._version for p in policy.parameters()] == versions
+
+
+def test_greedy_ignores_the_seed_and_reports_probabilities_at_temperature_one(observation):
+    policy = init_tiny("parallel", seed=1)
+    inputs = policy.process([observation(0), observation(1)])
+    engine = TorchEngine(policy, CPU)
+    one, two = engine.generate(inputs, 0.0, [1, 2]), engine.generate(inputs, 0.0, [3, 4])
+    assert torch.equal(one.ids, two.ids)
+    logits = policy.score(inputs, one.ids).logits.detach()
+    assert torch.equal(one.ids - policy.codec.first_id, logits.argmax(-1))
+    torch.testing.assert_close(
+        one.engine_logprobs, token_logprobs(logits, one.ids - policy.codec.first_id, 1.0), atol=1e-6, rtol=0
+    )
+
+
+def test_a_policy_that_lost_its_mind_is_refused(observation):
+    policy = init_tiny("parallel", seed=1)
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(VlarlError, match=r"not finite \(weights of version 0\).*Lower optim.lr"):
+        TorchEngine(policy, CPU).generate(policy.process([observation(0)]), 1.0, [0])

@@ -1,0 +1,249 @@
+"""Checkpoints: the best one, atomic replacement, retention, an exact way back, damage that is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import load_policy
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.checkpoint import COUNTERS, TENSORS, BestReturn, CheckpointStore, TrainerState, restore
+from vlarl.training.learner import Learner
+
+
+class NotePolicy:
+    """Stands in for a policy: writes one line, or fails half-way."""
+
+    def __init__(self, text: str, error: Exception | None = None) -> None:
+        self.text = text
+        self.error = error
+
+    def save(self, folder: Path) -> None:
+        (folder / "weights").write_text(self.text)
+        if self.error is not None:
+            raise self.error
+        (folder / "more").write_text(self.text)
+
+
+def store_at(folder: Path, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(folder, keep)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.name != "metadata.json"}
+
+
+# The best return
+
+
+def test_the_average_weighs_the_past_by_alpha_episode_by_episode():
+    state, best = TrainerState(), BestReturn(alpha=0.99, min_delta=0.0, patience=0)
+    assert best.improved(state, [1.0], 1)
+    assert state.ema_return == 1.0
+    assert not best.improved(state, [0.0, 1.0], 2)
+    assert state.ema_return == pytest.approx(0.99 * 0.99 + 0.01)
+    assert state.best_ema_return == 1.0 and state.best_iteration == 1
+    assert not best.improved(state, [1.0], 3)
+    assert best.improved(state, [2.0] * 10, 4)
+    assert state.best_iteration == 4 and state.best_ema_return == state.ema_return > 1.0
+
+
+def test_an_improvement_smaller_than_min_delta_is_none():
+    state, best = TrainerState(), BestReturn(alpha=0.5, min_delta=0.2, patience=0)
+    assert best.improved(state, [0.0], 1)
+    assert not best.improved(state, [0.375], 2)  # average 0.1875
+    assert not best.improved(state, [0.2125], 3)  # average 0.2, not above
+    assert best.improved(state, [0.25], 4)  # average 0.225
+    assert state.best_ema_return == pytest.approx(0.225)
+
+
+def test_patience_waits_after_a_save():
+    state, best = TrainerState(), BestReturn(alpha=0.0, min_delta=0.0, patience=2)
+    assert [best.improved(state, [float(n)], n) for n in range(1, 8)] == [True, False, False, True, False, False, True]
+    assert state.ema_return == 7.0
+
+
+def test_no_episode_is_no_improvement():
+    state = TrainerState()
+    assert not BestReturn(0.99, 0.0, 0).improved(state, [], 1)
+    assert state.ema_return is None
+
+
+# Replacement
+
+
+def test_a_crash_while_writing_leaves_the_old_one_whole(tmp_path):
+    store_at(tmp_path).save_policy("best_return", NotePolicy("old"), {"step": 1})
+    with pytest.raises(RuntimeError, match="pulled the plug"):
+        store_at(tmp_path).save_policy("best_return", NotePolicy("new", RuntimeError("pulled the plug")), {"step": 2})
+    assert contents(tmp_path / "best_return") == {"weights": "old", "more": "old"}
+    store = store_at(tmp_path)  # the next start tidies up
+    assert [path.name for path in tmp_path.iterdir()] == ["best_return"]
+    store.save_policy("best_return", NotePolicy("new"), {"step": 2})
+    assert contents(tmp_path / "best_return") == {"weights": "new", "more": "new"}
+    assert json.loads((tmp_path / "best_return" / "metadata.json").read_text()) == {"step": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["best_return"]
+
+
+def test_a_crash_between_the_two_renames_brings_the_old_one_back(tmp_path):
+    store_at(tmp_path).save_policy("final", NotePolicy("old"), {})
+    (tmp_path / "final").rename(tmp_path / ".old-final")
+    (tmp_path / ".new-final").mkdir()
+    (tmp_path / ".new-final" / "weights").write_text("half")
+    store_at(tmp_path)
+    assert contents(tmp_path / "final") == {"weights": "old", "more": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_crash_before_the_old_one_was_removed_keeps_the_new_one(tmp_path):
+    store_at(tmp_path).save_policy("final", NotePolicy("new"), {})
+    (tmp_path / ".old-final").mkdir()
+    (tmp_path / ".old-final" / "weights").write_text("old")
+    store_at(tmp_path)
+    assert contents(tmp_path / "final") == {"weights": "new", "more": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_leftovers_of_the_same_process_do_not_stop_the_next_save(tmp_path):
+    store = store_at(tmp_path)
+    store.save_policy("final", NotePolicy("one"), {})
+    for leftover in (".old-final", ".new-final"):
+        (tmp_path / leftover / "deep").mkdir(parents=True)
+    store.save_policy("final", NotePolicy("two"), {})
+    assert contents(tmp_path / "final") == {"weights": "two", "more": "two"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_full_disk_is_a_message_with_a_remedy(tmp_path):
+    import errno
+
+    store = store_at(tmp_path)
+    store.save_policy("final", NotePolicy("old"), {})
+    with pytest.raises(VlarlError, match=r"cannot write .*final: the disk is full: free some space"):
+        store.save_policy("final", NotePolicy("new", OSError(errno.ENOSPC, "No space left on device")), {})
+    assert contents(tmp_path / "final") == {"weights": "old", "more": "old"}
+
+
+# Whole checkpoints
+
+
+@pytest.fixture
+def config(configure):
+    return configure(
+        algorithm={"name": "ppo", "epochs": 1, "critic_hidden": (16,)},
+        optim={"lr": 1e-3, "schedule": "linear", "minibatches": 2},
+    )
+
+
+@pytest.fixture
+def learner(config) -> Learner:
+    policy = init_tiny("parallel", seed=3)
+    policy.attach_value_head((16,), seed=0)
+    return make_learner(policy, config)
+
+
+def make_learner(policy: OpenVLAPolicy, config) -> Learner:
+    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device("cpu"))
+
+
+def nothing(done: int, planned: int) -> None:
+    pass
+
+
+def test_retention_keeps_the_newest_the_best_and_the_final_one(tmp_path, learner):
+    store = store_at(tmp_path, keep=2)
+    store.save_policy("best_return", learner.policy, {})
+    store.save("final", learner, TrainerState(iteration=1))
+    for iteration in (2, 3, 10):
+        store.save(f"step_{iteration:06d}", learner, TrainerState(iteration=iteration))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best_return", "final", "step_000003", "step_000010"]
+    assert store.latest() == tmp_path / "step_000010"
+
+
+def test_the_newest_checkpoint_is_the_one_furthest_on(tmp_path, learner):
+    store = store_at(tmp_path)
+    assert store.latest() is None
+    store.save_policy("best_return", learner.policy, {})
+    assert store.latest() is None, "the best policy alone can't be trained on"
+    store.save("step_000004", learner, TrainerState(iteration=4))
+    store.save("final", learner, TrainerState(iteration=6))
+    assert store.latest() == tmp_path / "final"
+    store.save("step_000008", learner, TrainerState(iteration=8))
+    assert store.latest() == tmp_path / "step_000008"
+
+
+def test_a_restored_learner_goes_on_to_the_bit(tmp_path, learner, config, act, teach):
+    """Weights, critic, moments, counters and random numbers."""
+    batches = [teach(learner.policy, act(learner.policy)) for _ in range(1)]
+    learner.update(batches[0], 1, nothing)
+    torch.manual_seed(7)
+    torch.rand(3)
+    state = TrainerState(1, 100, 8, 2, 0.5, 0.4, 1)
+    folder = store_at(tmp_path).save("step_000001", learner, state)
+    drawn = torch.rand(2)
+    expected = learner.update(batches[0], 2, nothing)
+
+    torch.manual_seed(99)
+    policy = load_policy(folder)
+    policy.attach_value_head((16,), seed=5)  # as launch does: must not replace the trained critic
+    other = make_learner(policy, config)
+    assert restore(other, folder) == state
+    assert torch.equal(torch.rand(2), drawn)
+    assert (other.version, other.policy_updates) == (1, 1)
+    result = other.update(batches[0], 2, nothing)
+    assert result == expected
+    for (name, ours), (_, theirs) in zip(
+        other.policy.named_parameters(), learner.policy.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    for mine, yours in zip(other.optimizers(), learner.optimizers(), strict=True):
+        for p, q in zip(mine.param_groups[0]["params"], yours.param_groups[0]["params"], strict=True):
+            assert mine.state[p].keys() == yours.state[q].keys()
+            assert all(torch.equal(mine.state[p][key], yours.state[q][key]) for key in mine.state[p])
+
+
+def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, teach):
+    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+    folder = store_at(tmp_path).save("final", learner, TrainerState(iteration=1))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert {"model.safetensors", "value_head.safetensors", TENSORS, COUNTERS} <= {path.name for path in files}
+    for path in files:
+        assert not path.read_bytes().startswith((b"PK", b"\x80")), path  # torch.save's zip, and pickle
+    load_policy(folder)  # usable by itself
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"iteration": null}', '{"version": 1}', "\x00\x01", '{"iteration": 1, "color": 2}']
+)
+def test_damaged_counters_are_named(tmp_path, learner, text):
+    store = store_at(tmp_path)
+    folder = store.save("step_000001", learner, TrainerState(iteration=1))
+    (folder / COUNTERS).write_text(text)
+    with pytest.raises(UsageError, match=r"step_000001 is damaged"):
+        restore(learner, store.latest() or folder)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 5, 2000])
+def test_truncated_moments_are_named(tmp_path, learner, act, teach, keep_bytes):
+    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    path = folder / TENSORS
+    path.write_bytes(path.read_bytes()[:keep_bytes])
+    with pytest.raises(UsageError, match=r"step_000001 is damaged"):
+        restore(learner, folder)
+    path.unlink()
+    with pytest.raises(UsageError, match=r"step_000001 is damaged"):
+        restore(learner, folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "value_head.safetensors", "config.json", "tokenizer.json"])
+def test_truncated_policies_are_named(tmp_path, learner, name):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    (folder / name).write_bytes((folder / name).read_bytes()[:40])
+    with pytest.raises(UsageError, match=r"step_000001"):
+        load_policy(folder)

@@ -1,0 +1,205 @@
+"""The learner with real tiny models: ratios, gradients, refusals, warm-ups."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.config.schema import Config
+from vlarl.observability.metrics import WeightedMeans
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.training.learner import Learner
+
+
+def build(policy: OpenVLAPolicy, config: Config) -> Learner:
+    if config.algorithm.name == "ppo":
+        policy.attach_value_head((16,), seed=0)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
+    return Learner(policy, algorithm, config, torch.device("cpu"))
+
+
+def nothing(done: int, planned: int) -> None:
+    pass
+
+
+def weights(policy: OpenVLAPolicy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+
+def changed(policy: OpenVLAPolicy, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+@pytest.mark.parametrize("sharpness", [1.0, 10.0])
+def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, temperature, sharpness):
+    """Also for a policy that is sure of itself, whose logits are ten times larger."""
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.mul_(sharpness)
+    config = configure(rollout={"temperature": temperature}, optim={"lr": 1e-3, "microbatch_size": 4})
+    batch = teach(policy, act(policy, temperature))
+    assert not batch.inputs.attention_mask.all(), "prompts must be ragged"
+    result = build(policy, config).update(batch, 1, nothing)
+    assert result.metrics["ratio_first_minibatch_error"] < 1e-5
+    assert result.metrics["engine_mismatch_kl"] < 1e-9
+    assert result.metrics["ratio_max"] > 1 + 1e-4, "the second epoch has moved"
+
+
+def test_another_temperature_in_the_learner_would_show(policy, act, teach, configure):
+    batch = teach(policy, act(policy, temperature=1.6))
+    result = build(policy, configure(rollout={"temperature": 1.0})).update(batch, 1, nothing)
+    assert result.metrics["ratio_first_minibatch_error"] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, teach, configure, name):
+    gradients = []
+    for size in (100, 2):
+        config = configure(algorithm={"name": name}, optim={"microbatch_size": size})
+        learner = build(copy.deepcopy(policy), config)
+        batch = teach(learner.policy, act(learner.policy))
+        assert len(set(batch.mask.sum(dim=1).tolist())) == (2 if policy.chunk_length > 1 else 1)
+        for _ in range(2):  # the second time would double the gradient if the first one's were kept
+            learner._accumulate(batch, torch.arange(len(batch)), True, WeightedMeans(), False)
+        gradients.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None]))
+    scale = gradients[0].abs().max()
+    assert scale > 1e-4
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5 * float(scale), rtol=1e-4)
+
+
+def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure):
+    from vlarl.policies.tiny import init_tiny
+
+    outcomes = []
+    for garbage in (None, float("nan")):
+        policy = init_tiny("parallel", seed=3)
+        batch = teach(policy, act(policy))
+        if garbage is not None:
+            batch = replace(batch, old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, garbage))
+        result = build(policy, configure(optim={"lr": 1e-3})).update(batch, 1, nothing)
+        outcomes.append((weights(policy), result.metrics))
+    assert not batch.mask.all()
+    (clean, clean_metrics), (dirty, dirty_metrics) = outcomes
+    assert clean_metrics == dirty_metrics
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach, configure):
+    batch = teach(policy, act(policy))
+    broken = replace(batch, advantages=batch.advantages.masked_fill(batch.mask, float("nan")))
+    learner, before = build(policy, configure(optim={"lr": 1e-3})), weights(policy)
+    result = learner.update(broken, 1, nothing)
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
+    assert changed(policy, before) == set()
+    assert not learner.optimizer.state
+    healthy = learner.update(batch, 2, nothing)
+    assert (healthy.num_optimizer_steps, healthy.num_skipped_steps) == (2, 0)
+    assert changed(policy, before)
+
+
+def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure):
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    batch = teach(policy, act(policy))
+    advantages = batch.advantages.clone()
+    advantages[0] = float("inf")
+    learner = build(policy, configure(optim={"minibatches": 2}, algorithm={"epochs": 1}))
+    seen = []
+    result = learner.update(replace(batch, advantages=advantages), 1, lambda done, of: seen.append((done, of)))
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
+    assert seen == [(1, 2), (2, 2)]
+    assert all(p.isfinite().all() for p in policy.parameters())
+
+
+def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure):
+    batch = teach(policy, act(policy))
+    strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
+    before = weights(policy)
+    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148})).update(strayed, 1, nothing)
+    assert stopped.stopped_early and stopped.num_optimizer_steps == 0 == stopped.num_skipped_steps
+    assert changed(policy, before) == set()
+    assert stopped.metrics["approx_kl"] == pytest.approx(0.14872, abs=1e-4)
+    going = build(policy, configure(algorithm={"max_approx_kl": 0.15, "epochs": 1})).update(strayed, 1, nothing)
+    assert not going.stopped_early and going.num_optimizer_steps == 1
+    assert changed(policy, before)
+
+
+def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, teach, configure):
+    config = configure(
+        algorithm={"name": "ppo", "value_init_steps": 2},
+        optim={"lr": 1e-3, "value_lr": 1e-2, "schedule": "linear", "weight_decay": 0.1},
+        run={"iterations": 4},
+    )
+    learner, start = build(policy, config), None
+    batch = teach(policy, act(policy))
+    start = weights(policy)
+    for iteration in (1, 2):
+        result = learner.update(batch, iteration, nothing)
+        moved = changed(policy, start)
+        assert moved and all(name.startswith("value_head.") for name in moved)
+        assert result.metrics["lr"] == 0.0 and learner.policy_updates == 0
+        assert not learner.optimizer.state
+    trained = learner.update(batch, 3, nothing)
+    assert trained.metrics["lr"] == pytest.approx(1e-3)  # the schedule begins here
+    assert any(name.startswith("model.") for name in changed(policy, start))
+    assert learner.update(batch, 4, nothing).metrics["lr"] == pytest.approx(0.75e-3)
+    assert learner.version == 4
+
+
+def test_with_learning_rate_zero_every_weight_stays(policy, act, teach, configure):
+    config = configure(algorithm={"name": "ppo"}, optim={"lr": 0.0, "value_lr": 0.0, "weight_decay": 0.5})
+    learner = build(policy, config)
+    before = weights(policy)
+    result = learner.update(teach(policy, act(policy)), 1, nothing)
+    assert result.num_optimizer_steps == 2 and changed(policy, before) == set()
+    assert result.metrics["grad_norm"] > 0
+
+
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, act, teach, configure):
+    batch = teach(policy, act(policy))
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
+    batch = replace(batch, advantages=sign.expand(batch.advantages.shape).contiguous())
+    build(policy, configure(optim={"lr": 3e-4}, algorithm={"epochs": 4})).update(batch, 1, nothing)
+    from vlarl.policies.distribution import token_logprobs
+
+    with torch.no_grad():
+        now = token_logprobs(policy.score(batch.inputs, batch.token_ids).logits, batch.places, 1.0)
+    gain = torch.where(batch.mask, now - batch.old_logprobs, 0.0).sum(dim=1)
+    assert (gain * sign[:, 0] > 0).all()
+
+
+def test_updates_are_repeatable_and_shuffle_anew_each_iteration(act, teach, configure):
+    from vlarl.policies.tiny import init_tiny
+
+    def after(iteration: int) -> torch.Tensor:
+        policy = init_tiny("parallel", seed=3)
+        config = configure(optim={"minibatches": 3, "lr": 1e-3}, algorithm={"epochs": 1})
+        build(policy, config).update(teach(policy, act(policy)), iteration, nothing)
+        return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+    assert torch.equal(after(1), after(1))
+    assert not torch.equal(after(1), after(2))
+
+
+def test_values_come_in_the_order_of_trajectories_with_the_last_observation(policy, act, configure):
+    learner = build(policy, configure(algorithm={"name": "ppo"}, optim={"microbatch_size": 4}))
+    torch.nn.init.normal_(policy.value_head.out.weight)
+    episodes = act(policy)
+    values = learner.values(episodes)
+    assert [len(v) for v in values] == [3, 4, 2]
+    for episode, value in zip(episodes, values, strict=True):
+        seen = [t.observation for t in episode.transitions] + [episode.final_observation]
+        own = torch.cat([policy.values(policy.process([o])) for o in seen]).detach()
+        torch.testing.assert_close(torch.from_numpy(value), own, atol=1e-5, rtol=1e-5)
+    assert learner.values([]) == []
+
+
+def test_frozen_vision_stays(policy, act, teach, configure):
+    policy.freeze_vision()
+    before = weights(policy)
+    build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(teach(policy, act(policy)), 1, nothing)
+    moved = changed(policy, before)
+    assert moved and not any("vision_backbone" in name for name in moved)
