@@ -69,7 +69,8 @@ def evaluate(
     policy.use_statistics(None, suite)
     pool = build_pool(EnvConfig(suite=suite), num_envs, policy.image_size, "sparse")
     tasks = evaluation_tasks(pool.spec, task_ids, states_per_task, seed)
-    result = evaluate_policy(Collector(pool, policy, TorchEngine(policy, chosen)), tasks, temperature, videos, on_episode)
+    collector = Collector(pool, policy, TorchEngine(policy, chosen))
+    result = evaluate_policy(collector, tasks, temperature, videos, on_episode)
     if out is not None:
         write_evaluation(result, Path(out))
     return result

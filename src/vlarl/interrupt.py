@@ -6,7 +6,7 @@ import signal
 from types import FrameType, TracebackType
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """The user asked to stop."""
 
 
@@ -22,7 +22,9 @@ class InterruptGuard:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

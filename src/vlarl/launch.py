@@ -127,6 +127,6 @@ def choose_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"run.device: {wanted!r} can't be used here ({str(error).splitlines()[0]}); try `cpu`.") from error
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"run.device: {wanted!r} can't be used here ({reason}); try `cpu`.") from error
     return device
-

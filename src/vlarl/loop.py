@@ -70,14 +70,14 @@ def improve(parts: Parts, session: Session, iteration: int, groups: list[Traject
         values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
         estimates = parts.algorithm.estimate(groups, values)
         if not estimates:
-            session.progress.note(f"iteration {iteration}: all episodes of each group ended alike: nothing to learn from")
+            session.progress.note(f"iteration {iteration}: each group's episodes ended alike: nothing to learn from")
             return {"train/kept_trajectories": 0.0}
         batch = build_batch(estimates, parts.policy)
         result = parts.learner.update(batch, iteration, session.progress.update)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         raise VlarlError(
-            f"iteration {iteration}: the gradient was not finite in any of {result.num_skipped_steps} steps, so the weights "
-            f"were left alone. Lower optim.lr (now {session.config.optim.lr}) and go on with "
+            f"iteration {iteration}: the gradient was not finite in any of {result.num_skipped_steps} steps, so the "
+            f"weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and go on with "
             f"`{session.directory.resume_command}`."
         )
     return session.record_update(result) | {

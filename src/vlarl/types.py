@@ -9,8 +9,8 @@ I images of an observation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -172,19 +172,23 @@ class TrainBatch:
 
     def rows(self, index: torch.Tensor) -> TrainBatch:
         """The chosen decisions."""
-        picked = {
-            f.name: None if (value := getattr(self, f.name)) is None else value[index]
-            for f in fields(self)
-            if f.name != "inputs"
-        }
-        return TrainBatch(inputs=self.inputs.rows(index), **picked)
+        return self._each(self.inputs.rows(index), lambda column: column[index])
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
-        moved = {
-            f.name: None if (value := getattr(self, f.name)) is None else value.to(device) for f in fields(self)
-        }
-        return TrainBatch(**moved)
+        return self._each(self.inputs.to(device), lambda column: column.to(device))
+
+    def _each(self, inputs: PolicyInput, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
+        return TrainBatch(
+            inputs=inputs,
+            token_ids=change(self.token_ids),
+            places=change(self.places),
+            old_logprobs=change(self.old_logprobs),
+            advantages=change(self.advantages),
+            mask=change(self.mask),
+            returns=None if self.returns is None else change(self.returns),
+            old_values=None if self.old_values is None else change(self.old_values),
+        )
 
 
 @dataclass(frozen=True)

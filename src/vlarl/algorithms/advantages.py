@@ -12,14 +12,12 @@ SPREAD = 1e-6  # float32 sums of equal rewards differ by less
 def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) -> FloatArray:
     """[G] returns of one group -> how much better each was than the group (GRPO, arXiv:2402.03300).
 
-    The standard deviation is the unbiased one. A group of one has mean 0 and deviation 1, so its advantage is its return.
+    The standard deviation is the unbiased one. A group of one has mean 0 and deviation 1: its advantage is its return.
     """
     if len(returns) == 1:
         return returns.astype(np.float32)
-    advantages = returns - returns.mean()
-    if normalize_std:
-        advantages = advantages / (returns.std(ddof=1) + eps)
-    return advantages.astype(np.float32)
+    scale = returns.std(ddof=1) + eps if normalize_std else 1.0
+    return np.asarray((returns - returns.mean()) / scale, dtype=np.float32)
 
 
 def has_spread(returns: FloatArray) -> bool:

@@ -8,7 +8,7 @@ import torch
 def clipped_policy_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347) with separate bounds (DAPO, arXiv:2503.14476): loss, and where it was clipped."""
+    """PPO's clipped surrogate (arXiv:1707.06347), bounds apart (DAPO, arXiv:2503.14476); and where it was clipped."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

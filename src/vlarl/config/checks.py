@@ -14,7 +14,7 @@ from vlarl.config.known import (
     TASKS_PER_SUITE,
 )
 from vlarl.config.problems import Problem, shown, unknown
-from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig, RunConfig
+from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig, StartConfig
 
 Problems = Iterator[Problem]
 
@@ -63,7 +63,7 @@ def _cameras(config: Config) -> Problems:
         yield Problem(subject, remedy, ("env.cameras", "policy.path"))
 
 
-def _builtin_size(policy: PolicyConfig) -> str | None:
+def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
     """The size that a `builtin:` or `init:` path names; None for a folder."""
     kind, _, size = policy.path.partition(":")
     return size if kind in ("builtin", "init") else None
@@ -81,10 +81,12 @@ def _policy_name(config: Config | FinetuneConfig) -> Problems:
 def _decoder(config: Config | FinetuneConfig) -> Problems:
     policy = config.policy
     own = BUILTIN_DECODERS.get(_builtin_size(policy) or "")
-    decoder = policy.decoder if policy.decoder != "auto" else own
-    if own and policy.decoder not in ("auto", own):
+    decoder = own
+    if isinstance(policy, PolicyConfig) and policy.decoder != "auto":
+        decoder = policy.decoder
+    if own and decoder != own:
         other = next(f"{policy.path.partition(':')[0]}:{size}" for size, d in BUILTIN_DECODERS.items() if d != own)
-        subject = f"policy.decoder = '{policy.decoder}' with policy.path = '{policy.path}'"
+        subject = f"policy.decoder = '{decoder}' with policy.path = '{policy.path}'"
         remedy = f"this policy decodes {own}; set policy.decoder to {own} or policy.path to {other}"
         yield Problem(subject, remedy, ("policy.decoder", "policy.path"))
     if decoder == "autoregressive" and (policy.chunk_length or 1) > 1:
@@ -97,7 +99,7 @@ def _decoder(config: Config | FinetuneConfig) -> Problems:
 
 
 def _device(config: Config | FinetuneConfig) -> Problems:
-    run: RunConfig = config.run
+    run = config.run
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.device):
         message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
         yield Problem(f"run.device = {shown(run.device)}", message, ("run.device",))
@@ -163,7 +165,7 @@ def _schedule_lengths(config: Config) -> Problems:
             yield Problem(f"{path} = {value} with run.iterations = {iterations}", message, (path, "run.iterations"))
 
 
-def _eval_states(config: Config | FinetuneConfig) -> Problems:
+def _eval_states(config: Config) -> Problems:
     states = config.eval.states_per_task
     if states > EVAL_STATES_PER_TASK:
         message = f"a task has {EVAL_STATES_PER_TASK} evaluation states; use that many or fewer"
@@ -222,5 +224,4 @@ FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _decoder,
     _demo_suites,
     _finetune_warmup,
-    _eval_states,
 )

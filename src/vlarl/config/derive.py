@@ -34,7 +34,6 @@ class FinetuneDerived:
     num_tasks: int
     num_demonstrations: int
     total_samples: int  # samples drawn over all steps
-    episodes_per_evaluation: int
 
 
 def derive(config: Config) -> Derived:
@@ -68,7 +67,6 @@ def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
         num_tasks=num_tasks,
         num_demonstrations=num_tasks * config.demos.episodes_per_task,
         total_samples=config.optim.steps * config.optim.batch_size,
-        episodes_per_evaluation=num_tasks * config.eval.states_per_task,
     )
 
 

@@ -26,7 +26,7 @@ class Section(BaseModel):
     )
 
 
-class RunConfig(Section):
+class PlaceConfig(Section):
     """Where the run lives and what makes it repeatable."""
 
     name: str | None = None
@@ -35,14 +35,19 @@ class RunConfig(Section):
     """Folder that holds all runs."""
     seed: NonNegativeInt = 0
     """Everything random follows from it."""
-    iterations: PositiveInt = 20
-    """Rollout-and-update rounds."""
-    total_env_steps: PositiveInt | None = None
-    """Stop earlier, after this many environment steps of training."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`…; `auto` takes a GPU when there is one."""
     num_threads: PositiveInt | None = None
     """CPU threads of torch; by default one for each core."""
+
+
+class RunConfig(PlaceConfig):
+    """Where the run lives, how long it takes and what makes it repeatable."""
+
+    iterations: PositiveInt = 20
+    """Rollout-and-update rounds."""
+    total_env_steps: PositiveInt | None = None
+    """Stop earlier, after this many environment steps of training."""
 
 
 class EnvConfig(Section):
@@ -251,13 +256,23 @@ class FinetuneOptimConfig(Section):
     """Run the forward pass in this precision, weights staying float32."""
     log_interval: PositiveInt = 100
     """Steps between rows of metrics.jsonl, and between saves."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the saved weights."""
+
+
+class StartConfig(Section):
+    """The model that imitates."""
+
+    path: str = "init:tiny-oft"
+    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model or a checkpoint folder."""
+    chunk_length: PositiveInt | None = None
+    """Actions predicted at once; by default the model's."""
 
 
 class FinetuneConfig(Section):
     """A supervised run: demonstrations in, checkpoint out."""
 
-    run: RunConfig = RunConfig()
-    policy: PolicyConfig = PolicyConfig(path="init:tiny-oft")
+    run: PlaceConfig = PlaceConfig()
+    policy: StartConfig = StartConfig()
     demos: DemoConfig = DemoConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
-    eval: EvalConfig = EvalConfig()

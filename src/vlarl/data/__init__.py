@@ -1,1 +1,1 @@
-
+"""Data: demonstrations, and supervised training on them."""

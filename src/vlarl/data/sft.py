@@ -27,7 +27,8 @@ from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
-from vlarl.policies import load_policy
+from vlarl.policies import DTYPES, load_policy
+from vlarl.policies.openvla.config import DecoderName
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore
@@ -35,7 +36,7 @@ from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
 from vlarl.types import PolicyInput
 
 BETAS = (0.9, 0.95)
-FRESH = {"init:tiny-oft": "parallel", "init:tiny-openvla": "autoregressive"}
+FRESH: dict[str, DecoderName] = {"init:tiny-oft": "parallel", "init:tiny-openvla": "autoregressive"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class DemoBatches:
         self._prompts = policy.process([demos.observation(frame) for frame in first_frames]).to(device)
         self._images = torch.from_numpy(demos.images)
         self._instruction_ids = torch.from_numpy(demos.instruction_ids).to(device)
-        self._proprio = torch.from_numpy(policy.processor.normalizer.normalize_proprio(demos.proprio)).to(device)
-        chunks = demos.chunks(np.arange(len(demos)), policy.chunk_length)
+        self._proprio = torch.from_numpy(policy.normalizer.normalize_proprio(demos.proprio)).to(device)
+        chunks = policy.normalizer.normalize(demos.chunks(np.arange(len(demos)), policy.chunk_length))
         self._token_ids = torch.from_numpy(policy.codec.encode(chunks)).to(device)
         if device.type == "cuda":
             self._images = self._images.to(device)
@@ -89,22 +90,22 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     policy = start_policy(config, device)
     directory = RunDirectory.create(root, name)
     write_config(config, directory.config_file)
-    with directory.log_to_file(), Progress(config.optim.steps) as progress:
+    steps = config.optim.steps
+    with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
         progress.note("playing demonstrations")
         demos = demonstrate(config.demos, config.run.seed, policy)
         progress.note(
             f"{len(demos):,} frames, {demos.success.mean():.1%} of {len(demos.success):,} demonstrations succeed"
         )
-        store = CheckpointStore(directory.checkpoints, keep=1)
+        store, dtype = CheckpointStore(directory.checkpoints, keep=1), DTYPES[config.optim.save_dtype]
         with MetricLogger([JsonlSink(directory.metrics_file)]) as metrics:
 
             def on_log(step: int, row: dict[str, float]) -> None:
                 metrics.log(step, row)
                 progress.training(step, row)
-                store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]})
+                store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]}, dtype)
 
             first, last = imitate(policy, DemoBatches(demos, policy, device), config, on_log)
-        directory.write_status("finished", config.optim.steps, config.optim.steps)
     return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, float(demos.success.mean()))
 
 
@@ -149,7 +150,7 @@ def imitate(
         inputs, token_ids = batches.draw(optim.batch_size, generator)
         loss = imitation_loss(policy, inputs, token_ids, optim)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
         optimizer.step()
         loss_sum += loss.detach()

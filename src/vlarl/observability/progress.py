@@ -142,7 +142,8 @@ class Progress:
         if self._live is None:
             speed = metrics["perf/train_samples_per_s"]
             loss = metrics["train/loss"]
-            self._print(f"step {step}/{self._iterations}  loss {loss:.4f}  {speed:.0f} samples/s  left {duration(left)}")
+            of = f"step {step}/{self._iterations}"
+            self._print(f"{of}  loss {loss:.4f}  {speed:.0f} samples/s  left {duration(left)}")
         self._refresh()
 
     @_never_fatal
@@ -271,4 +272,4 @@ def _figure(value: float | None, form: str, style: str = "") -> Text:
 
 
 def _speed(metrics: Mapping[str, float]) -> float | None:
-    return metrics.get("rollout/env_steps_per_s", metrics.get("perf/env_steps_per_s"))
+    return metrics.get("rollout/env_steps_per_s")

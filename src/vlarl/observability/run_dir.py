@@ -178,6 +178,18 @@ class RunDirectory:
         )
         write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")
 
+    @contextmanager
+    def tracked(self, iterations: int) -> Iterator[None]:
+        """Keep status.json true of a block that does all its iterations or fails."""
+        self.write_status("running", 0, iterations)
+        try:
+            yield
+        except BaseException as error:
+            state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.write_status(state, 0, iterations, f"{type(error).__name__}: {error}")
+            raise
+        self.write_status("finished", iterations, iterations)
+
     def read_status(self) -> dict[str, Any]:
         """What status.json says; empty when there is none."""
         try:

@@ -79,5 +79,5 @@ class Policy(nn.Module, ABC):
         """Add a fresh critic that reads the state before the first action token, unless the checkpoint brought one."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint in the original layout."""
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the checkpoint in the original layout; `dtype` rounds the weights, which otherwise stay as they are."""

@@ -114,8 +114,6 @@ class Collector:
         outcomes = self.pool.step_chunk(slots, actions, filmed)
         for row, (episode, outcome) in enumerate(zip(episodes, outcomes, strict=True)):
             episode.transitions.append(
-                Transition(
-                    episode.observation, token_ids[row], logprobs[row], outcome.rewards, outcome.num_executed
-                )
+                Transition(episode.observation, token_ids[row], logprobs[row], outcome.rewards, outcome.num_executed)
             )
         return outcomes

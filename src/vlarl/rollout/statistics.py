@@ -19,6 +19,6 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/num_trajectories": float(len(whole)),
         "rollout/num_crashed": float(len(trajectories) - len(whole)),
         "rollout/collection_time": seconds,
-        "perf/env_steps_per_s": env_steps / seconds,
+        "rollout/env_steps_per_s": env_steps / seconds,
         "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,
     }

@@ -1,4 +1,4 @@
-"""The engine that needs nothing but torch: batched, without gradient, in the learner's process, on the learner's weights."""
+"""The engine that needs nothing but torch: batched, without gradient, on the learner's own weights."""
 
 from __future__ import annotations
 

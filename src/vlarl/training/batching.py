@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -43,9 +43,9 @@ def minibatches(num_rows: int, num_minibatches: int, generator: torch.Generator)
     return [share for share in shuffled.tensor_split(num_minibatches) if len(share)]
 
 
-def microbatches(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+def microbatches(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     """A minibatch in pieces that fit into memory."""
-    yield from rows.split(size)
+    return torch.split(rows, size)
 
 
 def denominators(batch: TrainBatch, rows: torch.Tensor) -> Denominators:

@@ -51,7 +51,8 @@ class BestReturn:
     def improved(self, state: TrainerState, returns: Sequence[float], iteration: int) -> bool:
         """Take an iteration's returns into the average, episode by episode; True when its policy should be kept."""
         for value in returns:
-            state.ema_return = value if state.ema_return is None else self.alpha * state.ema_return + (1 - self.alpha) * value
+            before = value if state.ema_return is None else state.ema_return
+            state.ema_return = self.alpha * before + (1 - self.alpha) * value
         if state.ema_return is None:
             return False
         if state.best_iteration is not None and iteration - state.best_iteration <= self.patience:
@@ -84,11 +85,13 @@ class CheckpointStore:
         self._retire()
         return path
 
-    def save_policy(self, name: str, policy: Policy, metadata: dict[str, Any]) -> Path:
+    def save_policy(
+        self, name: str, policy: Policy, metadata: dict[str, Any], dtype: torch.dtype | None = None
+    ) -> Path:
         """Write the policy alone, with a note of what it is."""
 
         def write(folder: Path) -> None:
-            policy.save(folder)
+            policy.save(folder, dtype)
             (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
 
         return self._replace(name, write)

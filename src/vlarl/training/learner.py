@@ -1,9 +1,9 @@
 """The learner: one call to `update` turns an iteration's batch into a few optimizer steps.
 
-    for each epoch:          shuffle the rows, deal them out to minibatches
-      for each minibatch:    zero the gradients once
-        for each microbatch: score -> loss (divided by the whole minibatch's tokens) -> backward
-        clip, refuse a gradient that is not finite, step
+for each epoch:          shuffle the rows, deal them out to minibatches
+  for each minibatch:    zero the gradients once
+    for each microbatch: score -> loss (divided by the whole minibatch's tokens) -> backward
+    clip, refuse a gradient that is not finite, step
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Learner:
         self.config = config
         self.device = device
         self.version = 0  # grows with every update; engines carry the version they sample with
-        self.policy_updates = 0  # updates that moved the policy: the schedule's clock, which a critic warm-up leaves alone
+        self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
         optim = config.optim
         actor = [p for name, p in policy.named_parameters() if not name.startswith(CRITIC)]
         critic = [p for name, p in policy.named_parameters() if name.startswith(CRITIC)]
@@ -87,6 +87,8 @@ class Learner:
                 break
         self.version += 1
         self.policy_updates += train_policy
+        if batch.returns is not None and batch.old_values is not None:
+            metrics.last("explained_variance", explained_variance(batch.returns, batch.old_values))
         reported = metrics.reduce() | {"lr": optim.lr * factor if train_policy else 0.0}
         return UpdateResult(reported, num_steps, num_skipped, stopped_early)
 
@@ -109,8 +111,9 @@ class Learner:
         kl_sum = 0.0
         for micro in microbatches(rows, self.config.optim.microbatch_size):
             part = batch.rows(micro).to(self.device)
-            loss = self.algorithm.loss(self.policy.score(part.inputs, part.token_ids), part, over, train_policy=train_policy)
-            loss.total.backward()
+            scores = self.policy.score(part.inputs, part.token_ids)
+            loss = self.algorithm.loss(scores, part, over, train_policy=train_policy)
+            torch.autograd.backward(loss.total)
             num_tokens, num_decisions = int(part.mask.sum()), len(part)
             for name, total in loss.token_sums.items():
                 metrics.add(name, float(total), num_tokens)
@@ -144,3 +147,9 @@ class Learner:
         if self.critic_optimizer is not None and name.startswith(CRITIC):
             return self.critic_optimizer
         return self.optimizer
+
+
+def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
+    """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would."""
+    variance = returns.var()
+    return float("nan") if variance == 0 else float(1 - (returns - values).var() / variance)

@@ -76,7 +76,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"env__cameras": ["agent", "wrist"]},
-            "env.cameras = ['agent', 'wrist']: builtin:tiny-oft reads one view: use [agent], or a checkpoint made for "
+            "env.cameras = ['agent', 'wrist']: builtin:tiny-openvla reads one view: use [agent], or a checkpoint made for "
             "2 views",
         ),
         (

@@ -31,7 +31,7 @@ def test_flags_go_over_the_file_and_the_file_over_the_defaults(tmp_path):
 
 
 def test_a_part_of_a_section_keeps_the_schemas_own_default_for_the_rest(tmp_path):
-    path = write(tmp_path, "policy:\n  dtype: bfloat16\ndemos:\n  episodes_per_task: 3\n")
+    path = write(tmp_path, "policy:\n  chunk_length: 8\ndemos:\n  episodes_per_task: 3\n")
     assert load_config(path, schema=FinetuneConfig).policy.path == FinetuneConfig().policy.path == "init:tiny-oft"
 
 

@@ -38,10 +38,10 @@ def test_the_first_line_says_what_it_is(name):
     assert first.startswith("# ") and 20 < len(presets()[name]) < 110
 
 
-def test_the_default_is_grpo_with_the_parallel_policy():
+def test_the_default_is_grpo_with_the_tiny_openvla():
     config = load_config()
     assert config == load_config(DEFAULT_PRESET)
-    assert (config.algorithm.name, config.policy.path) == ("grpo", "builtin:tiny-oft")
+    assert (config.algorithm.name, config.policy.path) == ("grpo", "builtin:tiny-openvla")
 
 
 def test_a_clone_shows_them_in_configs():

@@ -67,7 +67,7 @@ def _metrics(i: int) -> dict[str, float]:
         "rollout/success_rate": success,
         "rollout/mean_return": success,
         "rollout/mean_length": 78 - 30 * success + noise.uniform(-2, 2),
-        "perf/env_steps_per_s": 2300 + noise.uniform(-150, 150),
+        "rollout/env_steps_per_s": 2300 + noise.uniform(-150, 150),
         "train/entropy": 1.9 * math.exp(-i / 25) + noise.uniform(-0.03, 0.03),
         "train/approx_kl": 0.004 + noise.uniform(-0.002, 0.003),
         "train/clipfrac": 0.06 + noise.uniform(-0.02, 0.03),

@@ -168,7 +168,7 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
     assert metrics["rollout/success_rate"] == pytest.approx(3 / 5)
     assert metrics["rollout/mean_length"] == pytest.approx((5 + 1 + 2 + 3 + 4) / 5)
     assert metrics["rollout/mean_return"] == metrics["rollout/mean_length"]
-    assert metrics["perf/env_steps_per_s"] == pytest.approx(22 / 2)
+    assert metrics["rollout/env_steps_per_s"] == pytest.approx(22 / 2)
     assert metrics["perf/decisions_per_s"] == pytest.approx(13 / 2)
 
 

@@ -21,7 +21,7 @@ _SMALL_CHARTS = (
     ("Gradient norm", "train/grad_norm", "before clipping"),
     ("Value loss", "train/value_loss", "the critic's error"),
     ("Explained variance", "train/explained_variance", "of returns, by the critic; 1 is perfect"),
-    ("Speed", "perf/env_steps_per_s", "environment steps a second"),
+    ("Speed", "rollout/env_steps_per_s", "environment steps a second"),
 )
 
 

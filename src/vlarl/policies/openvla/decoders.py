@@ -111,25 +111,40 @@ class AutoregressiveDecoder:
         return model.finish(self._run(model, prefix, prefix.embeds, None))[:, 0]
 
     def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt once, then a token a step against the cache."""
-        columns = prefix.embeds.shape[1]
-        cache = KeyValueCache(model.num_layers, columns + self.num_tokens - 1)
-        hidden = self._run(model, prefix, prefix.embeds, cache)
-        logits = [model.action_logits(model.finish(hidden))]
-        places = [choose(logits[0], 0)]
+        """The prompt once, then a token a step against the cache; then all once more, to say how likely they were.
+
+        Kernels for one column and for several round differently. The logits returned are those of the last pass, which
+        rounds more like `states` does, so that engine and learner agree on how likely a token was.
+        """
+        cache = KeyValueCache(model.num_layers, prefix.embeds.shape[1] + self.num_tokens - 1)
+        first = model.action_logits(model.finish(self._run(model, prefix, prefix.embeds, cache)))
+        places = choose(first, 0)
         for step in range(1, self.num_tokens):
-            hidden = run_layers(
-                model.language_model,
-                model.embed_tokens(places[-1] + model.config.first_action_id),
-                prefix.positions(columns + step - 1, columns + step),
-                mask=prefix.key_mask(step),
-                causal=False,
-                read=slice(0, 1),
-                cache=cache,
-            )
-            logits.append(model.action_logits(model.finish(hidden)))
-            places.append(choose(logits[-1], step))
-        return torch.cat(places, dim=1), torch.cat(logits, dim=1)
+            hidden = self._extend(model, prefix, places[:, -1:], step - 1, cache)
+            places = torch.cat([places, choose(model.action_logits(hidden), step)], dim=1)
+        cache.truncate(prefix.embeds.shape[1])
+        rest = model.action_logits(self._extend(model, prefix, places[:, :-1], 0, cache))
+        return places, torch.cat([first, rest], dim=1)
+
+    def _extend(
+        self, model: OpenVLAModel, prefix: Prefix, places: torch.Tensor, start: int, cache: KeyValueCache
+    ) -> torch.Tensor:
+        """Finished states of the action tokens from `start` on, which see the cache and each other."""
+        columns, count = prefix.embeds.shape[1] + start, places.shape[1]
+        mask = prefix.key_mask(start + count)
+        if count > 1:
+            causal = torch.ones(count, columns + count, dtype=torch.bool, device=places.device).tril(columns)
+            mask = causal if mask is None else mask & causal
+        hidden = run_layers(
+            model.language_model,
+            model.embed_tokens(places + model.config.first_action_id),
+            prefix.positions(columns, columns + count),
+            mask=mask,
+            causal=False,
+            read=slice(0, count),
+            cache=cache,
+        )
+        return model.finish(hidden)
 
     def _run(
         self, model: OpenVLAModel, prefix: Prefix, embeds: torch.Tensor, cache: KeyValueCache | None

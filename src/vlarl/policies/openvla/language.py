@@ -37,6 +37,10 @@ class KeyValueCache:
         self._store: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self._lengths = [0] * num_layers
 
+    def truncate(self, length: int) -> None:
+        """Forget all columns from `length` on."""
+        self._lengths = [length for _ in self._lengths]
+
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

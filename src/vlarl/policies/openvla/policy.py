@@ -149,8 +149,8 @@ class OpenVLAPolicy(Policy):
         """Training name -> name in the checkpoint, for the weights that engines need."""
         return {f"model.{name}": name for name in self.model.state_dict()}
 
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint in the original layout; safetensors and JSON only."""
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the checkpoint in the original layout, safetensors and JSON only; `dtype` rounds the weights."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config.to_json())
@@ -160,10 +160,10 @@ class OpenVLAPolicy(Policy):
             (folder / name).write_bytes(content)
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
-        save_module(self.model, folder / WEIGHTS_NAME)
+        save_module(self.model, folder / WEIGHTS_NAME, dtype)
         for name, head in self._components().items():
             if head is not None:
-                save_module(head, folder / f"{name}.safetensors")
+                save_module(head, folder / f"{name}.safetensors", dtype)
 
     @classmethod
     def load(

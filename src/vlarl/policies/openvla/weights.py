@@ -80,9 +80,9 @@ def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str
         parameter.requires_grad_(name in trainable)
 
 
-def save_module(module: nn.Module, path: Path) -> None:
-    """Write a module's state as safetensors."""
-    state = {name: tensor.detach().contiguous().cpu() for name, tensor in module.state_dict().items()}
+def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a module's state as safetensors, in its own precision or another."""
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in module.state_dict().items()}
     save_file(state, path, metadata={"format": "pt"})
 
 
