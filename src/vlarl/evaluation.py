@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from vlarl.config.schema import EnvConfig
+from vlarl.config.schema import Camera, EnvConfig
 from vlarl.envs.build import build_pool
-from vlarl.launch import choose_device
+from vlarl.errors import UsageError
+from vlarl.launch import check_fit, choose_device
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies import load_policy
 from vlarl.rollout.collector import Collector, Episode
@@ -16,6 +17,8 @@ from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import EpisodeResult, EvalResult, Task
+
+CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies read them
 
 
 def evaluate_policy(
@@ -63,12 +66,14 @@ def evaluate(
     device: str = "auto",
     on_episode: Callable[[int], None] = lambda done: None,
 ) -> EvalResult:
-    """Evaluate a checkpoint on a suite's unseen initial states; `out` takes a folder for episodes and films."""
+    """Evaluate a checkpoint on a suite's unseen initial states; episodes and films go to the new folder `out`."""
     chosen = choose_device(device)
     policy = load_policy(checkpoint, device=chosen)
     policy.use_statistics(None, suite)
-    pool = build_pool(EnvConfig(suite=suite), num_envs, policy.image_size, "sparse")
+    env = EnvConfig(suite=suite, cameras=CAMERAS[: policy.num_images])
+    pool = build_pool(env, num_envs, policy.image_size, "sparse")
     tasks = evaluation_tasks(pool.spec, task_ids, states_per_task, seed)
+    check_fit(policy, pool, tasks[0])
     collector = Collector(pool, policy, TorchEngine(policy, chosen))
     result = evaluate_policy(collector, tasks, temperature, videos, on_episode)
     if out is not None:
@@ -76,10 +81,20 @@ def evaluate(
     return result
 
 
-def write_evaluation(result: EvalResult, folder: Path) -> Path:
-    """Write episodes.jsonl and the films into a new, timestamped folder below `folder`."""
-    directory = RunDirectory.create(folder, f"{datetime.now():%Y%m%d_%H%M%S}")
-    with EpisodeRecorder(directory) as recorder:
+def write_evaluation(result: EvalResult, folder: Path) -> None:
+    """Write episodes.jsonl and the films into a new folder."""
+    try:
+        (folder / "videos").mkdir(parents=True)
+    except FileExistsError as error:
+        raise UsageError(f"{folder} exists already, and results are never overwritten: name a new folder.") from error
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder} ({error.strerror}): name a folder you can write to.") from error
+    with EpisodeRecorder(RunDirectory(folder)) as recorder:
         recorder.record(0, "eval", result.episodes)
         recorder.film_episodes(0, result.episodes)
-    return directory.path
+
+
+def results_folder(checkpoint: str | Path) -> Path | None:
+    """Where results of a run's checkpoint belong: a new folder in the run's `eval`; None for any other checkpoint."""
+    run = Path(checkpoint).resolve().parent.parent
+    return run / "eval" / f"{datetime.now():%Y%m%d_%H%M%S}" if (run / "status.json").is_file() else None

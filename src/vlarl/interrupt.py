@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 
 
@@ -18,6 +19,8 @@ class InterruptGuard:
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> InterruptGuard:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python gives signals to the main thread alone
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from vlarl.config.schema import Config
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
+from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies import load_policy
 from vlarl.policies.base import Policy
@@ -49,7 +49,7 @@ class Parts:
 def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     """Build everything in this process; `checkpoint` holds the weights to go on from instead of `policy.path`."""
     device = choose_device(config.run.device)
-    torch.set_num_threads(config.run.num_threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.run.num_threads or available_cores())
     torch.manual_seed(config.run.seed)
     reward = build_reward(config.reward.source)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
@@ -60,10 +60,7 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         dtype=config.policy.dtype,
         device=device,
     )
-    try:
-        policy.use_statistics(config.policy.unnorm_key, config.env.suite)
-    except ValueError as error:
-        raise UsageError(f"policy.unnorm_key: {error}") from error
+    policy.use_statistics(config.policy.unnorm_key, config.env.suite)
     if config.policy.freeze_vision:
         policy.freeze_vision()
     if algorithm.needs_critic:
@@ -89,6 +86,11 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
 
 def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
     """Let the policy read one observation: what does not fit is refused before the run starts."""
+    if policy.action_dim != pool.spec.action_dim:
+        raise UsageError(
+            f"policy.path: the policy's actions have {policy.action_dim} numbers, those of {pool.spec.name} have "
+            f"{pool.spec.action_dim}; choose a checkpoint made for this suite."
+        )
     try:
         policy.process(pool.reset([0], [task]))
     except ValueError as error:

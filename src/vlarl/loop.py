@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from vlarl.config.schema import Config
@@ -28,7 +29,7 @@ from vlarl.types import Trajectory, TrajectoryGroup
 def train(config: Config, resume: Path | None = None) -> RunSummary:
     """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
     parts, session = open_run(config, resume)
-    with session:
+    with closing(parts.pool), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
         while not session.finished:
@@ -82,7 +83,7 @@ def improve(parts: Parts, session: Session, iteration: int, groups: list[Traject
         )
     return session.record_update(result) | {
         "train/kept_trajectories": float(len(estimates)),
-        "perf/train_samples_per_s": len(batch) * session.config.algorithm.epochs / session.seconds("update"),
+        "perf/train_samples_per_s": result.num_samples / session.seconds("update"),
     }
 
 

@@ -136,7 +136,7 @@ class Session:
         return self._times[name]
 
     def start_iteration(self) -> int:
-        """The number of the iteration that begins now; it counts once `count` is told what it collected."""
+        """The number of the iteration that begins now; it counts once its rollout is recorded."""
         self._times, self._iteration_started = {}, time.monotonic()
         return self.state.iteration + 1
 

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "loop": PARTS | {"interrupt", "session", "launch", "evaluation"},
     "cli": PARTS | {"session", "launch", "evaluation", "loop", "data"},
 }
-ROOT_MAY_EXPOSE = PARTS | {"evaluation", "loop", "session"}  # vlarl/__init__.py, lazily
+ROOT_MAY_EXPOSE = PARTS | {"data", "evaluation", "loop", "session"}  # vlarl/__init__.py, lazily
 
 
 def modules() -> list[tuple[str, Path]]:

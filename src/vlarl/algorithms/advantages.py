@@ -20,6 +20,12 @@ def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) 
     return np.asarray((returns - returns.mean()) / scale, dtype=np.float32)
 
 
+def discounted_return(trajectory: Trajectory, gamma: float) -> float:
+    """Sum of the rewards, each discounted by the environment steps before it."""
+    rewards = np.concatenate([t.rewards[: t.num_executed] for t in trajectory.transitions])
+    return float(rewards @ gamma ** np.arange(len(rewards)))
+
+
 def has_spread(returns: FloatArray) -> bool:
     """Whether the members of a group differ, without which a group teaches nothing."""
     return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlarl.algorithms.advantages import group_relative, has_spread
+from vlarl.algorithms.advantages import discounted_return, group_relative, has_spread
 from vlarl.algorithms.base import Algorithm, Denominators, Estimate, Loss
 from vlarl.algorithms.surrogate import policy_loss
 from vlarl.policies.base import Scores
@@ -26,9 +26,11 @@ class GRPO(Algorithm):
         """Every decision of an episode gets the episode's advantage within its group."""
         estimates = []
         for group in groups:
-            if not has_spread(group.returns):
+            outcomes = [discounted_return(trajectory, self.config.verifier_gamma) for trajectory in group.trajectories]
+            returns = np.array(outcomes, dtype=np.float32)
+            if not has_spread(returns):
                 continue
-            advantages = group_relative(group.returns, self.config.normalize_std)
+            advantages = group_relative(returns, self.config.normalize_std)
             for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
                 spread_out = np.full(len(trajectory.transitions), advantage, dtype=np.float32)
                 estimates.append(Estimate(trajectory, spread_out))

@@ -11,6 +11,7 @@ from vlarl.config.checks import check_task_ids
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
+from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
     from vlarl.types import EvalResult
@@ -39,14 +40,24 @@ def evaluate(arguments: Sequence[str]) -> int:
         help="environments that run side by side",
     )
     add("--videos", type=args.non_negative, default=0, metavar="N", help="episodes to film")
-    add("--out", type=Path, metavar="DIR", help="new folder for results and videos")
+    add("--out", type=Path, metavar="DIR", help="new folder for results; in the run's own `eval` without it")
+    add(
+        "--device",
+        default=defaults.run.device,
+        metavar="D",
+        help="cpu, cuda, cuda:1…; auto takes a GPU if there is one",
+    )
     add("--seed", type=args.non_negative, default=0, metavar="N", help="seed of environments and sampling")
     given = parser.parse_args(arguments)
     task_ids = None if given.tasks is None else tuple(given.tasks)
     if problems := list(check_task_ids(task_ids, "--tasks")):
         raise ConfigError(problems)
     from vlarl.evaluation import evaluate as run_evaluation
+    from vlarl.evaluation import results_folder
 
+    out = given.out or results_folder(given.checkpoint)
+    if given.videos and out is None:
+        raise UsageError("--videos needs a place for them: add --out DIR")
     result = run_evaluation(
         given.checkpoint,
         suite=given.suite,
@@ -55,12 +66,13 @@ def evaluate(arguments: Sequence[str]) -> int:
         temperature=given.temperature,
         num_envs=given.num_envs,
         videos=given.videos,
-        out=given.out,
+        out=out,
         seed=given.seed,
+        device=given.device,
     )
     print(success_table(result))
-    if given.out is not None:
-        print(f"results: {given.out}")
+    if out is not None:
+        print(f"results: {out}")
     return 0
 
 

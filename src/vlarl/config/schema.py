@@ -17,6 +17,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
+Camera = Literal["agent", "wrist"]
+
 
 class Section(BaseModel):
     """A group of options: immutable, and unknown names are errors."""
@@ -30,7 +32,7 @@ class PlaceConfig(Section):
     """Where the run lives and what makes it repeatable."""
 
     name: str | None = None
-    """Name of the run's folder; by default the preset's name, the seed and the time."""
+    """Name of the run's folder; by default made of the preset, the seed and the time."""
     root: str = "runs"
     """Folder that holds all runs."""
     seed: NonNegativeInt = 0
@@ -59,7 +61,7 @@ class EnvConfig(Section):
     """Train and evaluate on these tasks only; all tasks of the suite by default."""
     num_envs: PositiveInt = 64
     """Environments that run side by side."""
-    cameras: tuple[Literal["agent", "wrist"], ...] = ("agent",)
+    cameras: tuple[Camera, ...] = ("agent",)
     """Views the policy is given; the number must be what the checkpoint expects."""
     image_size: PositiveInt | None = None
     """Pixels of a rendered view; by default what the policy's processor reads."""
@@ -117,8 +119,13 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     max_approx_kl: PositiveFloat | None = None
     """Stop an iteration's updates once the approximate KL exceeds this."""
+    old_logprobs: Literal["learner", "engine"] = "learner"
+    """Whose log-probs of the sampled tokens the ratio starts from: computed again by the learner before its first step,
+    so that the ratio starts at exactly 1, or the engine's own, which saves that pass."""
     normalize_std: bool = True
     """GRPO: divide by the group's standard deviation."""
+    verifier_gamma: UnitInterval = 1.0
+    """GRPO: discount of the outcome for each environment step; below 1, sooner is better."""
     gamma: UnitInterval = 0.99
     """PPO: discount for each environment step."""
     gae_lambda: UnitInterval = 0.95
@@ -143,7 +150,7 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rates go on after the warm-up."""
     warmup_iterations: NonNegativeInt = 0
-    """Iterations over which the learning rates rise from zero."""
+    """Iterations over which the learning rates rise in equal steps."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay, on matrices only."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)

@@ -5,7 +5,6 @@ scripted experts ─► DemoSet (frames, actions) ─► action tokens ─► cr
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import VlarlError
 from vlarl.launch import choose_device, default_name
+from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
@@ -85,7 +85,7 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     root, name = config.run.root, config.run.name or default_name("finetune", config.run.seed)
     RunDirectory.refuse_existing(root, name)
     device = choose_device(config.run.device)
-    torch.set_num_threads(config.run.num_threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.run.num_threads or available_cores())
     torch.manual_seed(config.run.seed)
     policy = start_policy(config, device)
     directory = RunDirectory.create(root, name)
@@ -126,7 +126,7 @@ def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
 def demonstrate(config: DemoConfig, seed: int, policy: OpenVLAPolicy) -> DemoSet:
     """Let the configured demonstrators play, at the policy's image size."""
     flaws = ExpertFlaws(config.close_high, config.release_early, config.action_noise)
-    workers = config.num_workers or os.cpu_count() or 1
+    workers = config.num_workers or available_cores()
     return generate_demos(
         config.suites, config.episodes_per_task, seed, flaws, policy.config.image_size, num_workers=workers
     )

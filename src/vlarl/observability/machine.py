@@ -10,7 +10,7 @@ from pathlib import Path
 
 def describe_machine() -> str:
     """The processor, its usable cores, the memory, and the GPU when torch is loaded and sees one."""
-    parts = [f"{_processor()}, {_num_cores()} cores"]
+    parts = [f"{_processor()}, {available_cores()} cores"]
     if memory := _memory_gib():
         parts.append(f"{memory:.0f} GiB memory")
     if gpu := _gpu():
@@ -28,8 +28,8 @@ def _processor() -> str:
     return name.replace("(R)", "").replace("(TM)", "")
 
 
-def _num_cores() -> int:
-    # A container or a job scheduler often grants fewer cores than the machine has.
+def available_cores() -> int:
+    """Cores that this process may use: a container or a job scheduler often grants fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

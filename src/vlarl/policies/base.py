@@ -54,6 +54,11 @@ class Policy(nn.Module, ABC):
     def image_size(self) -> int:
         """Pixels of an image side, as the policy reads it."""
 
+    @property
+    @abstractmethod
+    def num_images(self) -> int:
+        """Views of an observation that the policy reads."""
+
     @abstractmethod
     def process(self, observations: Sequence[Observation]) -> PolicyInput:
         """Prompts and pixels, on the CPU; the same function for engine and learner."""
@@ -73,6 +78,14 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
         """Normalised actions [..., D] -> the robot's units, by the checkpoint's statistics."""
+
+    @abstractmethod
+    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
+        """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
+
+    @abstractmethod
+    def freeze_vision(self) -> None:
+        """Leave the vision part out of training."""
 
     @abstractmethod
     def attach_value_head(self, hidden_sizes: Sequence[int], seed: int) -> nn.Module:

@@ -9,6 +9,7 @@ All slots that have an episode act together in one batch; a slot whose episode e
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from vlarl.policies.base import Policy
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import derive_seed
 from vlarl.types import ChunkOutcome, Observation, Task, Trajectory, Transition, UInt8Array
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class _Slot:
     frames: list[UInt8Array] = field(default_factory=list)
 
     def finish(self, outcome: ChunkOutcome, version: int) -> Episode:
+        if outcome.error is not None:
+            log.warning(
+                "episode %s crashed after %d decisions: %s", self.task.episode_id, len(self.transitions), outcome.error
+            )
         trajectory = Trajectory(
             task=self.task,
             transitions=tuple(self.transitions),

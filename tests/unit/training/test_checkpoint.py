@@ -22,7 +22,7 @@ class NotePolicy:
         self.text = text
         self.error = error
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, dtype=None) -> None:
         (folder / "weights").write_text(self.text)
         if self.error is not None:
             raise self.error

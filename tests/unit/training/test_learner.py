@@ -42,15 +42,26 @@ def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, 
     batch = teach(policy, act(policy, temperature))
     assert not batch.inputs.attention_mask.all(), "prompts must be ragged"
     result = build(policy, config).update(batch, 1, nothing)
-    assert result.metrics["ratio_first_minibatch_error"] < 1e-5
-    assert result.metrics["engine_mismatch_kl"] < 1e-9
+    assert result.metrics["ratio_first_minibatch_error"] == 0.0
+    assert 0 <= result.metrics["engine_mismatch_kl"] < 1e-9
+    assert result.metrics["engine_logprob_error"] < 1e-5
     assert result.metrics["ratio_max"] > 1 + 1e-4, "the second epoch has moved"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, teach, configure, temperature):
+    config = configure(rollout={"temperature": temperature}, algorithm={"old_logprobs": "engine"})
+    result = build(policy, config).update(teach(policy, act(policy, temperature)), 1, nothing)
+    assert result.metrics["ratio_first_minibatch_error"] < 1e-5
 
 
 def test_another_temperature_in_the_learner_would_show(policy, act, teach, configure):
     batch = teach(policy, act(policy, temperature=1.6))
-    result = build(policy, configure(rollout={"temperature": 1.0})).update(batch, 1, nothing)
-    assert result.metrics["ratio_first_minibatch_error"] > 1e-3
+    start = copy.deepcopy(policy)
+    config = configure(rollout={"temperature": 1.0}, algorithm={"old_logprobs": "engine"})
+    assert build(policy, config).update(batch, 1, nothing).metrics["ratio_first_minibatch_error"] > 1e-3
+    again = build(start, configure(rollout={"temperature": 1.0})).update(batch, 1, nothing)
+    assert again.metrics["engine_logprob_error"] > 1e-3
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -118,11 +129,12 @@ def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure):
     batch = teach(policy, act(policy))
     strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
     before = weights(policy)
-    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148})).update(strayed, 1, nothing)
+    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})).update(strayed, 1, nothing)
     assert stopped.stopped_early and stopped.num_optimizer_steps == 0 == stopped.num_skipped_steps
     assert changed(policy, before) == set()
     assert stopped.metrics["approx_kl"] == pytest.approx(0.14872, abs=1e-4)
-    going = build(policy, configure(algorithm={"max_approx_kl": 0.15, "epochs": 1})).update(strayed, 1, nothing)
+    lenient = configure(algorithm={"max_approx_kl": 0.15, "epochs": 1, "old_logprobs": "engine"})
+    going = build(policy, lenient).update(strayed, 1, nothing)
     assert not going.stopped_early and going.num_optimizer_steps == 1
     assert changed(policy, before)
 
@@ -145,7 +157,7 @@ def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, t
     trained = learner.update(batch, 3, nothing)
     assert trained.metrics["lr"] == pytest.approx(1e-3)  # the schedule begins here
     assert any(name.startswith("model.") for name in changed(policy, start))
-    assert learner.update(batch, 4, nothing).metrics["lr"] == pytest.approx(0.75e-3)
+    assert learner.update(batch, 4, nothing).metrics["lr"] == pytest.approx(0.5e-3)  # over the two that remain
     assert learner.version == 4
 
 

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from vlarl.errors import UsageError
 from vlarl.policies import distribution
 from vlarl.policies.base import Chooser, Policy, Scores
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
@@ -125,11 +126,19 @@ class OpenVLAPolicy(Policy):
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
         """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
         known = [key for key in (suite, f"{suite}_no_noops") if key in self.config.norm_stats]
-        self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
+        try:
+            self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
+        except ValueError as error:
+            raise UsageError(f"policy.unnorm_key: {error}") from error
 
     def freeze_vision(self) -> None:
         """Leave the vision towers out of training."""
         self.model.vision_backbone.requires_grad_(False)
+
+    @property
+    def num_images(self) -> int:
+        """Views of an observation that the policy reads."""
+        return self.config.num_images
 
     @property
     def image_size(self) -> int:
