@@ -10,7 +10,7 @@ from vlarl.config.schema import Camera, EnvConfig
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.launch import check_fit, choose_device
-from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.run_dir import RunDirectory, check_writable
 from vlarl.policies import load_policy
 from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.recorder import EpisodeRecorder
@@ -67,6 +67,8 @@ def evaluate(
     on_episode: Callable[[int], None] = lambda done: None,
 ) -> EvalResult:
     """Evaluate a checkpoint on a suite's unseen initial states; episodes and films go to the new folder `out`."""
+    if out is not None:
+        refuse_existing(Path(out))
     chosen = choose_device(device)
     policy = load_policy(checkpoint, device=chosen)
     policy.use_statistics(None, suite)
@@ -81,12 +83,18 @@ def evaluate(
     return result
 
 
+def refuse_existing(folder: Path) -> None:
+    """Refuse a folder for results that is there already, before hours of episodes are run for it."""
+    if folder.exists():
+        raise UsageError(f"{folder} exists already, and results are never overwritten: name a new folder.")
+    check_writable(folder.parent, "name a folder you can write to")
+
+
 def write_evaluation(result: EvalResult, folder: Path) -> None:
     """Write episodes.jsonl and the films into a new folder."""
+    refuse_existing(folder)
     try:
         (folder / "videos").mkdir(parents=True)
-    except FileExistsError as error:
-        raise UsageError(f"{folder} exists already, and results are never overwritten: name a new folder.") from error
     except OSError as error:
         raise UsageError(f"cannot write to {folder} ({error.strerror}): name a folder you can write to.") from error
     with EpisodeRecorder(RunDirectory(folder)) as recorder:

@@ -10,11 +10,12 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Algorithm
-from vlarl.config.load import write_config
+from vlarl.config.load import to_yaml
 from vlarl.config.schema import Config
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
+from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies import load_policy
@@ -112,8 +113,8 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         state = restore(parts.learner, checkpoint) if checkpoint else TrainerState()
         parts.engine.load_weights(parts.learner.named_weights(), parts.learner.version)
         directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
-    write_config(config, directory.config_file)
-    return parts, Session(config, directory, parts.learner, state)
+    write_atomically(directory.config_file, to_yaml(config))
+    return parts, Session(config, directory, parts.learner, state, created=resume is None)
 
 
 def default_name(label: str, seed: int) -> str:

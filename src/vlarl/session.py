@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from vlarl.config.schema import Config
+from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
@@ -42,8 +43,12 @@ class RunSummary:
 class Session:
     """Use as a context manager around the loop: however the block ends, what was learnt is saved and said."""
 
-    def __init__(self, config: Config, directory: RunDirectory, learner: Learner, state: TrainerState) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, learner: Learner, state: TrainerState, created: bool = False
+    ) -> None:
+        """`created`: the directory was made for this session, which takes it away if it can't begin."""
         self.config = config
+        self._created = created
         self.directory = directory
         self.learner = learner
         self.state = state
@@ -59,6 +64,15 @@ class Session:
         self._started = self._iteration_started = time.monotonic()
 
     def __enter__(self) -> Session:
+        try:
+            self._open()
+        except UsageError:  # such as W&B without a login: what is refused leaves nothing behind
+            if self._created:
+                self.directory.remove()
+            raise
+        return self
+
+    def _open(self) -> None:
         directory, logging_config = self.directory, self.config.logging
         with ExitStack() as stack:
             stack.enter_context(directory.log_to_file())
@@ -73,7 +87,6 @@ class Session:
             self.guard = stack.enter_context(InterruptGuard())
             self._write_status("running")
             self._stack = stack.pop_all()
-        return self
 
     def _wandb(self) -> WandbSink:
         c = self.config.logging

@@ -28,6 +28,7 @@ def flags(checkpoint: Path | str, root: Path, *extra: str) -> list[str]:
         *("--env.num_envs", "4"),
         *("--rollout.num_groups", "1"),
         *("--rollout.group_size", "2"),
+        *("--optim.minibatches", "1"),
         *("--reward.source", "dense"),
         *("--eval.states_per_task", "1"),
         *("--eval.videos", "0"),
@@ -74,6 +75,8 @@ def test_a_folder_that_is_no_checkpoint(capsys, tmp_path):
         ("config.json", b"{", "config.json"),
         ("config.json", b"[1]", "config.json"),
         ("config.json", b"{}", "config.json"),
+        ("config.json", b'{"timm_model_ids": [], "image_sizes": [], "text_config": null}', "config.json is malformed"),
+        ("config.json", b'{"timm_model_ids": [], "image_sizes": [], "text_config": {}}', "vocab_size"),
         ("tokenizer.json", b"{}", "tokenizer.json"),
     ],
 )
@@ -111,6 +114,12 @@ def test_a_checkpoint_without_tokenizer(capsys, tmp_path, broken):
     refused(capsys, flags(broken, tmp_path / "runs"), "policy.path", "tokenizer.json", "copy the tokenizer")
 
 
+@pytest.mark.parametrize("content", ['{"tabletop": 3}', '{"tabletop": {"proprio": {}}}'])
+def test_statistics_that_are_malformed(capsys, tmp_path, broken, content):
+    (broken / "dataset_statistics.json").write_text(content)
+    refused(capsys, flags(broken, tmp_path / "runs"), "'tabletop' of the checkpoint have no 'proprio'", "q01 and q99")
+
+
 def test_statistics_that_are_not_there(capsys, tmp_path, checkpoint):
     refused(capsys, flags(checkpoint, tmp_path, "--policy.unnorm_key", "libero"), "unnorm_key", "'libero'", "tabletop")
 
@@ -138,6 +147,20 @@ def test_a_root_that_can_not_be_written_to(capsys, tmp_path, checkpoint):
     assert (tmp_path / "file").read_text() == "not a folder"
     assert main(flags(checkpoint, Path("/proc/vlarl"))) == 2  # even root can't write there
     assert "cannot write to /proc/vlarl" in capsys.readouterr().err
+
+
+def test_an_extra_that_is_not_installed_leaves_no_run_behind(capsys, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(capsys, flags(checkpoint, tmp_path / "runs", "--logging.wandb"), "pip install 'vlarl[wandb]'")
+
+
+def test_results_never_go_into_a_folder_that_is_there(capsys, tmp_path, checkpoint):
+    """Refused before the first episode: the checkpoint is not even looked for."""
+    (tmp_path / "results").mkdir()
+    assert main(["eval", str(checkpoint / "absent"), "--out", str(tmp_path / "results")]) == 2
+    message = capsys.readouterr().err
+    assert "results exists already" in message and message.count("\n") == 1
+    assert not list((tmp_path / "results").iterdir())
 
 
 def test_resuming_what_is_no_run(capsys, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from vlarl import __version__
 from vlarl.cli import COMMANDS, Command, configured, main
-from vlarl.cli.evaluate import success_table
+from vlarl.cli.evaluate import success_table, suite_of_run
 from vlarl.config import Config, load_config, to_yaml
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
 from vlarl.types import EpisodeResult, EvalResult, Task
@@ -84,6 +84,12 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
     ]
 
 
+def test_the_last_line_says_what_was_measured(work, capsys):
+    flags = ["--eval.temperature", "1", "--env.train_on_eval_states"]
+    assert configured.train(flags, FakeTraining(Summary(work / "run"))) == 0
+    assert capsys.readouterr().out == "sampled success on the training's own initial states: 55.0% → 92.5%\n"
+
+
 def test_a_given_name_and_a_file_are_kept(work):
     (work / "mine.yaml").write_text("optim:\n  lr: 2e-5\n")
     training = FakeTraining(Summary(work))
@@ -124,6 +130,10 @@ def test_resume_of_unknown_runs_lists_those_there_are(saved_run, capsys):
         (
             ["--resume", "first", "--name", "b"],
             "run.name = 'b': a resumed run keeps its name, 'first'; leave the flag out",
+        ),
+        (
+            ["--resume", "first", "--policy.path", "elsewhere"],
+            f"policy.path = 'elsewhere': a resumed run keeps its path, {load_config().policy.path!r}; leave the flag out",
         ),
         (["a.yaml", "b.yaml"], "one preset or file is enough; got a.yaml, b.yaml"),
         (["--lr", "1"], "--lr: unknown option; did you mean --optim.lr?"),
@@ -217,3 +227,12 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m vlarl.cli train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: vlarl train") and done.stderr == ""
+
+
+def test_a_runs_checkpoint_is_evaluated_on_the_runs_own_suite(saved_run):
+    assert suite_of_run("runs/first/checkpoints/final") == load_config().env.suite
+    (saved_run / "config.yaml").write_text(to_yaml(load_config(overrides={"env.suite": "tabletop_goal"})))
+    assert suite_of_run("runs/first/checkpoints/final") == "tabletop_goal"
+    (saved_run / "config.yaml").write_text("demos:\n  suites: [tabletop_goal]\n")
+    assert suite_of_run("runs/first/checkpoints/final") is None, "a supervised run has no suite of its own"
+    assert suite_of_run("builtin:tiny-oft") is None and suite_of_run("elsewhere") is None

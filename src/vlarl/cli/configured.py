@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
 FINETUNE_PRESET = "tabletop_base"
-RESUME_KEEPS = ("name", "root", "seed")
+RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weights come from the run's own checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if run_dir is None:
         config = _named(config, request.source or DEFAULT_PRESET)
     summary = run_training(config, run_dir)
-    print("\n".join(_closing_lines(summary)))
+    print("\n".join(_closing_lines(summary, config)))
     return 130 if summary.interrupted else 0
 
 
@@ -124,10 +124,11 @@ def _resumed(request: Request) -> tuple[Config, Path]:
     folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
     saved = load_config(folder / "config.yaml")
     config = load_config(folder / "config.yaml", request.flags)
-    for name in RESUME_KEEPS:
-        before, now = getattr(saved.run, name), getattr(config.run, name)
-        if before != now and not (name == "root" and folder.parent.resolve() == Path(now).resolve()):
-            raise UsageError(f"run.{name} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
+    for path in RESUME_KEEPS:
+        section, _, name = path.partition(".")
+        before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
+        if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
+            raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
     return config, folder
 
 
@@ -145,13 +146,15 @@ def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
     print("\n".join(f"# {line}" for line in derived))
 
 
-def _closing_lines(summary: RunSummary) -> list[str]:
+def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     """Success before and after, and where the evidence is."""
     run = summary.run_dir
     lines = []
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
-        lines.append(f"greedy success on unseen initial states: {change}")
+        how = "greedy" if config.eval.temperature == 0 else "sampled"
+        where = "the training's own" if config.env.train_on_eval_states else "unseen"
+        lines.append(f"{how} success on {where} initial states: {change}")
     if summary.interrupted:
         lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
     places = {

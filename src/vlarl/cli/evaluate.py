@@ -11,6 +11,7 @@ from vlarl.config.checks import check_task_ids
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
+from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     parser = args.Parser("eval", "Measure a checkpoint's success on initial states that training never sees.")
     add, defaults = parser.add_argument, Config()
     add("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, builtin:tiny-oft or builtin:tiny-openvla")
-    add("--suite", type=args.suite, default=defaults.env.suite, metavar="S", help=f"one of {', '.join(KNOWN_SUITES)}")
+    suites = f"one of {', '.join(KNOWN_SUITES)}; a run's own for its checkpoints, else {defaults.env.suite}"
+    add("--suite", type=args.suite, metavar="S", help=suites)
     add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
     add(
         "--states-per-task",
@@ -60,7 +62,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         raise UsageError("--videos needs a place for them: add --out DIR")
     result = run_evaluation(
         given.checkpoint,
-        suite=given.suite,
+        suite=given.suite or suite_of_run(given.checkpoint) or defaults.env.suite,
         task_ids=task_ids,
         states_per_task=given.states_per_task,
         temperature=given.temperature,
@@ -74,6 +76,13 @@ def evaluate(arguments: Sequence[str]) -> int:
     if out is not None:
         print(f"results: {out}")
     return 0
+
+
+def suite_of_run(checkpoint: str) -> str | None:
+    """The suite that a run's checkpoint was trained on; None for any other checkpoint."""
+    config = Path(checkpoint).resolve().parent.parent / "config.yaml"
+    env = read_document(config).data.get("env") if config.is_file() else None
+    return str(env["suite"]) if isinstance(env, dict) and "suite" in env else None
 
 
 def success_table(result: EvalResult) -> str:

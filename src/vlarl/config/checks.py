@@ -18,6 +18,8 @@ from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig,
 
 Problems = Iterator[Problem]
 
+LARGEST_SEED = 2**63 - 1  # torch's generators hold 64 bits
+
 
 def check(config: Config | FinetuneConfig) -> list[Problem]:
     """Everything that is wrong with a configuration whose options are each valid."""
@@ -103,6 +105,12 @@ def _device(config: Config | FinetuneConfig) -> Problems:
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.device):
         message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
         yield Problem(f"run.device = {shown(run.device)}", message, ("run.device",))
+
+
+def _seed(config: Config | FinetuneConfig) -> Problems:
+    if config.run.seed > LARGEST_SEED:
+        message = f"must be {LARGEST_SEED} or less: random number generators take no larger seed"
+        yield Problem(f"run.seed = {config.run.seed}", message, ("run.seed",))
 
 
 def _run_name(config: Config | FinetuneConfig) -> Problems:
@@ -205,6 +213,7 @@ def _or(numbers: list[int]) -> str:
 
 TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _run_name,
+    _seed,
     _device,
     _env,
     _cameras,
@@ -219,6 +228,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
 )
 FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _run_name,
+    _seed,
     _device,
     _policy_name,
     _decoder,

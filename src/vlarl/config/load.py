@@ -65,11 +65,6 @@ def to_yaml(config: Config | FinetuneConfig) -> str:
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def write_config(config: Config | FinetuneConfig, path: Path) -> None:
-    """Write the configuration to a file."""
-    path.write_text(to_yaml(config), encoding="utf-8")
-
-
 class _Dumper(yaml.SafeDumper):
     """Writes lists on one line."""
 

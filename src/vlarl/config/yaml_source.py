@@ -53,7 +53,7 @@ def parse_value(text: str) -> object:
     """A flag's text as a YAML value, or the text itself where it is not YAML."""
     try:
         return as_tuples(yaml.load(text, Loader=_Loader))
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # ValueError: a tag that its text does not fit, such as `!!int x`
         return text
 
 
@@ -83,6 +83,8 @@ def read_document(path: Path) -> Document:
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise UsageError(_syntax_error(path, error)) from error
+    except ValueError as error:  # a tag that its text does not fit, such as `!!int x`
+        raise UsageError(f"{path}: not valid YAML: {error}") from error
     finally:
         loader.dispose()
     converted = as_tuples(data)

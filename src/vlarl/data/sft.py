@@ -9,19 +9,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vlarl.config.load import write_config
-from vlarl.config.schema import DemoConfig, FinetuneConfig, FinetuneOptimConfig
+from vlarl.config.load import to_yaml
+from vlarl.config.schema import Camera, DemoConfig, FinetuneConfig, FinetuneOptimConfig
 from vlarl.data.demos import DemoSet, generate_demos
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import VlarlError
 from vlarl.launch import choose_device, default_name
+from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
@@ -58,13 +60,14 @@ class DemoBatches:
         self._prompts = policy.process([demos.observation(frame) for frame in first_frames]).to(device)
         self._images = torch.from_numpy(demos.images)
         self._instruction_ids = torch.from_numpy(demos.instruction_ids).to(device)
-        self._proprio = torch.from_numpy(policy.normalizer.normalize_proprio(demos.proprio)).to(device)
+        self._proprio: torch.Tensor | None = None
+        if policy.config.use_proprio:
+            self._proprio = torch.from_numpy(policy.normalizer.normalize_proprio(demos.proprio)).to(device)
         chunks = policy.normalizer.normalize(demos.chunks(np.arange(len(demos)), policy.chunk_length))
         self._token_ids = torch.from_numpy(policy.codec.encode(chunks)).to(device)
         if device.type == "cuda":
             self._images = self._images.to(device)
         self._device = device
-        self._use_proprio = policy.config.use_proprio
 
     def __len__(self) -> int:
         return len(self._instruction_ids)
@@ -75,7 +78,7 @@ class DemoBatches:
         pixels = self._images[rows.to(self._images.device)].to(self._device).permute(0, 1, 4, 2, 3)
         rows = rows.to(self._device)
         which = self._instruction_ids[rows]
-        proprio = self._proprio[rows] if self._use_proprio else None
+        proprio = None if self._proprio is None else self._proprio[rows]
         inputs = PolicyInput(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
         return inputs, self._token_ids[rows]
 
@@ -89,7 +92,7 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     torch.manual_seed(config.run.seed)
     policy = start_policy(config, device)
     directory = RunDirectory.create(root, name)
-    write_config(config, directory.config_file)
+    write_atomically(directory.config_file, to_yaml(config))
     steps = config.optim.steps
     with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
         progress.note("playing demonstrations")
@@ -120,16 +123,17 @@ def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
             proprio_high=PROPRIO_HIGH,
         )
         return policy.to(device)
-    return load_policy(config.policy.path, chunk_length=config.policy.chunk_length, device=device)
+    policy = load_policy(config.policy.path, chunk_length=config.policy.chunk_length, device=device)
+    policy.use_statistics(None, config.demos.suites[0])
+    return policy
 
 
 def demonstrate(config: DemoConfig, seed: int, policy: OpenVLAPolicy) -> DemoSet:
-    """Let the configured demonstrators play, at the policy's image size."""
+    """Let the configured demonstrators play, in the views and at the image size that the policy reads."""
     flaws = ExpertFlaws(config.close_high, config.release_early, config.action_noise)
     workers = config.num_workers or available_cores()
-    return generate_demos(
-        config.suites, config.episodes_per_task, seed, flaws, policy.config.image_size, num_workers=workers
-    )
+    size, cameras = policy.image_size, get_args(Camera)[: policy.num_images]
+    return generate_demos(config.suites, config.episodes_per_task, seed, flaws, size, cameras, workers)
 
 
 def imitate(

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import socket
 import tempfile
 import time
@@ -76,7 +77,7 @@ class RunDirectory:
                 f"the run {path} exists already, and runs are never overwritten: "
                 f"go on with it by `--resume {path}`, or choose another `--run.name`"
             )
-        _check_writable(Path(root))
+        check_writable(Path(root))
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
@@ -95,6 +96,10 @@ class RunDirectory:
             except OSError as error:
                 raise UsageError(_unwritable(path, error)) from error
         return cls(path)
+
+    def remove(self) -> None:
+        """Take the whole folder away: for a new run that was refused before it began."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def name(self) -> str:
@@ -230,7 +235,10 @@ class RunDirectory:
             handler.close()
 
 
-def _check_writable(root: Path) -> None:
+ROOT_REMEDY = "choose a folder you can write to with `--run.root`"
+
+
+def check_writable(root: Path, remedy: str = ROOT_REMEDY) -> None:
     """Prove by a file that the root, or the folder it will be made in, takes files; permission bits don't tell."""
     existing = root
     while not existing.exists() and existing != existing.parent:
@@ -240,11 +248,11 @@ def _check_writable(root: Path) -> None:
             file.write(b"vlarl")
             file.flush()
     except OSError as error:
-        raise UsageError(_unwritable(root, error)) from error
+        raise UsageError(_unwritable(root, error, remedy)) from error
 
 
-def _unwritable(path: Path, error: OSError) -> str:
-    return f"cannot write to {path} ({error.strerror or error}): choose a folder you can write to with `--run.root`"
+def _unwritable(path: Path, error: OSError, remedy: str = ROOT_REMEDY) -> str:
+    return f"cannot write to {path} ({error.strerror or error}): {remedy}"
 
 
 def _known_runs(root: Path) -> str:

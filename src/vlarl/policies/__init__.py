@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from vlarl.errors import UsageError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
@@ -31,8 +32,9 @@ def load_policy(
         policy = OpenVLAPolicy.load(
             folder, decoder=decoder, chunk_length=chunk_length, dtype=DTYPES[dtype], device=device
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"the policy {path} can't be loaded: {error}") from error
+    except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the policy {path} can't be loaded: {reason}") from error
     broken = [name for name, weight in policy.named_parameters() if not weight.isfinite().all()]
     if broken:
         raise UsageError(

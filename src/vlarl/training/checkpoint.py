@@ -53,7 +53,7 @@ class BestReturn:
         for value in returns:
             before = value if state.ema_return is None else state.ema_return
             state.ema_return = self.alpha * before + (1 - self.alpha) * value
-        if state.ema_return is None:
+        if not returns or state.ema_return is None:
             return False
         if state.best_iteration is not None and iteration - state.best_iteration <= self.patience:
             return False

@@ -67,12 +67,13 @@ class Learner:
 
     def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
         """Train on one iteration's decisions; `on_step` is told how many optimizer steps are done, of how many."""
-        algorithm, optim = self.config.algorithm, self.config.optim
+        algorithm = self.config.algorithm
         train_policy = iteration > algorithm.value_init_steps
         lr = self._set_learning_rates(train_policy)
         metrics = WeightedMeans()
         schedule = self._schedule(len(batch), iteration)
-        batch = self._with_old_logprobs(batch, schedule[: optim.minibatches], metrics)
+        per_epoch = len(schedule) // algorithm.epochs  # fewer than optim.minibatches when there are fewer rows
+        batch = self._with_old_logprobs(batch, schedule[:per_epoch], metrics)
         num_steps = num_skipped = num_samples = 0
         stopped_early = False
         for rows in schedule:

@@ -130,6 +130,8 @@ def test_the_written_file_reads_back_to_the_same_values(tmp_path):
         (["--optim.lr", ".nan"], "optim.lr = nan (--optim.lr): must be a number >= 0"),
         (["--optim.lr", ".inf"], "optim.lr = inf (--optim.lr): must be a number >= 0"),
         (["--seed", "1.5"], "run.seed = 1.5 (--seed): must be an integer >= 0"),
+        (["--seed", str(2**63)], f"run.seed = {2**63}: must be {2**63 - 1} or less: random number generators take no larger seed"),
+        (["--seed", "!!int x"], "run.seed = '!!int x' (--seed): must be an integer >= 0"),
         (["--run.iterations", "true"], "run.iterations = true (--run.iterations): must be an integer > 0"),
         (["--run.num_threads", "0"], "run.num_threads = 0 (--run.num_threads): must be an integer > 0 or null"),
         (["--logging.wandb=yes"], "logging.wandb = 'yes' (--logging.wandb): must be true or false"),
@@ -203,6 +205,7 @@ def test_a_rule_over_a_wrong_value_is_not_reported_on_top():
             "mine.yaml, line 2, column 1: not valid YAML: found character '\\t' that cannot start any token",
         ),
         ("- a\n", "mine.yaml: must hold sections with options, such as `optim:` with `lr: 1e-4` below it"),
+        ("optim:\n  lr: !!float fast\n", "mine.yaml: not valid YAML: could not convert string to float: 'fast'"),
         ("a: 1\n---\nb: 2\n", "mine.yaml, line 2, column 1: not valid YAML: but found another document"),
     ],
 )

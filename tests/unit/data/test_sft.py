@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from vlarl.config.schema import FinetuneConfig
+from vlarl.config.schema import DemoConfig, FinetuneConfig
 from vlarl.data.demos import generate_demos
-from vlarl.data.sft import DemoBatches, FinetuneSummary, finetune, imitation_loss
+from vlarl.data.sft import DemoBatches, FinetuneSummary, demonstrate, finetune, imitation_loss
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.policies import load_policy
 from vlarl.policies.tiny import init_tiny
@@ -72,6 +72,17 @@ def test_batches_hold_what_the_demonstrator_saw_and_did():
     assert torch.equal(inputs.attention_mask[:, :width], expected.attention_mask)
     assert not inputs.attention_mask[:, width:].any()
     np.testing.assert_array_equal(token_ids.numpy(), policy.codec.encode(demos.chunks(rows, policy.chunk_length)))
+
+
+def test_demonstrations_show_what_the_policy_reads():
+    """Two views, no robot state, and statistics that know no robot state."""
+    policy = init_tiny("parallel", seed=0, num_images=2, use_proprio=False)
+    del policy.config.norm_stats["tabletop"]["proprio"]
+    config = DemoConfig(suites=("tabletop_spatial",), episodes_per_task=1, num_workers=1)
+    batches = DemoBatches(demonstrate(config, 0, policy), policy, torch.device("cpu"))
+    inputs, token_ids = batches.draw(3, torch.Generator().manual_seed(0))
+    assert inputs.pixels.shape == (3, 2, 3, policy.image_size, policy.image_size) and inputs.proprio is None
+    assert imitation_loss(policy, inputs, token_ids, FinetuneConfig().optim).isfinite()
 
 
 def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():

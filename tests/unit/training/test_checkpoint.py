@@ -71,6 +71,10 @@ def test_no_episode_is_no_improvement():
     state = TrainerState()
     assert not BestReturn(0.99, 0.0, 0).improved(state, [], 1)
     assert state.ema_return is None
+    best = BestReturn(alpha=0.0, min_delta=0.0, patience=1)
+    assert best.improved(state, [0.0], 1) and not best.improved(state, [1.0], 2)
+    assert not best.improved(state, [], 3), "every episode crashed: there is no return to keep the policy for"
+    assert best.improved(state, [1.0], 4)
 
 
 # Replacement

@@ -48,6 +48,27 @@ def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, 
     assert result.metrics["ratio_max"] > 1 + 1e-4, "the second epoch has moved"
 
 
+def test_each_decision_is_scored_once_before_the_first_step_however_few_there_are(act, teach, configure):
+    """With fewer rows than minibatches, the second epoch is no part of the first."""
+    from vlarl.policies.tiny import init_tiny
+
+    class Counting:
+        rows = 0
+
+    policy = init_tiny("parallel", seed=3)
+    learner = build(policy, configure(optim={"minibatches": 8}, algorithm={"epochs": 2}))
+    batch = teach(policy, act(policy, lengths=(2,)))
+    with_old, seen = learner._with_old_logprobs, Counting()
+
+    def counted(batch, first_epoch, metrics):
+        seen.rows += sum(len(rows) for rows in first_epoch)
+        return with_old(batch, first_epoch, metrics)
+
+    learner._with_old_logprobs = counted  # type: ignore[method-assign]
+    learner.update(batch, 1, nothing)
+    assert seen.rows == len(batch) == 2
+
+
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, teach, configure, temperature):
     config = configure(rollout={"temperature": temperature}, algorithm={"old_logprobs": "engine"})
@@ -129,7 +150,9 @@ def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure):
     batch = teach(policy, act(policy))
     strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
     before = weights(policy)
-    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})).update(strayed, 1, nothing)
+    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})).update(
+        strayed, 1, nothing
+    )
     assert stopped.stopped_early and stopped.num_optimizer_steps == 0 == stopped.num_skipped_steps
     assert changed(policy, before) == set()
     assert stopped.metrics["approx_kl"] == pytest.approx(0.14872, abs=1e-4)

@@ -93,9 +93,10 @@ class Normalizer:
 
     def _bounds(self, what: str, unnorm_key: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = self.resolve(unnorm_key)
-        stats: Mapping[str, Any] | None = self._stats[key].get(what)
-        if stats is None:
-            raise ValueError(f"statistics {key!r} of the checkpoint have no {what!r} entry")
+        entry: Any = self._stats[key]
+        stats = entry.get(what) if isinstance(entry, Mapping) else None
+        if not isinstance(stats, Mapping) or "q01" not in stats or "q99" not in stats:
+            raise ValueError(f"statistics {key!r} of the checkpoint have no {what!r} entry with q01 and q99")
         low, high = np.asarray(stats["q01"], dtype=np.float64), np.asarray(stats["q99"], dtype=np.float64)
         mask = np.asarray(stats.get("mask", np.ones(low.shape)), dtype=bool)
         return low, high, mask

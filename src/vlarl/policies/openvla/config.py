@@ -195,6 +195,8 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     native = raw.get(NATIVE_KEY, {})
     decoder = cast(DecoderName, native.get("decoder", "autoregressive"))
     text = dict(raw["text_config"])
+    if "vocab_size" not in text:
+        raise ValueError("config.json lacks vocab_size in its text_config, which the action ids follow from")
     text.setdefault("model_type", "llama")
     suffix = LLAMA_EMPTY_TOKEN if text["model_type"] == "llama" else None
     return OpenVLAConfig(
@@ -222,7 +224,12 @@ def read_config(folder: Path) -> OpenVLAConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a checkpoint folder in the Hugging Face layout")
-    config = parse_config(read_json(path))
+    raw = read_json(path)
+    try:
+        config = parse_config(raw)
+    except (KeyError, TypeError, AttributeError) as error:  # a field of another kind than the layout's
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is malformed ({reason}): copy or download it again") from error
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
         config = replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})

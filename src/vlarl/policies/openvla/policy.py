@@ -216,7 +216,8 @@ class OpenVLAPolicy(Policy):
         self.model.to(device)
         critic = read_component(folder, "value_head")
         if critic is not None:
-            widths = [critic[f"layers.{i}.weight"].shape[0] for i in range(len(critic) // 2 - 1)]
+            hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
+            widths = [weight.shape[0] for weight in hidden if weight is not None]
             self.value_head = ValueHead(self.model.hidden_size, widths)
         if l1_head:
             self.l1_head = L1ActionHead(self.model.hidden_size, self.action_dim)

@@ -26,8 +26,10 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, by the index where there is one."""
     if (folder / INDEX_NAME).is_file():
-        index = read_json(folder / INDEX_NAME)
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+        weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{folder / INDEX_NAME} has no weight_map: copy the file again")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
         absent = [f.name for f in files if not f.is_file()]
         if absent:
             raise FileNotFoundError(f"{folder}: the index names {', '.join(absent)}, which are not there: copy them")
@@ -95,7 +97,12 @@ def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     if not found:
         return None
     path = found[max(found)]
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # what a broken pickle raises is anybody's guess
+        raise ValueError(f"{path} is no file of tensors ({error}): copy or download it again") from error
     return {key.removeprefix("module."): tensor for key, tensor in state.items()}
 
 
