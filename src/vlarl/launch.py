@@ -10,7 +10,9 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Algorithm
+from vlarl.config.checks import check
 from vlarl.config.load import to_yaml
+from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
@@ -58,7 +60,6 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         checkpoint or config.policy.path,
         decoder=None if config.policy.decoder == "auto" else config.policy.decoder,
         chunk_length=config.policy.chunk_length,
-        dtype=config.policy.dtype,
         device=device,
     )
     policy.use_statistics(config.policy.unnorm_key, config.env.suite)
@@ -100,21 +101,25 @@ def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
 
 def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
     """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
+    if problems := check(config):  # a configuration made in Python has met the schema alone
+        raise ConfigError(problems)
     if resume is None:
         label = f"{config.env.suite}_{config.algorithm.name}"
         root, name = config.run.root, config.run.name or default_name(label, config.run.seed)
         RunDirectory.refuse_existing(root, name)
         parts = launch(config)
         directory, state = RunDirectory.create(root, name), TrainerState()
+        lock = directory.lock()
     else:
         directory = RunDirectory.open(resume)
+        lock = directory.lock()
         checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         parts = launch(config, checkpoint)
         state = restore(parts.learner, checkpoint) if checkpoint else TrainerState()
         parts.engine.load_weights(parts.learner.named_weights(), parts.learner.version)
         directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
     write_atomically(directory.config_file, to_yaml(config))
-    return parts, Session(config, directory, parts.learner, state, created=resume is None)
+    return parts, Session(config, directory, parts.learner, state, lock, created=resume is None)
 
 
 def default_name(label: str, seed: int) -> str:

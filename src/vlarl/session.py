@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
@@ -44,10 +44,18 @@ class Session:
     """Use as a context manager around the loop: however the block ends, what was learnt is saved and said."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, learner: Learner, state: TrainerState, created: bool = False
+        self,
+        config: Config,
+        directory: RunDirectory,
+        learner: Learner,
+        state: TrainerState,
+        lock: IO[str],
+        created: bool = False,
     ) -> None:
-        """`created`: the directory was made for this session, which takes it away if it can't begin."""
+        """`lock` is held to the end; `created`: the directory was made for this session, which takes it away again if
+        it can't begin."""
         self.config = config
+        self._lock = lock
         self._created = created
         self.directory = directory
         self.learner = learner
@@ -75,6 +83,7 @@ class Session:
     def _open(self) -> None:
         directory, logging_config = self.directory, self.config.logging
         with ExitStack() as stack:
+            stack.enter_context(self._lock)
             stack.enter_context(directory.log_to_file())
             sinks: list[Any] = [JsonlSink(directory.metrics_file)]
             if logging_config.tensorboard:
@@ -103,8 +112,8 @@ class Session:
                 self._write_status("finished")
             elif isinstance(error, Interrupted):
                 self.progress.note("interrupted: saving")
+                self._write_status("interrupted")  # first, so that it holds even if the user won't wait for the save
                 self.save_checkpoint()
-                self._write_status("interrupted")
                 self.interrupted = True
             elif isinstance(error, KeyboardInterrupt):
                 self._write_status("interrupted", "stopped at once, after a second Ctrl-C")

@@ -148,7 +148,7 @@ def _minibatches(config: Config) -> Problems:
     groups, size, parts = config.rollout.num_groups, config.rollout.group_size, config.optim.minibatches
     episodes = groups * size
     if episodes % parts:
-        fitting = [n for n in range(1, episodes + 1) if episodes % n == 0]
+        fitting = [n for n in range(1, min(episodes, 10_000) + 1) if episodes % n == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - parts))[:3])
         remedy = (
             f"{episodes} episodes an iteration (rollout.num_groups {groups} x rollout.group_size {size}) can't be "

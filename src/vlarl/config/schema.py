@@ -80,8 +80,6 @@ class PolicyConfig(Section):
     """Actions predicted at once; by default the checkpoint's."""
     unnorm_key: str | None = None
     """Key of the checkpoint's action statistics; by default chosen from the suite."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations."""
     freeze_vision: bool = False
     """Leave the vision towers as they are."""
 
@@ -152,7 +150,7 @@ class OptimConfig(Section):
     warmup_iterations: NonNegativeInt = 0
     """Iterations over which the learning rates rise in equal steps."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's weight decay, on matrices only."""
+    """AdamW's weight decay; biases, norms and other vectors are left alone."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """AdamW's betas."""
     max_grad_norm: PositiveFloat = 1.0
@@ -256,7 +254,7 @@ class FinetuneOptimConfig(Section):
     warmup_steps: NonNegativeInt = 500
     """Steps of warm-up."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW's weight decay, on matrices only."""
+    """AdamW's weight decay; biases, norms and other vectors are left alone."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     autocast: Literal["none", "bfloat16"] = "none"

@@ -6,6 +6,7 @@ runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  report.ht
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl, write_atomically
@@ -100,6 +101,19 @@ class RunDirectory:
     def remove(self) -> None:
         """Take the whole folder away: for a new run that was refused before it began."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def lock(self) -> IO[str]:
+        """Keep every other process from going on with this run, for as long as the answer is open."""
+        file = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            pid = self.read_status().get("pid")
+            raise UsageError(
+                f"the run {self.path} is going on in another process (pid {pid}): stop that one first"
+            ) from None
+        return file
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from vlarl.config.schema import OptimConfig
 def build_adamw(
     parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: biases, norms and other vectors keep their scale."""
+    """AdamW whose decay leaves biases, norms and all other vectors alone."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},

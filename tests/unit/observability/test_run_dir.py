@@ -104,3 +104,10 @@ def test_the_log_file_takes_records_only_while_attached(tmp_path: Path) -> None:
     logger.info("outside")
     text = run.log_file.read_text()
     assert "INFO" in text and "vlarl.somewhere: inside 7" in text and "outside" not in text
+
+
+def test_a_run_goes_on_in_one_process_at_a_time(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    with run.lock(), pytest.raises(UsageError, match="is going on in another process"):
+        RunDirectory(run.path).lock()
+    run.lock().close()

@@ -154,10 +154,6 @@ class OpenVLAPolicy(Policy):
         self.value_head = head.to(self.device)
         return self.value_head
 
-    def weight_names(self) -> dict[str, str]:
-        """Training name -> name in the checkpoint, for the weights that engines need."""
-        return {f"model.{name}": name for name in self.model.state_dict()}
-
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write the checkpoint in the original layout, safetensors and JSON only; `dtype` rounds the weights."""
         folder = Path(folder)
