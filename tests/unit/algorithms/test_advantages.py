@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vlarl.algorithms import build_algorithm
-from vlarl.algorithms.advantages import chunk_rewards, gae, group_relative, has_spread
+from vlarl.algorithms.advantages import chunk_rewards, discounted_return, gae, group_relative, has_spread
 from vlarl.types import TrajectoryGroup
 
 
@@ -37,6 +37,25 @@ def test_grpo_gives_every_decision_its_episodes_advantage_and_leaves_equal_group
     np.testing.assert_allclose(estimates[0].advantages, [0.7071] * 2, atol=1e-4)
     np.testing.assert_allclose(estimates[1].advantages, [-0.7071] * 3, atol=1e-4)
     assert estimates[0].returns is None and estimates[0].values is None
+
+
+def test_a_discounted_outcome_counts_executed_steps(trajectory):
+    late = trajectory([[0.0, 0.0], [0.0, 1.0]])
+    cut = trajectory([[0.0, 0.0], [1.0, 7.0]], num_executed=[2, 1])  # what was not executed is not paid
+    assert discounted_return(late, 0.5) == pytest.approx(0.125)
+    assert discounted_return(cut, 0.5) == pytest.approx(0.25)
+    assert discounted_return(late, 1.0) == 1.0
+
+
+def test_with_a_discount_the_sooner_success_is_the_better_one(trajectory, configure):
+    group = TrajectoryGroup((trajectory([[0.0, 1.0]]), trajectory([[0.0, 0.0], [0.0, 1.0]])))
+    undiscounted = build_algorithm(configure(algorithm={"verifier_gamma": 1.0}).algorithm, 1.0)
+    assert undiscounted.estimate([group], None) == []
+    discounted = build_algorithm(configure(algorithm={"verifier_gamma": 0.9}).algorithm, 1.0)
+    sooner, later = discounted.estimate([group], None)
+    half = 0.5**0.5  # two values lie half their distance from their mean, and their deviation is that times sqrt 2
+    np.testing.assert_allclose(sooner.advantages, [half], rtol=1e-4)
+    np.testing.assert_allclose(later.advantages, [-half, -half], rtol=1e-4)
 
 
 def test_a_chunk_is_one_long_step(trajectory):
