@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,10 +18,10 @@ from typing import IO, Any
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
-from vlarl.observability.metrics import MetricLogger
+from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
-from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.training.checkpoint import BestReturn, CheckpointStore, TrainerState
@@ -85,7 +85,7 @@ class Session:
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(directory.log_to_file())
-            sinks: list[Any] = [JsonlSink(directory.metrics_file)]
+            sinks: list[Sink] = [JsonlSink(directory.metrics_file)]
             if logging_config.tensorboard:
                 sinks.append(TensorBoardSink(directory.tensorboard, resume_after=self.state.iteration or None))
             if logging_config.wandb:
@@ -162,7 +162,7 @@ class Session:
         self._times, self._iteration_started = {}, time.monotonic()
         return self.state.iteration + 1
 
-    def watch_rollout(self, total: int) -> Any:
+    def watch_rollout(self, total: int) -> Callable[[int], None]:
         """What the collector tells about its progress; stops the rollout when the user asked to."""
 
         def on_episode(done: int) -> None:
@@ -240,5 +240,5 @@ class Session:
         before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
         return RunSummary(self.directory.path, before, after, report, self.interrupted)
 
-    def _write_status(self, state: Any, message: str = "") -> None:
+    def _write_status(self, state: RunState, message: str = "") -> None:
         self.directory.write_status(state, self.state.iteration, self.config.run.iterations, message)
