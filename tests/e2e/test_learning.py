@@ -3,8 +3,6 @@
 import json
 import zlib
 
-import pytest
-
 import vlarl
 from vlarl.types import Trajectory
 
@@ -40,16 +38,15 @@ def train(tmp_path, **overrides) -> tuple[float, float]:
 def test_success_rises_when_success_is_paid(tmp_path):
     before, after = train(tmp_path)
     assert before <= 0.6
-    assert after >= before + 0.3
+    assert after >= before + 0.4
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"reward.source": f"{__name__}:a_coin"}, {"optim.lr": 0.0}], ids=["coin", "lr 0"]
-)
-def test_success_does_not_rise_when_there_is_nothing_to_learn_it_from(tmp_path, overrides):
-    if overrides.get("optim.lr") == 0.0:
-        overrides = overrides | {"run.iterations": 1}
-    before, after = train(tmp_path, **overrides)
-    assert after <= before + 0.1
-    if "optim.lr" in overrides:
-        assert after == before
+def test_success_does_not_rise_when_the_reward_ignores_it(tmp_path):
+    # Without a discount, which would make the coin worth more to an episode that success ends early.
+    before, after = train(tmp_path, **{"reward.source": f"{__name__}:a_coin", "algorithm.verifier_gamma": 1.0})
+    assert after <= before + 0.2
+
+
+def test_success_stays_when_the_learning_rate_is_zero(tmp_path):
+    before, after = train(tmp_path, **{"optim.lr": 0.0, "run.iterations": 1})
+    assert after == before

@@ -33,6 +33,7 @@ def flags(checkpoint: Path, root: Path, name: str, *extra: str) -> list[str]:
         *("--rollout.group_size", "2"),
         *("--reward.source", "dense"),
         *("--optim.lr", "1e-3"),
+        *("--optim.warmup_iterations", "0"),
         *("--optim.minibatches", "2"),
         *("--optim.microbatch_size", "16"),
         *("--algorithm.epochs", "1"),
@@ -49,7 +50,7 @@ def flags(checkpoint: Path, root: Path, name: str, *extra: str) -> list[str]:
 def rows(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """Everything but times and speeds, which are never equal."""
     lines = [json.loads(line) for line in (run / file).read_text().splitlines()]
-    timed = ("time", "rollout/collection_time")
+    timed = ("time", "rollout/collection_time", "rollout/env_steps_per_s")
     return [{k: v for k, v in row.items() if k not in timed and not k.startswith(("time/", "perf/"))} for row in lines]
 
 
