@@ -11,6 +11,7 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Algorithm
 from vlarl.config.checks import check
+from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
@@ -105,7 +106,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         raise ConfigError(problems)
     if resume is None:
         label = f"{config.env.suite}_{config.algorithm.name}"
-        root, name = config.run.root, config.run.name or default_name(label, config.run.seed)
+        root, name = config.run.root, config.run.name or default_run_name(label, config.run.seed, datetime.now())
         RunDirectory.refuse_existing(root, name)
         parts = launch(config)
         directory, state = RunDirectory.create(root, name), TrainerState()
@@ -120,11 +121,6 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
     write_atomically(directory.config_file, to_yaml(config))
     return parts, Session(config, directory, parts.learner, state, lock, created=resume is None)
-
-
-def default_name(label: str, seed: int) -> str:
-    """What a run is called when nobody named it."""
-    return f"{label}_seed{seed}_{datetime.now():%Y%m%d_%H%M%S}"
 
 
 def choose_device(wanted: str) -> torch.device:

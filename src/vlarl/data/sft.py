@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
 from vlarl.config.schema import Camera, DemoConfig, FinetuneConfig, FinetuneOptimConfig
 from vlarl.data.demos import DemoSet, generate_demos
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import VlarlError
-from vlarl.launch import choose_device, default_name
+from vlarl.launch import choose_device
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
@@ -85,7 +87,7 @@ class DemoBatches:
 
 def finetune(config: FinetuneConfig) -> FinetuneSummary:
     """Generate demonstrations, imitate them, and leave a checkpoint in the run directory."""
-    root, name = config.run.root, config.run.name or default_name("finetune", config.run.seed)
+    root, name = config.run.root, config.run.name or default_run_name("finetune", config.run.seed, datetime.now())
     RunDirectory.refuse_existing(root, name)
     device = choose_device(config.run.device)
     torch.set_num_threads(config.run.num_threads or available_cores())
