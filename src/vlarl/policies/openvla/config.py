@@ -8,85 +8,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from transformers import AutoConfig
+
+from vlarl.policies.openvla.families import FAMILIES, action_end, model_type, prompt_template
+from vlarl.policies.openvla.towers import (
+    KNOWN_TOWERS,
+    TIMM_ARGUMENTS,
+    VISION_BACKBONES,
+    Activation,
+    TowerConfig,
+    default_activation,
+)
+
 DecoderName = Literal["autoregressive", "parallel"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("autoregressive", "parallel")
 
-LLAMA_EMPTY_TOKEN = 29871  # Llama's lone "▁": the original training data has it between "Out:" and the action
 NATIVE_KEY = "vlarl"  # what the original layout has no field for lives under this one key
-
-
-@dataclass(frozen=True)
-class TowerConfig:
-    """One vision transformer, in timm's terms."""
-
-    timm_id: str
-    image_size: int
-    patch_size: int
-    embed_dim: int
-    depth: int
-    num_heads: int
-    mlp_ratio: float
-    num_registers: int
-    class_token: bool
-    layer_scale: bool
-    attention_pool: bool
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of one image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def mlp_dim(self) -> int:
-        """Width of the blocks' MLPs, rounded down as timm does."""
-        return int(self.embed_dim * self.mlp_ratio)
-
-
-# The two towers of the published checkpoints; `timm_model_kwargs` of a config.json overrides their sizes.
-KNOWN_TOWERS: dict[str, TowerConfig] = {
-    "vit_large_patch14_reg4_dinov2.lvd142m": TowerConfig(
-        timm_id="vit_large_patch14_reg4_dinov2.lvd142m",
-        image_size=224,
-        patch_size=14,
-        embed_dim=1024,
-        depth=24,
-        num_heads=16,
-        mlp_ratio=4.0,
-        num_registers=4,
-        class_token=True,
-        layer_scale=True,
-        attention_pool=False,
-        mean=(0.484375, 0.455078125, 0.40625),
-        std=(0.228515625, 0.2236328125, 0.224609375),
-    ),
-    "vit_so400m_patch14_siglip_224": TowerConfig(
-        timm_id="vit_so400m_patch14_siglip_224",
-        image_size=224,
-        patch_size=14,
-        embed_dim=1152,
-        depth=27,
-        num_heads=16,
-        mlp_ratio=3.7362,
-        num_registers=0,
-        class_token=False,
-        layer_scale=False,
-        attention_pool=True,
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    ),
-}
-
-# timm's constructor argument -> our field
-TIMM_ARGUMENTS = {
-    "embed_dim": "embed_dim",
-    "depth": "depth",
-    "num_heads": "num_heads",
-    "mlp_ratio": "mlp_ratio",
-    "patch_size": "patch_size",
-    "reg_tokens": "num_registers",
-}
+SHORTEST_PROMPT = 32  # tokens that must be left for a prompt: the question and an instruction of a few words
 
 
 @dataclass(frozen=True)
@@ -97,6 +35,7 @@ class OpenVLAConfig:
     text: Mapping[str, Any]  # keyword arguments of the language model's transformers config
     norm_stats: Mapping[str, Mapping[str, Any]]
     num_action_bins: int
+    vocab_size: int  # one more than the highest action id
     pad_to_multiple_of: int
     pad_token_id: int
     decoder: DecoderName
@@ -105,6 +44,9 @@ class OpenVLAConfig:
     num_images: int
     use_proprio: bool
     proprio_dim: int
+    use_film: bool  # the prompt modulates the vision blocks, as in OFT+
+    prompt_template: str  # with {instruction}
+    bos_id: int | None  # what a prompt begins with; None for tokenizers that have no such token
     prompt_suffix_id: int | None  # appended to the prompt where absent; None for tokenizers that need none
     stop_id: int  # closes the sequence of the parallel decoder
     learned_slots: bool  # the parallel decoder's slots are padding rows of the embedding instead of OFT's zeros
@@ -114,11 +56,6 @@ class OpenVLAConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the language model's head."""
         return int(self.text["vocab_size"])
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary without the padding rows: one more than the highest action id."""
-        return self.padded_vocab_size - self.pad_to_multiple_of
 
     @property
     def first_action_id(self) -> int:
@@ -135,12 +72,23 @@ class OpenVLAConfig:
         """Side of the square images that the towers read."""
         return self.towers[0].image_size
 
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of one observation before the text: the patches of all images, and the robot's state."""
+        return self.num_images * self.towers[0].num_patches + self.use_proprio
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the language model was made for."""
+        return int(language_config(self.text).max_position_embeddings)
+
     def with_decoder(
         self,
         decoder: DecoderName | None = None,
         chunk_length: int | None = None,
         num_images: int | None = None,
         use_proprio: bool | None = None,
+        use_film: bool | None = None,
     ) -> OpenVLAConfig:
         """The same checkpoint decoded another way; None keeps what the file says."""
         chosen = decoder or self.decoder
@@ -152,19 +100,33 @@ class OpenVLAConfig:
                 f"chunk_length {length} with the autoregressive decoder: it writes one action a call; "
                 "use chunk_length 1 or decoder 'parallel'"
             )
-        rows, slots = self.pad_to_multiple_of, length * self.action_dim
+        rows, slots = self.padded_vocab_size - self.vocab_size, length * self.action_dim
         if chosen == "parallel" and self.learned_slots and slots > rows:
             raise ValueError(
                 f"chunk_length {length} needs {slots} learned slots, but the embedding has {rows} padding rows for "
                 "them: use a shorter chunk or learned_slots=False"
             )
-        return replace(
+        changed = replace(
             self,
             decoder=chosen,
             chunk_length=length,
             num_images=num_images or self.num_images,
             use_proprio=self.use_proprio if use_proprio is None else use_proprio,
+            use_film=self.use_film if use_film is None else use_film,
         )
+        changed._check_sequence()
+        return changed
+
+    def _check_sequence(self) -> None:
+        if self.use_film and self.decoder != "parallel":
+            raise ValueError("use_film with the autoregressive decoder: FiLM belongs to OFT, use decoder 'parallel'")
+        needed = self.num_image_tokens + SHORTEST_PROMPT + self.num_action_tokens + 1
+        if needed > self.max_positions:
+            raise ValueError(
+                f"{self.num_images} images of {self.towers[0].num_patches} tokens and {self.num_action_tokens} action "
+                f"tokens with the shortest prompt take {needed} positions, but the language model has "
+                f"{self.max_positions} (text_config.max_position_embeddings): use fewer images or a shorter chunk"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The content of config.json: the file as read, with our own key brought up to date."""
@@ -175,6 +137,10 @@ class OpenVLAConfig:
             "num_images": self.num_images,
             "use_proprio": self.use_proprio,
             "proprio_dim": self.proprio_dim,
+            "use_film": self.use_film,
+            "vocab_size": self.vocab_size,
+            "prompt_template": self.prompt_template,
+            "bos_id": self.bos_id,
             "prompt_suffix_id": self.prompt_suffix_id,
             "stop_id": self.stop_id,
             "learned_slots": self.learned_slots,
@@ -187,40 +153,57 @@ def default_chunk_length(decoder: DecoderName) -> int:
     return 8 if decoder == "parallel" else 1
 
 
+def language_config(text: Mapping[str, Any]) -> Any:
+    """The transformers config of a `text_config`; what it leaves out is the library's default for its model_type."""
+    arguments = {k: v for k, v in text.items() if k not in ("model_type", "torch_dtype", "dtype")}
+    return AutoConfig.for_model(text["model_type"], **arguments)
+
+
 def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     """Read the content of a config.json; fields that only our own checkpoints have get the original's defaults."""
-    missing = [key for key in ("timm_model_ids", "image_sizes", "text_config") if key not in raw]
+    towers_known = "timm_model_ids" in raw or raw.get("vision_backbone_id") in VISION_BACKBONES
+    missing = [*([] if towers_known else ["timm_model_ids"]), *([] if "text_config" in raw else ["text_config"])]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}: it is not an OpenVLA checkpoint's")
     native = raw.get(NATIVE_KEY, {})
     decoder = cast(DecoderName, native.get("decoder", "autoregressive"))
-    text = dict(raw["text_config"])
+    kind = model_type(raw)
+    text = {**raw["text_config"], "model_type": kind}
     if "vocab_size" not in text:
         raise ValueError("config.json lacks vocab_size in its text_config, which the action ids follow from")
-    text.setdefault("model_type", "llama")
-    suffix = LLAMA_EMPTY_TOKEN if text["model_type"] == "llama" else None
-    return OpenVLAConfig(
+    family, padding = FAMILIES[kind], int(raw.get("pad_to_multiple_of", 64))
+    config = OpenVLAConfig(
         towers=_parse_towers(raw),
         text=text,
         norm_stats=dict(raw.get("norm_stats") or {}),
         num_action_bins=int(raw.get("n_action_bins", 256)),
-        pad_to_multiple_of=int(raw.get("pad_to_multiple_of", 64)),
-        pad_token_id=int(raw.get("pad_token_id", 32000)),
+        vocab_size=int(native.get("vocab_size", action_end(raw, kind, int(text["vocab_size"]), padding))),
+        pad_to_multiple_of=padding,
+        pad_token_id=int(raw.get("pad_token_id", family.pad_token_id)),
         decoder=decoder,
         chunk_length=int(native.get("chunk_length", default_chunk_length(decoder))),
         action_dim=int(native.get("action_dim", 7)),
         num_images=int(native.get("num_images", 1)),
         use_proprio=bool(native.get("use_proprio", False)),
         proprio_dim=int(native.get("proprio_dim", 8)),
-        prompt_suffix_id=native.get("prompt_suffix_id", suffix),
-        stop_id=int(native.get("stop_id", 2)),
+        use_film=bool(native.get("use_film", False)),
+        prompt_template=str(native.get("prompt_template", prompt_template(raw, kind))),
+        bos_id=native.get("bos_id", int(text.get("bos_token_id", 1)) if family.has_bos else None),
+        prompt_suffix_id=native.get("prompt_suffix_id", family.prompt_suffix_id),
+        stop_id=int(native.get("stop_id", family.stop_id)),
         learned_slots=bool(native.get("learned_slots", False)),
         raw=dict(raw),
-    ).with_decoder()
+    )
+    if not config.num_action_bins <= config.vocab_size <= config.padded_vocab_size:
+        raise ValueError(
+            f"action ids {config.first_action_id}..{config.vocab_size - 1} leave the vocabulary's "
+            f"{config.padded_vocab_size} rows: say where they end with vocab_size under {NATIVE_KEY!r} in config.json"
+        )
+    return config.with_decoder()
 
 
 def read_config(folder: Path) -> OpenVLAConfig:
-    """Read config.json and, where it is beside it, dataset_statistics.json, whose entries win."""
+    """Read config.json and, where they are beside it, dataset_statistics.json and the pixels' statistics, which win."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a checkpoint folder in the Hugging Face layout")
@@ -230,6 +213,7 @@ def read_config(folder: Path) -> OpenVLAConfig:
     except (KeyError, TypeError, AttributeError) as error:  # a field of another kind than the layout's
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is malformed ({reason}): copy or download it again") from error
+    config = replace(config, towers=_with_pixel_statistics(config.towers, folder / "preprocessor_config.json"))
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
         config = replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})
@@ -248,27 +232,31 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:
-    ids = list(raw["timm_model_ids"])
-    sizes = list(raw["image_sizes"])
+    known_ids, known_size = VISION_BACKBONES.get(str(raw.get("vision_backbone_id")), ((), 0))
+    ids = list(raw.get("timm_model_ids") or known_ids)
+    if "image_sizes" not in raw and tuple(ids) != known_ids:
+        raise ValueError("config.json lacks image_sizes, and its vision_backbone_id does not stand for its towers")
+    sizes = list(raw.get("image_sizes") or [known_size] * len(ids))
     overrides = list(raw.get("timm_model_kwargs") or [{}] * len(ids))
-    activations = [a for a in raw.get("timm_override_act_layers") or [] if a is not None]
-    if activations:
-        raise ValueError(f"timm_override_act_layers {activations} is not supported: the known towers use GELU")
+    activations = list(raw.get("timm_override_act_layers") or [default_activation(i) for i in ids])
     expected = 2 if raw.get("use_fused_vision_backbone", len(ids) == 2) else 1
-    if not len(ids) == len(sizes) == len(overrides) == expected:
+    if not len(ids) == len(sizes) == len(overrides) == len(activations) == expected:
         raise ValueError(
-            f"config.json names {len(ids)} towers, {len(sizes)} image sizes and {len(overrides)} timm_model_kwargs, "
-            f"but use_fused_vision_backbone asks for {expected} of each"
+            f"config.json names {len(ids)} towers, {len(sizes)} image sizes, {len(overrides)} timm_model_kwargs and "
+            f"{len(activations)} timm_override_act_layers, but use_fused_vision_backbone asks for {expected} of each"
         )
     if len(set(sizes)) != 1:
         raise ValueError(f"image_sizes {sizes} differ: both towers read the same pixels, so the sizes must be equal")
-    towers = tuple(_parse_tower(i, int(s), o or {}) for i, s, o in zip(ids, sizes, overrides, strict=True))
+    towers = tuple(
+        _parse_tower(i, int(size), override or {}, activation or "gelu")
+        for i, size, override, activation in zip(ids, sizes, overrides, activations, strict=True)
+    )
     if len({t.patch_size for t in towers}) != 1:
         raise ValueError("the towers' patch sizes differ, so their features can't stand side by side")
     return towers
 
 
-def _parse_tower(timm_id: str, image_size: int, overrides: Mapping[str, Any]) -> TowerConfig:
+def _parse_tower(timm_id: str, image_size: int, overrides: Mapping[str, Any], activation: str) -> TowerConfig:
     if timm_id not in KNOWN_TOWERS:
         raise ValueError(f"timm_model_ids: {timm_id!r} is not supported; known are {', '.join(KNOWN_TOWERS)}")
     unknown = [key for key in overrides if key not in TIMM_ARGUMENTS]
@@ -276,8 +264,29 @@ def _parse_tower(timm_id: str, image_size: int, overrides: Mapping[str, Any]) ->
         raise ValueError(
             f"timm_model_kwargs of {timm_id}: {', '.join(unknown)} not supported; known are {', '.join(TIMM_ARGUMENTS)}"
         )
+    if activation not in ("gelu", "quick_gelu"):
+        raise ValueError(f"timm_override_act_layers: {activation!r} is not supported; known are gelu, quick_gelu")
     fields = {TIMM_ARGUMENTS[key]: value for key, value in overrides.items()}
-    tower = replace(KNOWN_TOWERS[timm_id], image_size=image_size, **fields)
-    if image_size % tower.patch_size:
-        raise ValueError(f"image size {image_size} is not a multiple of the patch size {tower.patch_size}")
+    tower = replace(KNOWN_TOWERS[timm_id], image_size=image_size, activation=cast(Activation, activation), **fields)
+    if image_size < tower.patch_size:
+        raise ValueError(f"image size {image_size} is smaller than a patch of {tower.patch_size}")
     return tower
+
+
+def _with_pixel_statistics(towers: tuple[TowerConfig, ...], path: Path) -> tuple[TowerConfig, ...]:
+    """Means and deviations as the checkpoint's own preprocessor has them, where it has them for each tower."""
+    content = read_json(path) if path.is_file() else {}
+    means, stds = content.get("means") or [], content.get("stds") or []
+    if not len(means) == len(stds) == len(towers):
+        return towers
+    return tuple(
+        replace(tower, mean=_triple(mean, path), std=_triple(std, path))
+        for tower, mean, std in zip(towers, means, stds, strict=True)
+    )
+
+
+def _triple(values: Any, path: Path) -> tuple[float, float, float]:
+    if not isinstance(values, list) or len(values) != 3:
+        raise ValueError(f"{path}: means and stds must be three numbers for each tower, got {values!r}")
+    red, green, blue = map(float, values)
+    return red, green, blue

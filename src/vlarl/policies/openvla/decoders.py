@@ -3,7 +3,8 @@
     BOS  image tokens  [proprio]  padding  rest of the prompt  action part
 
 and skip the padding by positions and mask, so that a row means the same in any batch, and the last token of the prompt
-and the action part stand in the same columns for all rows.
+and the action part stand in the same columns for all rows. A tokenizer without BOS (Qwen2's) leaves its place to the
+first token of the prompt, as the original code does.
 
     autoregressive   action part = the tokens so far, causal attention; token t is read at the token before it
     parallel (OFT)   action part = K*D zero or learned slots and the stop id, every token sees every token; token t is
@@ -42,12 +43,11 @@ class Prefix:
         return columns - self.padding.unsqueeze(1) * (columns >= self.head)
 
     def key_mask(self, tail: int) -> torch.Tensor | None:
-        """[B, 1, 1, S + tail] which columns may be seen at all; None when all may."""
+        """[B, S + tail] which columns hold tokens, with `tail` more after the prefix; None when all do."""
         if self.padding is None:
             return None
         columns = torch.arange(self.embeds.shape[1] + tail, device=self.embeds.device).unsqueeze(0)
-        seen = (columns < self.head) | (columns >= self.head + self.padding.unsqueeze(1))
-        return seen[:, None, None, :]
+        return (columns < self.head) | (columns >= self.head + self.padding.unsqueeze(1))
 
     def read(self, num_tokens: int) -> slice:
         """The columns that predict the first `num_tokens` tokens of the action part."""
@@ -59,7 +59,8 @@ def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn
     """Embed prompt, images and, with a projector, the robot's state."""
     ids, padding = _pad_after_bos(inputs)
     text = model.embed_tokens(ids)
-    parts = [text[:, :1], model.embed_images(inputs.pixels)]
+    language = _mean_embedding(model, text, padding) if model.config.use_film else None
+    parts = [text[:, :1], model.embed_images(inputs.pixels, language)]
     if proprio_projector is not None:
         if inputs.proprio is None:
             raise ValueError("this policy has a proprio token but the input carries no proprio")
@@ -68,8 +69,19 @@ def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn
     return Prefix(torch.cat([*parts, text[:, 1:]], dim=1), padding, head)
 
 
+def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """[B, H] what FiLM reads, as in OFT: the mean over the whole prompt and the stop token, without padding."""
+    stop = model.embed_tokens(torch.tensor([[model.config.stop_id]], device=text.device)).expand(text.shape[0], -1, -1)
+    if padding is None:
+        return torch.cat([text, stop], dim=1).mean(dim=1)
+    columns = torch.arange(text.shape[1], device=text.device).unsqueeze(0)
+    token = (columns == 0) | (columns > padding.unsqueeze(1))
+    total = (text.float() * token.unsqueeze(2)).sum(dim=1) + stop[:, 0].float()
+    return (total / (token.sum(dim=1, keepdim=True) + 1)).to(text.dtype)
+
+
 def _pad_after_bos(inputs: PolicyInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prompt ids with the padding moved from the right to just after BOS, and how much each row has."""
+    """Prompt ids with the padding moved from the right to just after the first token, and how much each row has."""
     ids, mask = inputs.input_ids, inputs.attention_mask
     if bool(mask.all()):
         return ids, None
@@ -131,16 +143,12 @@ class AutoregressiveDecoder:
     ) -> torch.Tensor:
         """Finished states of the action tokens from `start` on, which see the cache and each other."""
         columns, count = prefix.embeds.shape[1] + start, places.shape[1]
-        mask = prefix.key_mask(start + count)
-        if count > 1:
-            causal = torch.ones(count, columns + count, dtype=torch.bool, device=places.device).tril(columns)
-            mask = causal if mask is None else mask & causal
         hidden = run_layers(
             model.language_model,
             model.embed_tokens(places + model.config.first_action_id),
             prefix.positions(columns, columns + count),
-            mask=mask,
-            causal=False,
+            seen=prefix.key_mask(start + count),
+            causal=True,
             read=slice(0, count),
             cache=cache,
         )
@@ -152,17 +160,12 @@ class AutoregressiveDecoder:
         """States from the last token of the prompt on."""
         size = embeds.shape[1]
         tail = size - prefix.embeds.shape[1]
-        mask = prefix.key_mask(tail)
-        if mask is not None:
-            # Columns stand in the order of positions, so causal over columns is causal over tokens. A padding column
-            # sees BOS, hence no row of the mask is empty.
-            mask = mask & torch.ones(size, size, dtype=torch.bool, device=embeds.device).tril()
         return run_layers(
             model.language_model,
             embeds,
             prefix.positions(0, size),
-            mask=mask,
-            causal=mask is None,
+            seen=prefix.key_mask(tail),
+            causal=True,  # columns stand in the order of positions, so causal over columns is causal over tokens
             read=prefix.read(tail + 1),
             cache=cache,
         )
@@ -195,7 +198,7 @@ class ParallelDecoder:
             model.language_model,
             torch.cat([prefix.embeds, *self._action_part(model, prefix.embeds)], dim=1),
             prefix.positions(0, columns + tail),
-            mask=prefix.key_mask(tail),
+            seen=prefix.key_mask(tail),
             causal=False,
             read=prefix.read(num_read),
         )

@@ -12,20 +12,22 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from vlarl.policies.openvla.llama import LlamaLayer, use_fast_layers
+from vlarl.policies.openvla.attention import AttentionName, Sight, check_attention, prepare
+from vlarl.policies.openvla.config import language_config
+from vlarl.policies.openvla.layers import use_fast_layers
 
 
-def build_language_model(text: Mapping[str, Any]) -> nn.Module:
+def build_language_model(text: Mapping[str, Any], attention: AttentionName = "sdpa") -> nn.Module:
     """A transformers causal language model with random weights from the `text_config` of a checkpoint."""
-    arguments = {k: v for k, v in text.items() if k not in ("model_type", "torch_dtype", "dtype")}
-    config = AutoConfig.for_model(text["model_type"], **arguments)
+    check_attention(attention)
+    config = language_config(text)
     config.use_cache = False
     build = cast(Any, AutoModelForCausalLM).from_config  # untyped in the library
     language_model = cast(nn.Module, build(config, attn_implementation="sdpa", dtype=torch.float32))
-    if text["model_type"] == "llama":
-        use_fast_layers(language_model)
+    use_fast_layers(language_model)
+    cast(Any, language_model).attention = attention
     return language_model
 
 
@@ -36,6 +38,11 @@ class KeyValueCache:
         self._capacity = capacity
         self._store: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self._lengths = [0] * num_layers
+
+    @property
+    def length(self) -> int:
+        """Columns held by the first layer, hence before a pass by all of them."""
+        return self._lengths[0]
 
     def truncate(self, length: int) -> None:
         """Forget all columns from `length` on."""
@@ -63,38 +70,36 @@ def run_layers(
     embeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    mask: torch.Tensor | None,
+    seen: torch.Tensor | None,
     causal: bool,
     read: slice,
     cache: KeyValueCache | None = None,
 ) -> torch.Tensor:
     """Embeddings [B, S, H] -> states [B, T, H] before the final norm, at the columns that `read` picks.
 
-    Positions are [B, S], or [1, S] when all rows share them. A boolean mask [B, 1, S or 1, S + cached] replaces
-    `causal`, which without a mask takes the fast kernels.
+    Positions are [B, S], or [1, S] when all rows share them. `seen` [B, cached + S] tells tokens from padding; None:
+    there is no padding.
     """
-    decoder = cast(Any, language_model).model
-    rotary = decoder.rotary_emb(embeds, position_ids=positions)
-    common = {"position_embeddings": rotary, "past_key_values": cache}
+    model = cast(Any, language_model)
+    size = embeds.shape[1]
+    cached = 0 if cache is None else cache.length
+    _check_window(model.config, cached + size)
+    sight = Sight(cached, cached + size, cached + size, seen, causal)
+    angles = model.model.rotary_emb(embeds, position_ids=positions)
+    *body, last = model.model.layers
     hidden = embeds
-    *body, last = decoder.layers
+    attend = prepare(model.attention, sight, embeds.device)
     for layer in body:
-        hidden = layer(hidden, attention_mask=mask, is_causal=causal, **common)
-    if isinstance(last, LlamaLayer):
-        mask, causal = _mask_of_read(mask, causal, read, embeds.shape[1], embeds.device)
-        return cast(torch.Tensor, last(hidden, attention_mask=mask, is_causal=causal, read=read, **common))
-    hidden = last(hidden, attention_mask=mask, is_causal=causal, **common)
-    return cast(torch.Tensor, hidden[:, read])
+        hidden = layer(hidden, angles=angles, attend=attend, read=slice(0, size), cache=cache)
+    if read != slice(0, size):
+        attend = prepare(model.attention, sight.narrowed(read), embeds.device)
+    return cast(torch.Tensor, last(hidden, angles=angles, attend=attend, read=read, cache=cache))
 
 
-def _mask_of_read(
-    mask: torch.Tensor | None, causal: bool, read: slice, size: int, device: torch.device
-) -> tuple[torch.Tensor | None, bool]:
-    """The rows of the mask that belong to the columns read; a causal flag becomes such rows."""
-    if read == slice(0, size):
-        return mask, causal
-    if mask is not None:
-        return (mask if mask.shape[2] == 1 else mask[:, :, read]), False
-    if not causal or read == slice(size - 1, size):  # the last column sees everything
-        return None, False
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril()[read], False
+def _check_window(config: Any, size: int) -> None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and size > window:
+        raise ValueError(
+            f"a sequence of {size} tokens is longer than the language model's sliding window of {window}, which is not "
+            "implemented since images, prompt and actions are far shorter: use fewer images or a shorter prompt"
+        )

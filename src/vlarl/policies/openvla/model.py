@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlarl.policies.openvla.config import OpenVLAConfig
+from vlarl.policies.openvla.attention import AttentionName
+from vlarl.policies.openvla.config import OpenVLAConfig, language_config
 from vlarl.policies.openvla.language import build_language_model
+from vlarl.policies.openvla.layers import TiedHead
 from vlarl.policies.openvla.vision import VisionBackbone
 
 
@@ -32,12 +34,12 @@ class Projector(nn.Module):
 class OpenVLAModel(nn.Module):
     """Towers, projector and language model: what a checkpoint's model.safetensors holds."""
 
-    def __init__(self, config: OpenVLAConfig) -> None:
+    def __init__(self, config: OpenVLAConfig, attention: AttentionName = "sdpa") -> None:
         super().__init__()
         self.config = config
-        self.vision_backbone = VisionBackbone(config.towers)
-        self.language_model = build_language_model(config.text)
-        self.hidden_size = int(self._language.config.hidden_size)
+        self.hidden_size = int(language_config(config.text).hidden_size)
+        self.vision_backbone = VisionBackbone(config.towers, self.hidden_size if config.use_film else None)
+        self.language_model = build_language_model(config.text, attention)
         self.projector = Projector(self.vision_backbone.feature_dim, self.hidden_size, fused=len(config.towers) > 1)
 
     @property
@@ -52,16 +54,29 @@ class OpenVLAModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights, and of the states between them."""
-        return self.projector.fc1.weight.dtype
+        weight: torch.Tensor = self._language.model.norm.weight  # a matrix may be quantised
+        return weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
         return self.projector.fc1.weight.device
 
-    def embed_images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [B, I, 3, H, W], or normalised floats as the vision backbone takes -> [B, I*P, H] image tokens."""
-        out: torch.Tensor = self.projector(self.vision_backbone(pixels))
+    def checkpoint_layers(self, enabled: bool) -> None:
+        """Compute every layer and vision block again in the backward pass of training, instead of remembering it."""
+        for tower in self.vision_backbone.towers:
+            tower.recompute = enabled
+        if enabled:
+            self._language.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self._language.gradient_checkpointing_disable()
+
+    def embed_images(self, pixels: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [B, I, 3, H, W], or normalised floats as the vision backbone takes -> [B, I*P, H] image tokens.
+
+        With FiLM, language [B, H] is the mean embedding of each prompt.
+        """
+        out: torch.Tensor = self.projector(self.vision_backbone(pixels, language))
         return out
 
     def embed_tokens(self, ids: torch.Tensor) -> torch.Tensor:
@@ -78,9 +93,9 @@ class OpenVLAModel(nn.Module):
         """Finished states [B, T, H] -> float32 logits [B, T, num_bins] over the action ids, lowest id first."""
         head = self._language.lm_head
         first, last = self.config.first_action_id, self.config.vocab_size
-        if isinstance(head, nn.Linear):
+        if type(head) in (nn.Linear, TiedHead):
             return F.linear(states, head.weight[first:last]).float()
-        # An adapter wraps the head: its own forward is the only right one.
+        # An adapter wraps the head, or its weights are packed: its own forward is the only right one.
         wrapped: torch.Tensor = head(states)
         return wrapped[..., first:last].float()
 

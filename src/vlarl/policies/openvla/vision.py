@@ -6,13 +6,14 @@ never computed and take no gradient.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from vlarl.policies.openvla.config import TowerConfig
-
-NORM_EPS = 1e-6  # timm's ViTs
+from vlarl.policies.openvla.towers import Activation, TowerConfig
 
 
 class PatchEmbed(nn.Module):
@@ -20,12 +21,16 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(3, config.embed_dim, config.patch_size, config.patch_size)
+        self.proj = nn.Conv2d(3, config.embed_dim, config.patch_size, config.patch_size, bias=not config.pre_norm)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[N, P, 3*p*p] normalised patches -> [N, P, W]."""
-        # Kernel equals stride, so the convolution is a product; this is several times faster on a CPU.
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        """[N, P, 3, p, p] normalised patches -> [N, P, W]."""
+        if type(self.proj) is nn.Conv2d:
+            # Kernel equals stride, so the convolution is a product; this is several times faster on a CPU.
+            return F.linear(patches.flatten(2), self.proj.weight.flatten(1), self.proj.bias)
+        # An adapter wraps it, as those of the original code do: its own forward is the only right one.
+        wrapped: torch.Tensor = self.proj(patches.flatten(0, 1))
+        return wrapped.view(*patches.shape[:2], -1)
 
 
 class Attention(nn.Module):
@@ -47,16 +52,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with an exact GELU."""
+    """Two layers with an exact GELU, or the sigmoid approximation that OpenAI's CLIP was trained with."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.fc1 = nn.Linear(dim, hidden)
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., W] -> [..., W]."""
-        out: torch.Tensor = self.fc2(F.gelu(self.fc1(x)))
+        x = self.fc1(x)
+        x = F.gelu(x) if self.activation == "gelu" else x * torch.sigmoid(1.702 * x)
+        out: torch.Tensor = self.fc2(x)
         return out
 
 
@@ -81,20 +89,26 @@ class PlainResidual(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block; with FiLM, a prompt scales and shifts what the attention leaves (Perez et al.,
+    2018), channel by channel and all over the image."""
 
-    def __init__(self, config: TowerConfig) -> None:
+    def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.embed_dim, eps=NORM_EPS)
-        self.attn = Attention(config.embed_dim, config.num_heads)
-        self.norm2 = nn.LayerNorm(config.embed_dim, eps=NORM_EPS)
-        self.mlp = Mlp(config.embed_dim, config.mlp_dim)
-        self.ls1 = LayerScale(config.embed_dim) if config.layer_scale else PlainResidual()
-        self.ls2 = LayerScale(config.embed_dim) if config.layer_scale else PlainResidual()
+        dim = config.embed_dim
+        self.norm1 = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.attn = Attention(dim, config.num_heads)
+        self.norm2 = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.mlp = Mlp(dim, config.mlp_dim, config.activation)
+        self.ls1 = LayerScale(dim) if config.layer_scale else PlainResidual()
+        self.ls2 = LayerScale(dim) if config.layer_scale else PlainResidual()
+        self.scale = nn.Linear(film_dim, dim) if film_dim else None
+        self.shift = nn.Linear(film_dim, dim) if film_dim else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, T, W] -> [N, T, W]."""
+    def forward(self, x: torch.Tensor, language: torch.Tensor | None) -> torch.Tensor:
+        """[N, T, W] -> [N, T, W]; with FiLM, language [N, H] is the mean embedding of each image's prompt."""
         x = self.ls1(self.attn(self.norm1(x)), x)
+        if self.scale is not None and self.shift is not None:
+            x = torch.addcmul(self.shift(language).unsqueeze(1), x, 1 + self.scale(language).unsqueeze(1))
         out: torch.Tensor = self.ls2(self.mlp(self.norm2(x)), x)
         return out
 
@@ -109,8 +123,8 @@ class AttentionPool(nn.Module):
         self.q = nn.Linear(dim, dim)
         self.kv = nn.Linear(dim, 2 * dim)
         self.proj = nn.Linear(dim, dim)
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
-        self.mlp = Mlp(dim, config.mlp_dim)
+        self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
+        self.mlp = Mlp(dim, config.mlp_dim, "gelu")
 
 
 class VisionTower(nn.Module):
@@ -119,16 +133,18 @@ class VisionTower(nn.Module):
     pixel_std: torch.Tensor
     pixel_mean: torch.Tensor
 
-    def __init__(self, config: TowerConfig) -> None:
+    def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False  # blocks are computed again in the backward pass instead of being remembered
         dim = config.embed_dim
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.class_token else None
         self.reg_token = nn.Parameter(torch.zeros(1, config.num_registers, dim)) if config.num_registers else None
-        self.pos_embed = nn.Parameter(torch.zeros(1, config.num_patches, dim))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.pos_embed = nn.Parameter(torch.zeros(1, config.num_positions, dim))
+        self.norm_pre = nn.LayerNorm(dim, eps=config.norm_eps) if config.pre_norm else None
+        self.blocks = nn.ModuleList(Block(config, film_dim) for _ in range(config.depth))
+        self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
         self.attn_pool = AttentionPool(config) if config.attention_pool else None
         # On the CPU even inside a `meta` context: these are constants, no checkpoint brings them.
         mean, std = (torch.tensor(c, device="cpu").view(3, 1, 1) for c in (config.mean, config.std))
@@ -142,46 +158,60 @@ class VisionTower(nn.Module):
         """uint8 [..., 3, H, W] -> float32 with this tower's mean and deviation."""
         return (pixels.float() / 255.0 - self.pixel_mean) / self.pixel_std
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
         """[N, P, 3, p, p] patches, uint8 or normalised -> [N, P, W]: second-to-last block, patch tokens, no norm."""
         if patches.dtype == torch.uint8:
             patches = self.normalize(patches)
-        # Positions belong to the patches alone: no_embed_class in timm.
-        x = self.patch_embed(patches.flatten(2).to(self.pos_embed.dtype)) + self.pos_embed
-        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
-        if prefix:
-            x = torch.cat([*prefix, x], dim=1)
+        x = self._embed(patches.to(self.pos_embed.dtype))
         for block in self.blocks[:-1]:
-            x = block(x)
+            if self.recompute and self.training:
+                x = cast(torch.Tensor, checkpoint(block, x, language, use_reentrant=False))
+            else:
+                x = block(x, language)
         features: torch.Tensor = x[:, x.shape[1] - self.config.num_patches :]
         return features
 
+    def _embed(self, patches: torch.Tensor) -> torch.Tensor:
+        """What the first block reads: class token, registers, patches."""
+        x = self.patch_embed(patches)
+        if not self.config.class_position:  # no_embed_class in timm
+            x = x + self.pos_embed
+        prefix = [t.expand(x.shape[0], -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        if prefix:
+            x = torch.cat([*prefix, x], dim=1)
+        if self.config.class_position:
+            x = x + self.pos_embed
+        return x if self.norm_pre is None else cast(torch.Tensor, self.norm_pre(x))
+
 
 class VisionBackbone(nn.Module):
-    """DINOv2 and, where fused, SigLIP on the same pixels, their features side by side."""
+    """One tower, or two on the same pixels with their features side by side; with FiLM, they read the prompt, too."""
 
-    def __init__(self, towers: tuple[TowerConfig, ...]) -> None:
+    def __init__(self, towers: tuple[TowerConfig, ...], film_dim: int | None = None) -> None:
         super().__init__()
-        self.featurizer = VisionTower(towers[0])
-        self.fused_featurizer = VisionTower(towers[1]) if len(towers) > 1 else None
+        self.featurizer = VisionTower(towers[0], film_dim)
+        self.fused_featurizer = VisionTower(towers[1], film_dim) if len(towers) > 1 else None
         self.patch_size = towers[0].patch_size
         self.num_patches = towers[0].num_patches
         self.feature_dim = sum(t.embed_dim for t in towers)
+        self.film = film_dim is not None
 
-    def _towers(self) -> list[VisionTower]:
+    @property
+    def towers(self) -> list[VisionTower]:
+        """The one tower, or both."""
         return [self.featurizer] if self.fused_featurizer is None else [self.featurizer, self.fused_featurizer]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [B, I, 3, H, W] -> [B, 3*towers*I, H, W], for each image the channels of each tower in turn."""
-        return torch.cat([tower.normalize(pixels) for tower in self._towers()], dim=2).flatten(1, 2)
+        return torch.cat([tower.normalize(pixels) for tower in self.towers], dim=2).flatten(1, 2)
 
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[B, I*P, W] features, image after image, DINOv2's channels first.
+    def forward(self, pixels: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, I*P, W] features, image after image, the first tower's channels first.
 
         Pixels are uint8 [B, I, 3, H, W], or floats [B, 3*towers*I, H, W] that `normalize` or the original
-        preprocessor made.
+        preprocessor made. With FiLM, language [B, H] is the mean embedding of each prompt.
         """
-        towers = self._towers()
+        towers = self.towers
         b = pixels.shape[0]
         if pixels.dtype == torch.uint8:
             shared = self.patchify(pixels.flatten(0, 1))  # once for both towers, while a value is still a byte
@@ -189,12 +219,17 @@ class VisionBackbone(nn.Module):
         else:
             stacked = pixels.view(-1, len(towers), 3, *pixels.shape[2:])
             per_tower = [self.patchify(stacked[:, i]) for i in range(len(towers))]
-        features = torch.cat([tower(patches) for tower, patches in zip(towers, per_tower, strict=True)], dim=2)
+        if self.film and language is None:
+            raise ValueError("the vision backbone has FiLM, so it needs the mean embedding of each prompt (language)")
+        if language is not None:
+            language = language.repeat_interleave(per_tower[0].shape[0] // b, dim=0)  # [B*I, H]
+        features = torch.cat([t(patches, language) for t, patches in zip(towers, per_tower, strict=True)], dim=2)
         return features.reshape(b, -1, features.shape[2])
 
     def patchify(self, images: torch.Tensor) -> torch.Tensor:
-        """[N, 3, H, W] -> [N, P, 3, p, p], row by row."""
+        """[N, 3, H, W] -> [N, P, 3, p, p], row by row; like a convolution, without a border narrower than a patch."""
         n, c, h, w = images.shape
         p = self.patch_size
-        patches = images.reshape(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5)
+        whole = images[..., : h // p * p, : w // p * p]
+        patches = whole.reshape(n, c, h // p, p, w // p, p).permute(0, 2, 4, 1, 3, 5)
         return patches.reshape(n, -1, c, p, p)

@@ -1,4 +1,4 @@
-"""Drop-in layers for transformers' Llama: the same parameters and answers, less work.
+"""Drop-in layers for transformers' Llama, Mistral and Qwen2: the same parameters and answers, less work.
 
 At the sizes that RL runs at on a CPU, the library's rotary embedding and RMS norm take a fifth of a layer's time, all
 of it elementwise passes; here a rotation is four half-width kernels, forward and backward. And the last layer computes
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaMLP
+
+from vlarl.policies.openvla.attention import Attend
 
 
 class _Rotate(torch.autograd.Function):
@@ -79,75 +80,85 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class LlamaSelfAttention(nn.Module):
-    """Self-attention with the library's parameter names."""
+class SelfAttention(nn.Module):
+    """Self-attention with the projections of a layer of the library."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, library: Any) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
-        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        self.grouped = config.num_key_value_heads != config.num_attention_heads
-        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        self.layer_idx = int(library.layer_idx)
+        self.head_dim = int(library.head_dim)
+        self.q_proj: nn.Module = library.q_proj
+        self.k_proj: nn.Module = library.k_proj
+        self.v_proj: nn.Module = library.v_proj
+        self.o_proj: nn.Module = library.o_proj
 
     def forward(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        causal: bool,
-        cache: Any,
-        read: slice,
+        self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attend: Attend, cache: Any, read: slice
     ) -> torch.Tensor:
-        """[B, S, H] -> [B, T, H], for the columns that `read` picks; they see all that the mask lets them."""
-        b, s, _width = x.shape
+        """[B, S, H] -> [B, T, H], for the columns that `read` picks; they see what `attend` lets them."""
         half = self.head_dim // 2
         cos, sin = (angle[..., :half].unsqueeze(2) for angle in angles)
-        q = self.q_proj(x[:, read]).unflatten(-1, (-1, self.head_dim))
-        k = rotate(self.k_proj(x).view(b, s, -1, self.head_dim), cos, sin).transpose(1, 2)
-        v = self.v_proj(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (
+            projection(of).unflatten(-1, (-1, self.head_dim))
+            for projection, of in ((self.q_proj, x[:, read]), (self.k_proj, x), (self.v_proj, x))
+        )
         q = rotate(q, cos[:, read], sin[:, read]).transpose(1, 2)
+        k, v = rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        mixed = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
-        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: torch.Tensor = self.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
         return out
 
 
-class LlamaLayer(GradientCheckpointingLayer):
-    """One layer with the library's parameter names and call, and `read`: the columns whose states are wanted."""
+class DecoderLayer(GradientCheckpointingLayer):
+    """A layer of the library with the same parameters, and `read`: the columns whose states are wanted."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(self, library: Any, eps: float) -> None:
         super().__init__()
-        self.self_attn = LlamaSelfAttention(config, layer_idx)
-        self.mlp: nn.Module = cast(Any, LlamaMLP)(config)  # untyped in the library
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width = library.input_layernorm.weight.shape[0]
+        self.self_attn = SelfAttention(library.self_attn)
+        self.mlp: nn.Module = library.mlp
+        self.input_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        is_causal: bool = False,
-        read: slice | None = None,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        read: slice,
+        cache: Any = None,
     ) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H], or [B, T, H] at the columns read."""
-        read = read or slice(0, hidden_states.shape[1])
-        normed = self.input_layernorm(hidden_states)
-        mixed = self.self_attn(normed, position_embeddings, attention_mask, is_causal, past_key_values, read)
-        hidden = hidden_states[:, read] + mixed
+        """[B, S, H] -> [B, T, H] at the columns read."""
+        mixed = self.self_attn(self.input_layernorm(hidden), angles, attend, cache, read)
+        hidden = hidden[:, read] + mixed
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
 
+class TiedHead(nn.Module):
+    """A head that is the embedding: it holds no weight of its own, so checkpoints have none and none can come apart."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding  # past nn.Module, which would register it a second time
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[V, H] the embedding's."""
+        embedding: nn.Embedding = self.__dict__["embedding"]
+        return embedding.weight
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V]."""
+        return F.linear(states, self.weight)
+
+
 def use_fast_layers(language_model: nn.Module) -> None:
-    """Replace the layers of a transformers Llama that has random or no weights yet."""
+    """Replace the layers of a transformers decoder that has no trained weights yet; projections and MLPs move over."""
     decoder = cast(Any, language_model).model
-    config = decoder.config
-    decoder.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_hidden_layers))
-    decoder.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    eps = float(decoder.config.rms_norm_eps)
+    decoder.layers = nn.ModuleList(DecoderLayer(layer, eps) for layer in decoder.layers)
+    decoder.norm = RMSNorm(decoder.config.hidden_size, eps)
+    if decoder.config.tie_word_embeddings:
+        cast(Any, language_model).lm_head = TiedHead(decoder.embed_tokens)

@@ -1,0 +1,132 @@
+"""Three ways to compute attention, with one meaning: which columns each query sees.
+
+An implementation is prepared once for a pass (masks, places of the real tokens) and then called by every layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+
+AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries [B, H, T, D], keys and values [B, G, S, D] with G dividing H -> [B, H, T, D]."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What queries see: the columns start .. stop of `size` ask, `seen` [B, size] are no padding (None: none is).
+
+    Causal means that a column sees itself and those before it. Padding may stand anywhere but in the first column, and
+    a query that is padding gets an answer that nobody reads.
+    """
+
+    start: int
+    stop: int
+    size: int
+    seen: torch.Tensor | None
+    causal: bool
+
+    def narrowed(self, read: slice) -> Sight:
+        """The same for some of the queries."""
+        return Sight(self.start + read.start, self.start + read.stop, self.size, self.seen, self.causal)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether causality hides nothing: it does not matter, or only the last column asks."""
+        return not self.causal or self.start == self.size - 1
+
+    def mask(self, device: torch.device) -> torch.Tensor | None:
+        """Boolean [B or 1, 1, T or 1, size], or None when everything is seen."""
+        keys = None if self.seen is None else self.seen[:, None, None, :]
+        if self.sees_all:
+            return keys
+        full = torch.ones(self.stop - self.start, self.size, dtype=torch.bool, device=device)
+        past = full.tril(self.start)[None, None]
+        return past if keys is None else keys & past
+
+
+def check_attention(name: str) -> None:
+    """Refuse an implementation that is unknown or not installed, before a model is built with it."""
+    if name not in get_args(AttentionName):
+        raise ValueError(f"attention {name!r} is unknown: use one of {', '.join(get_args(AttentionName))}")
+    if name == "flash_attention_2":
+        _flash_attn()
+
+
+def prepare(name: AttentionName, sight: Sight, device: torch.device) -> Attend:
+    """The implementation of that name for one pass."""
+    prepared: dict[AttentionName, Callable[[Sight, torch.device], Attend]] = {
+        "sdpa": _sdpa,
+        "eager": _eager,
+        "flash_attention_2": _Flash,
+    }
+    return prepared[name](sight, device)
+
+
+def _sdpa(sight: Sight, device: torch.device) -> Attend:
+    square = sight.seen is None and sight.causal and sight.stop - sight.start == sight.size
+    mask = None if square else sight.mask(device)  # PyTorch's own causal flag takes the fast kernels
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend
+
+
+def _eager(sight: Sight, device: torch.device) -> Attend:
+    """The formula as it is written, softmax in float32: to look into, and to compare others with."""
+    mask = sight.mask(device)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+        mixed: torch.Tensor = scores.softmax(dim=-1).to(v.dtype) @ v
+        return mixed
+
+    return attend
+
+
+class _Flash:
+    """The flash-attn package. Its causal mask lets the last query see the last key, so keys after it are cut off; rows
+    of different length go in one after the other, without their padding."""
+
+    def __init__(self, sight: Sight, _device: torch.device) -> None:
+        self.causal = not sight.sees_all
+        self.num_keys = sight.stop if self.causal else sight.size
+        self.places: tuple[torch.Tensor, torch.Tensor] | None = None
+        if sight.seen is not None:
+            queries, keys = sight.seen[:, sight.start : sight.stop], sight.seen[:, : self.num_keys]
+            self.places = queries.flatten().nonzero()[:, 0], keys.flatten().nonzero()[:, 0]
+            lengths = [part.sum(dim=1, dtype=torch.int32) for part in (queries, keys)]
+            self.bounds = [F.pad(length.cumsum(0, dtype=torch.int32), (1, 0)) for length in lengths]
+            self.longest = [int(length.max()) for length in lengths]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2)[:, : self.num_keys], v.transpose(1, 2)[:, : self.num_keys]
+        if self.places is None:
+            dense: torch.Tensor = _flash_attn().flash_attn_func(q, k, v, causal=self.causal)
+            return dense.transpose(1, 2)
+        of_queries, of_keys = self.places
+        flat = (q.flatten(0, 1)[of_queries], k.flatten(0, 1)[of_keys], v.flatten(0, 1)[of_keys])
+        mixed = _flash_attn().flash_attn_varlen_func(*flat, *self.bounds, *self.longest, causal=self.causal)
+        out = torch.zeros_like(q).flatten(0, 1).index_copy(0, of_queries, mixed)
+        return out.view(q.shape).transpose(1, 2)
+
+
+def _flash_attn() -> Any:
+    try:
+        return importlib.import_module("flash_attn")
+    except ImportError as error:
+        raise ValueError(
+            "attention 'flash_attention_2' needs the flash-attn package, which is not installed: run "
+            "`pip install flash-attn --no-build-isolation`, or use 'sdpa'"
+        ) from error
