@@ -1,3 +1,6 @@
+from dataclasses import replace
+from io import BytesIO
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from vlarl.policies.openvla.actions import Normalizer
-from vlarl.policies.openvla.config import parse_config
-from vlarl.policies.openvla.processor import Processor
+from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
+from vlarl.policies.openvla.images import ImagePipeline, bicubic_resize, center_crop, jpeg_round_trip, lanczos_resize
+from vlarl.policies.openvla.processor import Processor, preprocessor_config
 from vlarl.policies.tiny import init_tiny, tiny_config
 
 
@@ -37,6 +41,16 @@ def test_llamas_empty_token_and_bos_are_added_once():
     assert ids.count(29871) == 1
 
 
+def test_the_configs_template_is_used_and_bos_only_where_there_is_one():
+    config = replace(
+        tiny_config(), prompt_template="what action should the robot take to {instruction} now", bos_id=None
+    )
+    tokenizer = init_tiny().tokenizer
+    tokenizer.post_processor = None
+    words = tokenizer.encode("what action should the robot take to open the drawer now").ids
+    assert Processor(config, tokenizer, Normalizer(config)).prompt_ids("Open the Drawer") == tuple(words)
+
+
 def test_pixels_stay_as_they_are_at_the_right_size(observe):
     observation = observe(3)
     pixels = init_tiny().process([observation]).pixels
@@ -50,6 +64,78 @@ def test_other_sizes_are_resized_by_antialiased_bicubic(observe):
     pixels = init_tiny().process([observation]).pixels
     expected = Image.fromarray(observation.images[0]).resize((56, 56), Image.Resampling.BICUBIC)
     np.testing.assert_array_equal(pixels[0, 0].permute(1, 2, 0).numpy(), np.asarray(expected))
+
+
+def with_strategy(strategy: str) -> OpenVLAConfig:
+    return parse_config({**tiny_config().raw, "image_resize_strategy": strategy})
+
+
+def prepared(config: OpenVLAConfig, image: np.ndarray) -> np.ndarray:
+    return Processor(config, None, Normalizer(config))._pixels(image[None])[0]
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_resize_crop_cuts_the_ends_of_the_longer_side_off():
+    image = noise(56, 112)
+    np.testing.assert_array_equal(prepared(with_strategy("resize-crop"), image), image[:, 28:84])
+    twice = np.asarray(Image.fromarray(noise(112, 200)).resize((100, 56), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(prepared(with_strategy("resize-crop"), noise(112, 200)), twice[:, 22:78])
+
+
+def test_letterbox_pads_with_the_last_towers_mean():
+    image = noise(28, 56)
+    boxed = prepared(with_strategy("letterbox"), image)
+    np.testing.assert_array_equal(boxed[14:42], image)
+    assert (boxed[:14] == 127).all()
+    assert (boxed[42:] == 127).all()
+    tall = prepared(with_strategy("letterbox"), image.transpose(1, 0, 2))
+    np.testing.assert_array_equal(tall, boxed.transpose(1, 0, 2))
+    # An odd rest stays open, as in the original: 29 + 2 * 13 rows, scaled until the shorter side fits.
+    odd = prepared(with_strategy("letterbox"), noise(29, 56))
+    padded = np.full((55, 56, 3), 127, np.uint8)
+    padded[13:42] = noise(29, 56)
+    scaled = np.asarray(Image.fromarray(padded).resize((57, 56), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(odd, scaled[:, :56])
+
+
+def test_an_unknown_strategy_is_refused_and_a_known_one_is_written_back():
+    config = with_strategy("stretch")
+    with pytest.raises(ValueError, match="'stretch'.*letterbox"):
+        Processor(config, None, Normalizer(config))
+    assert preprocessor_config(with_strategy("letterbox"))["image_resize_strategy"] == "letterbox"
+
+
+def test_the_pipeline_runs_its_steps_in_order():
+    config, image = tiny_config(), noise(80, 80)
+    pipeline = ImagePipeline(jpeg=True, resize="lanczos3", center_crop=True)
+    ours = Processor(config, None, Normalizer(config), pipeline)._pixels(image[None])[0]
+    np.testing.assert_array_equal(ours, center_crop(lanczos_resize(jpeg_round_trip(image), 56)))
+    cropped = Processor(config, None, Normalizer(config), ImagePipeline(center_crop=True))._pixels(image[None])[0]
+    np.testing.assert_array_equal(cropped, center_crop(bicubic_resize(image, 56, "resize-naive", (0, 0, 0))))
+
+
+def test_lanczos_and_crop_keep_what_they_must():
+    flat = np.full((37, 50, 3), (3, 128, 255), np.uint8)
+    np.testing.assert_array_equal(lanczos_resize(flat, 56), np.broadcast_to(flat[0, 0], (56, 56, 3)))
+    np.testing.assert_array_equal(lanczos_resize(noise(56, 56), 56), noise(56, 56))
+    np.testing.assert_array_equal(center_crop(noise(56, 56), area=1.0), noise(56, 56))
+    ramp = np.repeat(np.arange(101, dtype=np.uint8)[None, :, None] * 2, 101, axis=0).repeat(3, axis=2)
+    middle = center_crop(ramp, area=0.25)  # the half of each side from 25 to 75
+    assert (middle[0, 0, 0], middle[50, 50, 0], middle[100, 100, 0]) == (50, 100, 150)
+
+
+@pytest.mark.parametrize(("height", "width"), [(256, 256), (51, 100), (33, 17)])
+def test_jpeg_is_near_an_exact_decoder_at_any_size(height, width):
+    """The fast decoder is off by a few grey levels; chroma that is not interpolated is off by many at an edge."""
+    image = np.zeros((height, width, 3), np.uint8)
+    image[:, : width // 2 + 1], image[: height // 2 + 1, :, 2] = (200, 40, 40), 180
+    file = BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
+    difference = np.abs(jpeg_round_trip(image).astype(int) - np.asarray(Image.open(file)))
+    assert difference.max() <= 8
 
 
 def test_bad_observations_are_refused(observe):

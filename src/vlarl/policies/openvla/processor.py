@@ -8,25 +8,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import OpenVLAConfig
+from vlarl.policies.openvla.images import (
+    ImagePipeline,
+    bicubic_resize,
+    center_crop,
+    jpeg_round_trip,
+    lanczos_resize,
+    resize_strategy,
+)
 from vlarl.types import Observation, PolicyInput, UInt8Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
-
 
 class Processor:
     """The same function for engine and learner. Pixels stay uint8; the towers normalise them on the device."""
 
-    def __init__(self, config: OpenVLAConfig, tokenizer: Tokenizer | None, normalizer: Normalizer) -> None:
+    def __init__(
+        self,
+        config: OpenVLAConfig,
+        tokenizer: Tokenizer | None,
+        normalizer: Normalizer,
+        images: ImagePipeline = ImagePipeline(),  # noqa: B008 - frozen
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.normalizer = normalizer
+        self.images = images
+        self._strategy = resize_strategy(config.raw)
+        # One padded picture serves all towers; the original takes the last tower's mean for it.
+        red, green, blue = (int(255 * mean) for mean in config.towers[-1].mean)
+        self._letterbox_fill = (red, green, blue)
         self.prompt_ids = lru_cache(maxsize=4096)(self._prompt_ids)  # a suite has few instructions, each met often
 
     def __call__(self, observations: Sequence[Observation]) -> PolicyInput:
@@ -59,11 +75,11 @@ class Processor:
                 "the checkpoint folder has no tokenizer.json, so prompts can't be encoded: copy the tokenizer of its "
                 "base model into the folder"
             )
-        ids: list[int] = self.tokenizer.encode(PROMPT.format(instruction=instruction.lower())).ids
-        bos = int(self.config.text.get("bos_token_id", 1))
-        if ids[:1] != [bos]:
+        prompt = self.config.prompt_template.format(instruction=instruction.lower())
+        ids: list[int] = self.tokenizer.encode(prompt).ids
+        bos, suffix = self.config.bos_id, self.config.prompt_suffix_id
+        if bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
-        suffix = self.config.prompt_suffix_id
         if suffix is not None and ids[-1] != suffix:
             ids = [*ids, suffix]
         return tuple(ids)
@@ -75,13 +91,18 @@ class Processor:
             raise ValueError(f"images must be uint8 [I, H, W, 3], got {images.dtype} {images.shape}")
         if images.shape[0] < wanted:
             raise ValueError(f"the observation has {images.shape[0]} images, this policy reads {wanted}")
+        return np.stack([self._prepare(image) for image in images[:wanted]])
+
+    def _prepare(self, image: UInt8Array) -> UInt8Array:
+        """[H, W, 3] of any size -> the model's, through the steps of the pipeline."""
         size = self.config.image_size
-        images = images[:wanted]
-        if images.shape[1:3] == (size, size):
-            return images
-        # The checkpoints' preprocessor resizes without keeping the aspect: bicubic with antialias, which PIL's is.
-        resized = [Image.fromarray(i).resize((size, size), Image.Resampling.BICUBIC) for i in images]
-        return np.stack([np.asarray(i) for i in resized])
+        if self.images.jpeg:
+            image = jpeg_round_trip(image)
+        if self.images.resize == "lanczos3":
+            image = lanczos_resize(image, size)
+        else:
+            image = bicubic_resize(image, size, self._strategy, self._letterbox_fill)
+        return center_crop(image) if self.images.center_crop else image
 
 
 def preprocessor_config(config: OpenVLAConfig) -> dict[str, object]:
@@ -90,7 +111,7 @@ def preprocessor_config(config: OpenVLAConfig) -> dict[str, object]:
     return {
         "processor_class": "PrismaticProcessor",
         "image_processor_type": "PrismaticImageProcessor",
-        "image_resize_strategy": "resize-naive",
+        "image_resize_strategy": resize_strategy(config.raw),
         "use_fused_vision_backbone": len(config.towers) > 1,
         "input_sizes": [[3, size, size] for _ in config.towers],
         "interpolations": ["bicubic" for _ in config.towers],

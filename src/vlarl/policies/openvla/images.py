@@ -1,0 +1,137 @@
+"""Camera frames -> the model's size, as the code that trained the published checkpoints does it, without TensorFlow.
+
+OpenVLA's LIBERO data went through JPEG, a Lanczos resize and, with crop augmentation, a crop; evaluation repeats them.
+All functions take and give uint8 [H, W, 3].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from typing import Literal, cast, get_args
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from vlarl.types import FloatArray, IntArray, UInt8Array
+
+ResizeStrategy = Literal["resize-naive", "letterbox", "resize-crop"]
+Color = tuple[int, int, int]
+
+CROP_AREA = 0.9
+FLOAT_TO_BYTE = np.float32(255.5)  # TensorFlow cuts off the fraction of this product, which is not quite rounding
+LANCZOS_RADIUS = 3
+CHROMA_WEIGHTS = ((0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0))  # of blue and red chroma in red, green, blue
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePipeline:
+    """What happens to a frame before the towers, in this order; the default is a checkpoint's own preprocessor."""
+
+    jpeg: bool = False
+    resize: Literal["bicubic", "lanczos3"] = "bicubic"
+    center_crop: bool = False
+
+
+def jpeg_round_trip(image: UInt8Array) -> UInt8Array:
+    """Encode at quality 95 with halved chroma and decode as TensorFlow's decode_image does, which favours speed."""
+    file = BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
+    decoded = Image.open(file)
+    decoded.draft("YCbCr", decoded.size)
+    # The fast inverse DCT, which is several grey levels off the exact one. With it PIL repeats chroma values instead of
+    # interpolating them, so every second one is taken and interpolated here.
+    decoded.decoderconfig = (1, 1)
+    planes = np.asarray(decoded)  # [H, W, 3] luma, blue, red
+    height, width = planes.shape[:2]
+    chroma = [_upsample(planes[::2, ::2, c])[:height, :width] - np.float32(128) for c in (1, 2)]
+    rgb = [planes[:, :, 0] + np.rint(b * chroma[0] + r * chroma[1]) for b, r in CHROMA_WEIGHTS]
+    return np.stack([_to_uint8(channel) for channel in rgb], axis=2)
+
+
+def lanczos_resize(image: UInt8Array, size: int) -> UInt8Array:
+    """Lanczos3 with antialias to a square, as TensorFlow's resize: rounded once, at the end."""
+    rows, columns = (_lanczos_weights(n, size) for n in image.shape[:2])
+    channels = np.ascontiguousarray(image.transpose(2, 0, 1), dtype=np.float32)
+    return _to_uint8((rows @ channels @ columns.T).transpose(1, 2, 0))
+
+
+def center_crop(image: UInt8Array, area: float = CROP_AREA) -> UInt8Array:
+    """The middle of a square image, a share `area` of its pixels, resized back as TensorFlow's crop_and_resize does."""
+    low, high, fraction = _crop_places(image.shape[0], area)
+    channels = np.ascontiguousarray(image.transpose(2, 0, 1), dtype=np.float32) * np.float32(1 / 255)
+    left = channels.take(low, axis=2)
+    mixed = left + (channels.take(high, axis=2) - left) * fraction
+    top = mixed.take(low, axis=1)
+    cropped = top + (mixed.take(high, axis=1) - top) * fraction[:, None]
+    return np.minimum(cropped * FLOAT_TO_BYTE, 255.0).astype(np.uint8).transpose(1, 2, 0)
+
+
+def bicubic_resize(image: UInt8Array, size: int, strategy: ResizeStrategy, fill: Color) -> UInt8Array:
+    """A checkpoint's own preprocessor: antialiased bicubic, by the strategy of its config for frames not square.
+
+    `resize-naive` stretches, `letterbox` first pads to a square with the colour `fill`, `resize-crop` cuts the ends of
+    the longer side off.
+    """
+    height, width = image.shape[:2]
+    if (height, width) == (size, size):
+        return image
+    picture = Image.fromarray(image)
+    if strategy == "letterbox":
+        longer = max(height, width)
+        across, down = (longer - width) // 2, (longer - height) // 2
+        picture = ImageOps.expand(picture, (across, down, across, down), fill)
+    if strategy == "resize-naive":
+        return np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC))
+    shorter = min(picture.size)
+    wide, high = (int(size * side / shorter) for side in picture.size)
+    left, top = round((wide - size) / 2), round((high - size) / 2)
+    scaled = picture.resize((wide, high), Image.Resampling.BICUBIC)
+    return np.asarray(scaled.crop((left, top, left + size, top + size)))
+
+
+def resize_strategy(raw_config: Mapping[str, object]) -> ResizeStrategy:
+    """The strategy that a config.json names; `resize-naive`, which every published OpenVLA has, where it names none."""
+    name = raw_config.get("image_resize_strategy", "resize-naive")
+    if name not in get_args(ResizeStrategy):
+        known = ", ".join(get_args(ResizeStrategy))
+        raise ValueError(f"image_resize_strategy {name!r} of config.json is unknown: it must be one of {known}")
+    return cast(ResizeStrategy, name)
+
+
+def _to_uint8(values: np.ndarray) -> UInt8Array:
+    rounded: UInt8Array = np.clip(np.rint(values), 0, 255).astype(np.uint8)
+    return rounded
+
+
+def _upsample(plane: UInt8Array) -> np.ndarray:
+    """[h, w] -> [2h, 2w], three parts of the near value and one of the far, rounded as libjpeg does."""
+    padded = np.pad(plane.astype(np.int16), 1, mode="edge")
+    near = 3 * padded[1:-1]
+    rows = np.stack([near + padded[:-2], near + padded[2:]], axis=1).reshape(-1, padded.shape[1])
+    near = 3 * rows[:, 1:-1]
+    both = np.stack([near + rows[:, :-2] + 8, near + rows[:, 2:] + 7], axis=2)
+    return both.reshape(rows.shape[0], -1) >> 4
+
+
+@lru_cache(maxsize=64)
+def _lanczos_weights(source: int, target: int) -> FloatArray:
+    """[target, source] rows of weights that add up to 1; shrinking widens the kernel, which is the antialias."""
+    step = source / target
+    centers = (np.arange(target) + 0.5) * step
+    distance = (np.arange(source) + 0.5 - centers[:, None]) / max(step, 1.0)
+    kernel = np.sinc(distance) * np.sinc(distance / LANCZOS_RADIUS) * (np.abs(distance) < LANCZOS_RADIUS)
+    weights: FloatArray = (kernel / kernel.sum(axis=1, keepdims=True)).astype(np.float32)
+    return weights
+
+
+@lru_cache(maxsize=64)
+def _crop_places(size: int, area: float) -> tuple[IntArray, IntArray, FloatArray]:
+    """For each pixel of the crop: the pixels on either side, and how far between them it lies. Corners are aligned."""
+    side = np.sqrt(np.float32(area))
+    start = (np.float32(1) - side) / 2
+    places = start * (size - 1) + np.arange(size, dtype=np.float32) * side
+    low = np.floor(places)
+    return low.astype(np.int64), np.ceil(places).astype(np.int64), (places - low).astype(np.float32)
