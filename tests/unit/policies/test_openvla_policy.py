@@ -30,11 +30,11 @@ def test_rows_of_a_ragged_batch_equal_rows_alone(policy, observe):
     observations = [observe(i, text) for i, text in enumerate(INSTRUCTIONS)]
     together = policy.process(observations)
     assert not together.attention_mask.all()
-    ids, logits = policy.generate(together, greedy)
+    ids, logits = policy.decode(together, greedy)
     scores = policy.score(together, ids)
     for i, observation in enumerate(observations):
         alone = policy.process([observation])
-        own_ids, own_logits = policy.generate(alone, greedy)
+        own_ids, own_logits = policy.decode(alone, greedy)
         own = policy.score(alone, ids[i : i + 1])
         assert torch.equal(own_ids[0], ids[i])
         torch.testing.assert_close(own_logits[0], logits[i], atol=1e-5, rtol=0)
@@ -50,7 +50,7 @@ def test_score_gives_the_logits_that_generation_saw(policy, observe):
     def choose(logits: torch.Tensor, first: int) -> torch.Tensor:
         return distribution.sample(logits, 1.6, uniforms[:, first : first + logits.shape[1]])
 
-    ids, logits = policy.generate(inputs, choose)
+    ids, logits = policy.decode(inputs, choose)
     assert ids.min() >= policy.codec.first_id
     assert ids.max() < policy.codec.first_id + 256
     torch.testing.assert_close(policy.score(inputs, ids).logits, logits, atol=1e-5, rtol=0)
@@ -58,7 +58,7 @@ def test_score_gives_the_logits_that_generation_saw(policy, observe):
 
 def test_value_and_logits_ignore_padding(policy, observe):
     inputs = policy.process([observe(0)])
-    ids, _ = policy.generate(inputs, greedy)
+    ids, _ = policy.decode(inputs, greedy)
     before = policy.score(inputs, ids)
     for fill in (3, 7, 500):  # whatever stands in the padding, and however wide it is
         pad = torch.full((1, 5), fill)
@@ -74,7 +74,7 @@ def test_value_and_logits_ignore_padding(policy, observe):
 
 def test_value_reads_the_state_that_predicts_the_first_token(policy, observe):
     inputs = policy.process([observe(0), observe(1, INSTRUCTIONS[2])])
-    ids, logits = policy.generate(inputs, greedy)
+    ids, logits = policy.decode(inputs, greedy)
     prefix = embed_prefix(policy.model, inputs, policy.proprio_projector)
     states = policy.decoder.states(policy.model, prefix, ids)
     torch.testing.assert_close(policy.model.action_logits(states[:, 0]), logits[:, 0], atol=1e-5, rtol=0)
@@ -103,7 +103,7 @@ def test_prompt_sees_later_slots_only_in_the_parallel_decoder(observe):
 
 def test_image_proprio_and_instruction_all_reach_the_logits(policy, observe):
     base = policy.process([observe(0)])
-    ids, logits = policy.generate(base, greedy)
+    ids, logits = policy.decode(base, greedy)
     other = policy.process([observe(1, INSTRUCTIONS[0])])
     for changed in (
         replace(base, pixels=other.pixels),
@@ -116,7 +116,7 @@ def test_image_proprio_and_instruction_all_reach_the_logits(policy, observe):
 def test_second_image_is_read(observe):
     policy = init_tiny("parallel", seed=0, num_images=2)
     inputs = policy.process([observe(0, num_images=2)])
-    ids, logits = policy.generate(inputs, greedy)
+    ids, logits = policy.decode(inputs, greedy)
     pixels = inputs.pixels.clone()
     pixels[:, 1] = 0
     assert (policy.score(replace(inputs, pixels=pixels), ids).logits - logits).abs().max() > 1e-3
@@ -129,7 +129,7 @@ def test_generation_takes_no_gradient_and_reports_token_offsets(policy, observe)
         offsets.append((first, logits.shape[1]))
         return distribution.greedy(logits)
 
-    _, logits = policy.generate(policy.process([observe(0)]), choose)
+    _, logits = policy.decode(policy.process([observe(0)]), choose)
     assert not logits.requires_grad
     expected = [(0, 28)] if policy.config.decoder == "parallel" else [(t, 1) for t in range(7)]
     assert offsets == expected
@@ -155,7 +155,7 @@ def test_predict_action_gives_a_chunk_in_robot_units(policy, observe):
     observation = observe(0)
     actions = policy.predict_action(observation.images[0], observation.instruction, observation.proprio)
     assert actions.shape == (policy.chunk_length, 7)
-    ids, _ = policy.generate(policy.process([observation]), greedy)
+    ids, _ = policy.decode(policy.process([observation]), greedy)
     np.testing.assert_allclose(actions, policy.codec.decode(ids.numpy())[0], atol=1e-6)
     with pytest.raises(ValueError, match="give proprio"):
         policy.predict_action(observation.images, observation.instruction)
@@ -176,7 +176,7 @@ def test_value_head_is_decided_by_its_seed():
 def test_bfloat16_policy_scores_in_float32(observe):
     policy = init_tiny("parallel", seed=1)
     inputs = policy.process([observe(0), observe(1)])
-    ids, exact = policy.generate(inputs, greedy)
+    ids, exact = policy.decode(inputs, greedy)
     policy.attach_value_head((8,))
     policy.model.bfloat16()
     policy.proprio_projector.bfloat16()
@@ -190,7 +190,7 @@ def test_grouped_heads_run(observe):
     grouped = replace(config, text={**config.text, "num_key_value_heads": 1})
     policy = OpenVLAPolicy(grouped, init_tiny().tokenizer)
     initialize(policy, torch.Generator().manual_seed(0))
-    ids, logits = policy.generate(policy.process([observe(0)]), greedy)
+    ids, logits = policy.decode(policy.process([observe(0)]), greedy)
     torch.testing.assert_close(policy.score(policy.process([observe(0)]), ids).logits, logits)
 
 
@@ -198,7 +198,7 @@ def test_learned_slots_at_zero_are_ofts_zeros(observe):
     learned = init_tiny("parallel", seed=1)
     zeros = init_tiny("parallel", seed=1, learned_slots=False)
     inputs = learned.process([observe(0), observe(1, INSTRUCTIONS[2])])
-    ids, logits = zeros.generate(inputs, greedy)
+    ids, logits = zeros.decode(inputs, greedy)
     assert (learned.score(inputs, ids).logits - logits).abs().max() > 1e-3
     with torch.no_grad():
         learned.model.language_model.model.embed_tokens.weight[learned.config.vocab_size :] = 0

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from vlarl.policies.openvla.processor import PROMPT
+from vlarl.policies.openvla.families import PLAIN_PROMPT
 from vlarl.policies.tiny import NUM_ACTION_BINS, TEXT_VOCAB_SIZE, build_tiny_tokenizer, init_tiny, tiny_config
 
 
 def encode(text: str) -> list[str]:
-    return build_tiny_tokenizer().encode(PROMPT.format(instruction=text)).tokens
+    return build_tiny_tokenizer().encode(PLAIN_PROMPT.format(instruction=text)).tokens
 
 
 def test_common_instructions_take_one_token_a_word():

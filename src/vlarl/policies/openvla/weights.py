@@ -1,11 +1,14 @@
 """Checkpoint folders in the original layout: read safetensors (whole or sharded) and OFT's component files; write
-safetensors only."""
+safetensors only. Tensors are read and written one after the other, so that no second copy of a model is ever held."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +18,107 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vlarl.policies.openvla.config import read_json
+from vlarl.policies.openvla.quantize import quantized, refuse_quantized, waits_for_quantization
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # what the original checkpoints' shards were cut by
 
 # Buffers that old versions of transformers stored and that the model computes by itself.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
+_WRITTEN = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors(\.part|\.index\.json)?")
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights, by the index where there is one."""
-    if (folder / INDEX_NAME).is_file():
-        weight_map = read_json(folder / INDEX_NAME).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{folder / INDEX_NAME} has no weight_map: copy the file again")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        absent = [f.name for f in files if not f.is_file()]
-        if absent:
-            raise FileNotFoundError(f"{folder}: the index names {', '.join(absent)}, which are not there: copy them")
-        return files
-    if not (folder / WEIGHTS_NAME).is_file():
-        raise FileNotFoundError(f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: it holds no weights to load")
-    return [folder / WEIGHTS_NAME]
+    if not (folder / INDEX_NAME).is_file():
+        if not (folder / WEIGHTS_NAME).is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: it holds no weights to load"
+            )
+        return [folder / WEIGHTS_NAME]
+    files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    absent = [f.name for f in files if not f.is_file()]
+    if absent:
+        raise FileNotFoundError(f"{folder}: the index names {', '.join(absent)}, which are not there: copy them")
+    return files
 
 
-def read_tensors(path: Path, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of one safetensors file, one at a time; a broken file is named."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict: it has no other iterator
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
-
-
-def load_model(model: nn.Module, folder: Path, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Fill a model, which may live on the meta device, with a folder's weights in the given type."""
-    state: dict[str, torch.Tensor] = {}
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all stored weights, from the files' headers alone; index and files must agree."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    holds: dict[str, set[str]] = {}
     for path in weight_files(folder):
-        for name, tensor in read_tensors(path, device):
-            if not IGNORED.search(name):
-                state[name] = tensor.to(dtype)
-    load_state(model, state, str(folder))
+        with opened(path) as file:
+            names = [name for name in file.keys() if not IGNORED.search(name)]  # noqa: SIM118 - not a dict
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        holds[path.name] = set(names)
+    if (folder / INDEX_NAME).is_file():
+        lost = [f"{n} in {f}" for n, f in _weight_map(folder).items() if n not in holds[f] and not IGNORED.search(n)]
+        if lost:
+            raise ValueError(
+                f"{folder}: {INDEX_NAME} names tensors that the files don't hold ({len(lost)}): {', '.join(lost)}. "
+                "Index and files are of different checkpoints: copy or download the folder again"
+            )
+    return shapes
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type that most of a folder's weights are stored in, float32 or bfloat16."""
+    counts: Counter[str] = Counter()
+    for path in weight_files(folder):
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                part = file.get_slice(name)
+                counts[part.get_dtype()] += math.prod(part.get_shape())
+    return torch.float32 if counts.most_common(1)[0][0] == "F32" else torch.bfloat16
+
+
+def load_model(
+    model: nn.Module,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    instead: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Fill a model, which may live on the meta device, with a folder's weights in the given type.
+
+    Names and shapes are checked before any tensor is read. Then each goes to the device by itself, so that the host
+    holds no more than the pages of one file beside the model. Tensors given as `instead` are taken for those of the
+    same names, or beside them.
+    """
+    own = dict(instead or {})
+    shapes = read_shapes(folder) | {name: tuple(tensor.shape) for name, tensor in own.items()}
+    fills = _match(model, shapes, str(folder))
+    for name, tensor in own.items():
+        _put(model, fills[name], _loaded(_get(model, fills[name][0]), tensor, dtype, device))
+    for path in weight_files(folder):
+        for name, tensor in read_tensors(path):
+            if name in fills and name not in own:
+                _put(model, fills[name], _loaded(_get(model, fills[name][0]), tensor, dtype, device))
 
 
 def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
     """Put a whole state into a module; all names and shapes that don't fit are told at once."""
-    wanted = module.state_dict()
-    missing = [name for name in wanted if name not in state]
-    unexpected = [name for name in state if name not in wanted]
-    shapes = [
-        f"{name} {tuple(state[name].shape)} for {tuple(wanted[name].shape)}"
-        for name in wanted
-        if name in state and state[name].shape != wanted[name].shape
-    ]
-    problems = [
-        f"{title} ({len(names)}): {', '.join(names)}"
-        for title, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if names
-    ]
-    if problems:
-        raise ValueError(f"the weights of {source} don't fit its config.json; {'; '.join(problems)}")
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    module.load_state_dict(dict(state), assign=True)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in trainable)
+    for name, filled in _match(module, {n: tuple(t.shape) for n, t in state.items()}, source).items():
+        old = _get(module, filled[0])
+        tensor = state[name]
+        _put(module, filled, nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor)
 
 
-def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a module's state as safetensors, in its own precision or another."""
-    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in module.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt"})
+def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one safetensors file, one at a time; they are views of the mapped file, not copies."""
+    with opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict: it has no other iterator
+            yield name, file.get_tensor(name)
 
 
 def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     """State of a component: our `<name>.safetensors`, or OFT's `<name>--<step>_checkpoint.pt` of the latest step."""
     ours = folder / f"{name}.safetensors"
     if ours.is_file():
-        return dict(read_tensors(ours))
+        return {key: tensor.clone() for key, tensor in read_tensors(ours)}
     found = {int(m[1]): p for p in folder.glob(f"{name}--*_checkpoint.pt") if (m := re.search(r"--(\d+)_", p.name))}
     if not found:
         return None
@@ -106,6 +132,162 @@ def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     return {key.removeprefix("module."): tensor for key, tensor in state.items()}
 
 
+def save_weights(
+    named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write weights as transformers does: model.safetensors, or shards of at most `max_shard_bytes` and their index.
+
+    Tensors may live anywhere; one shard of them is on the host at a time. Of tied tensors in a mapping the first is
+    written; an iterable, which may compute its tensors on the way, gives each only once. `dtype` None keeps the types.
+    """
+    tensors = _without_ties(named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
+    for old in folder.iterdir():
+        if _WRITTEN.fullmatch(old.name):  # a stale index would win over a new single file
+            old.unlink()
+    parts: list[list[str]] = []  # names in each file
+    sizes: dict[str, int] = {"total_parameters": 0, "total_size": 0}
+    shard: dict[str, torch.Tensor] = {}
+    room = max_shard_bytes
+
+    def write(content: dict[str, torch.Tensor]) -> None:
+        parts.append(list(content))
+        write_tensors(content, folder / f"model-{len(parts):05d}.safetensors.part")
+
+    for name, tensor in tensors:
+        refuse_quantized(name, tensor)
+        size = tensor.numel() * _stored_type(tensor, dtype).itemsize
+        sizes["total_parameters"] += tensor.numel()
+        sizes["total_size"] += size
+        if size > max_shard_bytes:
+            write({name: _on_host(tensor, dtype)})
+            continue
+        if size > room:
+            write(shard)
+            shard, room = {}, max_shard_bytes
+        shard[name] = _on_host(tensor, dtype)
+        room -= size
+    if shard:
+        write(shard)
+    _name_parts(folder, parts, sizes)
+
+
+def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a module's state as one safetensors file, in its own precision or another."""
+    state = _without_ties(module.state_dict())
+    for name, tensor in state.items():
+        refuse_quantized(name, tensor)
+    write_tensors({name: _on_host(tensor, dtype) for name, tensor in state.items()}, path)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write contiguous tensors of the host as one safetensors file, readable by whom the umask lets read."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode & 0o777  # the library would leave 0600
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object the way the original layout's files look."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{folder / INDEX_NAME} has no weight_map of file names: copy the file again")
+    return weight_map
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A mapped safetensors file; a broken one is named."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
+
+
+def _match(module: nn.Module, stored: Mapping[str, tuple[int, ...]], source: str) -> dict[str, list[str]]:
+    """Which names of the module each stored tensor fills: several when they are tied, and one stored name is enough."""
+    wanted = module.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in wanted.items():
+        tied.setdefault(id(tensor), []).append(name)
+    fills = {next((n for n in names if n in stored), names[0]): names for names in tied.values()}
+    missing = [name for name in fills if name not in stored]
+    unexpected = [name for name in stored if name not in wanted]
+    shapes = [
+        f"{name} {stored[name]} for {tuple(wanted[name].shape)}"
+        for name in fills
+        if name in stored and stored[name] != tuple(wanted[name].shape)
+    ]
+    problems = [
+        f"{title} ({len(names)}): {', '.join(names)}"
+        for title, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if names
+    ]
+    if problems:
+        raise ValueError(f"the weights of {source} don't fit its config.json; {'; '.join(problems)}")
+    return fills
+
+
+def _get(module: nn.Module, name: str) -> torch.Tensor:
+    path, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
+    return tensor
+
+
+def _put(module: nn.Module, names: list[str], tensor: torch.Tensor) -> None:
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(path), attribute, tensor)
+
+
+def _loaded(old: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """What takes the place of `old`: on the device, in the wanted type, in memory of its own."""
+    kept = dtype if stored.is_floating_point() else stored.dtype
+    if waits_for_quantization(old):
+        return quantized(old, stored.to(kept), device)
+    moved = stored.to(device)  # before the type changes, which then costs no memory on the host
+    tensor = moved.to(kept, copy=moved is stored)
+    return nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+
+
+def _without_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each tensor under its first name; the same memory under another name is left out."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        first.setdefault(place, name)
+    return {name: tensors[name] for name in first.values()}
+
+
+def _stored_type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    host = tensor.detach().to("cpu", _stored_type(tensor, dtype)).contiguous()
+    whole = host.untyped_storage().nbytes() == host.nbytes
+    return host if whole else host.clone()  # the library refuses views of one storage
+
+
+def _name_parts(folder: Path, parts: list[list[str]], sizes: dict[str, int]) -> None:
+    """Give the written files their final names, which need their number, and write the index of several."""
+    written = [folder / f"model-{number:05d}.safetensors.part" for number in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        written[0].rename(folder / WEIGHTS_NAME)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(zip(written, parts, strict=True), start=1):
+        final = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_NAME, index)

@@ -1,0 +1,1 @@
+"""Checkpoints that leave: to the hub."""

@@ -1,0 +1,173 @@
+"""Merging: an adapter and its base -> one checkpoint folder in the original layout, checked on a probe.
+
+adapter + base, float32 ──► logits ─┐
+  fold the adapters in     ──► logits ─┴─ equal?  ──► write ──► read back ──► the same logits? ──► OUT
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from vlarl import __version__
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import DTYPES, checkpoint_folder, load_policy
+from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, read_component, stored_dtype, write_json
+from vlarl.types import PolicyInput
+
+METADATA = "merge_metadata.json"
+TOLERANCE = 1e-4  # of a float32 logit, between adapter and merged model
+PACKAGES = ("torch", "transformers", "peft", "safetensors")
+
+# Files of a base that belong to its model and that no weights are in: the original's code among them.
+COPIED = ("*.json", "*.py", "*.txt", "*.jinja", "tokenizer.model", "action_head--*.pt", "proprio_projector--*.pt")
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge did."""
+
+    out: Path
+    base: str
+    dtype: str
+    logit_error: float  # largest difference between adapter and merged model, both float32
+    rounding_error: float  # what storing in a smaller type adds to that; 0 for float32
+
+
+def merge(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    base: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    device: torch.device | str = "cpu",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> MergeResult:
+    """Fold an adapter into its base and write the whole model to the new folder `out`.
+
+    `base` is needed where the adapter's own note of it no longer holds; `dtype` is the base's unless given.
+    """
+    target = Path(out)
+    refuse_used(target)
+    folder = checkpoint_folder(adapter)
+    if not adapters.is_adapter(folder):
+        raise UsageError(f"{adapter} holds no adapter (adapter_config.json): there is nothing to merge.")
+    policy = load_policy(adapter, base=base, device=device).eval()
+    assert policy.base is not None
+    origin, chosen = policy.base, DTYPES[dtype] if dtype else stored_dtype(policy.base.folder)
+    lora = adapters.settings(policy.model)
+    probe, tokens = probe_input(policy)
+    before = logits_of(policy, probe, tokens)
+    policy.fold_adapter()
+    merged = logits_of(policy, probe, tokens)
+    error = check_equal(before, merged, f"folding {adapter} into {origin.path}", TOLERANCE)
+    fresh = target.with_name(f".new-{target.name}")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    try:
+        copy_files(origin.folder, fresh)
+        policy.save(fresh, chosen, max_shard_bytes=max_shard_bytes)
+        write_heads(origin.folder, fresh)
+        round_weights(policy, chosen)
+        stored = logits_of(policy, probe, tokens)
+        del policy  # two float32 models of this size need not fit
+        reread = load_policy(fresh, device=device).eval()
+        check_equal(stored, logits_of(reread, probe, tokens), f"reading back {target}", TOLERANCE)
+        result = MergeResult(target, origin.path, _name(chosen), error, float((stored - merged).abs().max()))
+        write_json(fresh / METADATA, metadata(result, adapter, lora))
+        if target.exists():
+            target.rmdir()  # empty, as was checked
+        fresh.rename(target)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return result
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder that holds something: a merge never overwrites."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty, and nothing is overwritten: name a new folder.")
+
+
+def probe_input(policy: OpenVLAPolicy) -> tuple[PolicyInput, torch.Tensor]:
+    """Two made-up decisions, alike for every model of a size: ragged prompts, noise for pixels, any tokens."""
+    config, generator = policy.config, torch.Generator().manual_seed(0)
+    size, length = config.image_size, 12
+    ids = torch.randint(10, config.first_action_id, (2, length), generator=generator)
+    mask = torch.ones(ids.shape, dtype=torch.bool)
+    mask[1, length - 3 :] = False
+    pixels = torch.randint(0, 256, (2, config.num_images, 3, size, size), generator=generator).to(torch.uint8)
+    proprio = torch.rand(2, config.proprio_dim, generator=generator) * 2 - 1 if config.use_proprio else None
+    shape = (2, config.num_action_tokens)
+    tokens = torch.randint(config.first_action_id, config.vocab_size, shape, generator=generator)
+    return PolicyInput(ids, mask, pixels, proprio), tokens
+
+
+@torch.no_grad()
+def logits_of(policy: OpenVLAPolicy, probe: PolicyInput, tokens: torch.Tensor) -> torch.Tensor:
+    """[2, K*D, num_bins] what the model says of the probe, on the host."""
+    return policy.score(probe, tokens).logits.cpu()
+
+
+def round_weights(policy: OpenVLAPolicy, dtype: torch.dtype) -> None:
+    """Give the model's weights the values that they have once stored in this type."""
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+
+
+def check_equal(before: torch.Tensor, after: torch.Tensor, what: str, tolerance: float) -> float:
+    """The largest difference of two sets of logits; more than the tolerance ends the merge."""
+    error = float((before - after).abs().max())
+    if not error <= tolerance:  # a NaN ends it, too
+        raise VlarlError(
+            f"{what} changes the logits by {error:.1e}, more than {tolerance:.0e}: nothing was written. Check that the "
+            "adapter's weights are finite and of the size that training leaves."
+        )
+    return error
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy what describes the base: processor, tokenizer, statistics, code, heads; its weights are written anew."""
+    skipped = {METADATA, "model.safetensors.index.json", "trainer.json", "metadata.json"}
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.name not in skipped:
+                shutil.copyfile(path, target / path.name)
+
+
+def write_heads(base: Path, target: Path) -> None:
+    """Bring the heads into OFT's own files: other programs take every safetensors file for a part of the model. The
+    critic, which belongs to training, stays behind."""
+    for name in ("proprio_projector", "action_head"):
+        state = read_component(base, name)
+        if state is not None and not any(target.glob(f"{name}--*_checkpoint.pt")):
+            torch.save({f"module.{key}": value for key, value in state.items()}, target / f"{name}--0_checkpoint.pt")
+    for name in ("proprio_projector", "action_head", "value_head"):
+        (target / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+def metadata(result: MergeResult, adapter: str | Path, lora: dict[str, object]) -> dict[str, object]:
+    """The content of merge_metadata.json."""
+    return {
+        "base": result.base,
+        "adapter": str(adapter),
+        "lora": lora,
+        "dtype": result.dtype,
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "max_logit_difference": result.logit_error,
+        "max_rounding_difference": result.rounding_error,
+        "versions": {"vlarl": __version__} | {name: version(name) for name in PACKAGES},
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known is dtype)

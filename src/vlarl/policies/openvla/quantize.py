@@ -1,0 +1,79 @@
+"""A base in 4 or 8 bits, for LoRA on a small card: linear layers of bitsandbytes, quantised as their weights arrive.
+
+4 bits are QLoRA's (Dettmers et al. 2023, arXiv:2305.14314): nf4, doubly quantised, computed in bfloat16. 8 bits are
+LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) with its threshold for outliers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from vlarl.errors import MissingExtraError
+
+# The matrices that make up most of a model. Embeddings and lm_head stay as they are, and so do parts that never run.
+QUANTIZED = re.compile(
+    r"language_model\.model\.layers\..+|projector\.\w+|vision_backbone\.\w+\.blocks\..+\.(attn|mlp)\.\w+"
+)
+
+# Values that share a scale in 4 bits. Rows of another multiple stay in full precision (in OpenVLA-7B one matrix of each
+# SigLIP block): bitsandbytes 0.50 reads them back wrongly on a CPU.
+BLOCK = 64
+OUTLIER_THRESHOLD = 6.0  # of an activation; columns with larger ones are multiplied in 16 bits
+
+
+def quantize_linears(model: nn.Module, bits: Literal[4, 8]) -> None:
+    """Replace the big linear layers of a model on the meta device; loading then quantises each weight as it comes."""
+    if bits not in (4, 8):
+        raise ValueError(f"a base in {bits} bits is not possible: take 4 or 8")
+    bnb = _bitsandbytes()
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or not QUANTIZED.fullmatch(name):
+            continue
+        if bits == 4 and module.in_features % BLOCK:
+            continue
+        sizes = (module.in_features, module.out_features)
+        with torch.device("meta"):
+            new: nn.Linear = (
+                bnb.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+                if bits == 4
+                else bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD)
+            )
+        new.bias = module.bias  # with its requires_grad
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, new)
+    cast(Any, model).is_loaded_in_4bit = bits == 4  # peft asks for these names
+    cast(Any, model).is_loaded_in_8bit = bits == 8
+
+
+def waits_for_quantization(parameter: torch.Tensor) -> bool:
+    """Whether this is the empty weight of a layer that `quantize_linears` put in."""
+    return parameter.is_meta and type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def quantized(empty: torch.Tensor, weight: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A full-precision weight [out, in] on the host -> the quantised parameter on the device, for its empty place."""
+    kind = cast(Any, type(empty))
+    settings = {name: value for name, value in vars(empty).items() if name not in ("quant_state", "bnb_quantized")}
+    parameter: torch.Tensor = kind(weight, requires_grad=False, **settings).to(device)
+    return parameter
+
+
+def refuse_quantized(name: str, tensor: torch.Tensor) -> None:
+    """Stop a quantised weight from being written: the original layout has no place for it."""
+    if tensor.dtype in (torch.int8, torch.uint8):
+        raise ValueError(
+            f"{name} is quantised to 4 or 8 bits, which the checkpoint's layout can't hold: save the adapter alone and "
+            "merge it into the base in full precision (vlarl merge ADAPTER OUT --base BASE)"
+        )
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes.nn
+    except ImportError as error:
+        raise MissingExtraError("bitsandbytes", "quant") from error
+    return bitsandbytes.nn

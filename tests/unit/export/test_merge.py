@@ -1,0 +1,167 @@
+"""Merging: the same logits as the adapter, a folder in the original layout, and refusals that leave nothing behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlarl.cli import main
+from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.errors import UsageError, VlarlError
+from vlarl.export.merge import logits_of, merge, probe_input
+from vlarl.policies import load_policy
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.weights import stored_dtype
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def make_adapter(base: Path, folder: Path, scale: float = 0.02, **load: object) -> OpenVLAPolicy:
+    policy = load_policy(base, **load)
+    policy.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=4), seed=0)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            parameter.data += scale * torch.randn(parameter.shape, generator=generator)
+    policy.save(folder)
+    return policy.eval()
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    make_adapter(GOLDEN / "openvla-tiny", tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_merged_logits_equal_the_adapters(adapter, tmp_path):
+    result = merge(adapter, tmp_path / "out", dtype="float32")
+    merged, adapted = load_policy(tmp_path / "out"), load_policy(adapter).eval()
+    probe, tokens = probe_input(adapted)
+    difference = (logits_of(merged, probe, tokens) - logits_of(adapted, probe, tokens)).abs().max()
+    assert float(difference) <= 1e-4
+    assert result.logit_error <= 1e-4
+    assert result.rounding_error == 0
+    plain = logits_of(load_policy(GOLDEN / "openvla-tiny"), probe, tokens)
+    assert (plain - logits_of(adapted, probe, tokens)).abs().max() > 1e-2, "the adapter does something"
+
+
+def test_precision_is_the_bases_unless_asked_for(adapter, tmp_path):
+    assert merge(adapter, tmp_path / "same").dtype == "bfloat16"
+    assert stored_dtype(tmp_path / "same") == torch.bfloat16
+    merge(adapter, tmp_path / "full", dtype="float32")
+    assert stored_dtype(tmp_path / "full") == torch.float32
+
+
+def test_folder_is_in_the_original_layout(adapter, tmp_path):
+    merge(adapter, tmp_path / "out", max_shard_bytes=1_000_000)
+    base = GOLDEN / "openvla-tiny"
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {path.name for path in base.iterdir()} - {"expected.npz", "model.safetensors"} <= names
+    assert "model.safetensors.index.json" in names
+    assert not [n for n in names if n.startswith(("adapter", "base.json", "trainer", "value_head"))]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    own = load_policy(base).model.state_dict()
+    assert set(index["weight_map"]) == set(own)
+    assert index["metadata"]["total_size"] == sum(tensor.numel() for tensor in own.values()) * 2
+
+
+def test_metadata_says_what_was_merged(adapter, tmp_path):
+    merge(adapter, tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "merge_metadata.json").read_text())
+    assert content["base"] == str((GOLDEN / "openvla-tiny").resolve())
+    assert content["adapter"] == str(adapter)
+    assert content["lora"]["rank"] == 4
+    assert set(content["versions"]) == {"vlarl", "torch", "transformers", "peft", "safetensors"}
+    assert content["timestamp"].endswith("+00:00")
+
+
+def test_heads_are_kept_in_the_originals_files(tmp_path):
+    base = GOLDEN / "openvla-oft-tiny"
+    policy = make_adapter(base, tmp_path / "adapter", num_images=2)
+    merge(tmp_path / "adapter", tmp_path / "out", dtype="float32")
+    for name in ("action_head--150000_checkpoint.pt", "proprio_projector--150000_checkpoint.pt"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    merged = load_policy(tmp_path / "out", actions="l1")
+    assert merged.config.num_images == 2
+    assert merged.config.use_proprio
+    probe, tokens = probe_input(policy)
+    torch.testing.assert_close(logits_of(merged, probe, tokens), logits_of(policy, probe, tokens), atol=1e-4, rtol=0)
+
+
+def test_heads_of_our_own_become_the_originals_files(tmp_path):
+    make_adapter(load_and_save("builtin:tiny-oft", tmp_path / "base"), tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "out", dtype="float32")
+    state = torch.load(tmp_path / "out" / "proprio_projector--0_checkpoint.pt", weights_only=True)
+    own = load_policy("builtin:tiny-oft").proprio_projector.state_dict()
+    assert torch.equal(state["module.fc1.weight"], own["fc1.weight"])
+    assert not (tmp_path / "out" / "proprio_projector.safetensors").exists()
+    assert load_policy(tmp_path / "out").config.use_proprio
+
+
+def load_and_save(name: str, folder: Path) -> Path:
+    load_policy(name).save(folder)
+    return folder
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(adapter, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="out is not empty, and nothing is overwritten"):
+        merge(adapter, out)
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+def test_an_empty_folder_is_used(adapter, tmp_path):
+    (tmp_path / "out").mkdir()
+    merge(adapter, tmp_path / "out")
+    assert load_policy(tmp_path / "out").base is not None
+
+
+def test_a_whole_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no adapter"):
+        merge(GOLDEN / "openvla-tiny", tmp_path / "out")
+
+
+def test_another_base_is_refused_by_name_and_nothing_is_written(adapter, tmp_path):
+    with pytest.raises(UsageError, match=r"was trained on .*openvla-tiny"):
+        merge(adapter, tmp_path / "out", base="builtin:tiny-openvla")
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_logits_that_differ_end_the_merge(adapter, tmp_path, monkeypatch):
+    """A fold that forgets half of the adapter must be noticed by the command itself."""
+    from peft.tuners.lora import Linear
+
+    right = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, name: right(self, name) * 0.5)
+    with pytest.raises(VlarlError, match="changes the logits by"):
+        merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".new-out").exists()
+
+
+def test_a_file_written_wrong_ends_the_merge(adapter, tmp_path, monkeypatch):
+    right = OpenVLAPolicy.save
+
+    def wrong(self, folder, dtype=None, **options):
+        self.model.projector.fc1.bias.data += 1
+        right(self, folder, dtype, **options)
+        self.model.projector.fc1.bias.data -= 1
+
+    monkeypatch.setattr(OpenVLAPolicy, "save", wrong)
+    with pytest.raises(VlarlError, match="reading back"):
+        merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_command(adapter, tmp_path, capsys):
+    assert main(["merge", str(adapter), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    said = capsys.readouterr().out
+    assert "of the adapter model's, in float32" in said
+    assert str(tmp_path / "out") in said
+    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 2
+    assert "not empty" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out")
