@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from vlarl.config.schema import Camera, EnvConfig
+from vlarl.config.schema import Camera, EnvConfig, PolicyConfig
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.launch import check_fit, choose_device
 from vlarl.observability.run_dir import RunDirectory, check_writable
-from vlarl.policies import load_policy
+from vlarl.policies import load_configured
 from vlarl.rollout.collector import Collector, Episode
+from vlarl.rollout.engine import Engine
 from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.regression_engine import RegressionEngine
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import EpisodeResult, EvalResult, Task
@@ -65,18 +67,24 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     on_episode: Callable[[int], None] = lambda done: None,
+    policy_config: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen
 ) -> EvalResult:
-    """Evaluate a checkpoint on a suite's unseen initial states; episodes and films go to the new folder `out`."""
+    """Evaluate a checkpoint on a suite's unseen initial states; episodes and films go to the new folder `out`.
+
+    `policy_config` says how it is loaded; its path is not read. With its `actions` l1 the regression head acts.
+    """
     if out is not None:
         refuse_existing(Path(out))
     chosen = choose_device(device)
-    policy = load_policy(checkpoint, device=chosen)
-    policy.use_statistics(None, suite)
+    policy = load_configured(policy_config, checkpoint, chosen, policy_config.decoder, policy_config.actions)
+    policy.use_statistics(policy_config.unnorm_key, suite)
     env = EnvConfig(suite=suite, cameras=CAMERAS[: policy.num_images])
     pool = build_pool(env, num_envs, policy.image_size, "sparse")
     tasks = evaluation_tasks(pool.spec, task_ids, states_per_task, seed)
     check_fit(policy, pool, tasks[0])
-    collector = Collector(pool, policy, TorchEngine(policy, chosen))
+    policy.eval()
+    engine: Engine = RegressionEngine(policy, chosen) if policy.acts_by_regression else TorchEngine(policy, chosen)
+    collector = Collector(pool, policy, engine)
     result = evaluate_policy(collector, tasks, temperature, videos, on_episode)
     if out is not None:
         write_evaluation(result, Path(out))

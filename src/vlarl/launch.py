@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from vlarl.errors import UsageError
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.policies import load_policy
+from vlarl.policies import load_configured
 from vlarl.policies.base import Policy
 from vlarl.rewards import build_reward
 from vlarl.rewards.base import Reward
@@ -31,8 +32,10 @@ from vlarl.rollout.tasks import TaskSampler, evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.session import Session
 from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
-from vlarl.training.learner import Learner
+from vlarl.training.learner import CRITIC, Learner
 from vlarl.types import Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,11 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     torch.manual_seed(config.run.seed)
     reward = build_reward(config.reward.source)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
-    policy = load_policy(
-        checkpoint or config.policy.path,
-        decoder=None if config.policy.decoder == "auto" else config.policy.decoder,
-        chunk_length=config.policy.chunk_length,
-        device=device,
-    )
-    policy.use_statistics(config.policy.unnorm_key, config.env.suite)
-    if config.policy.freeze_vision:
-        policy.freeze_vision()
+    policy = build_policy(config, checkpoint, device)
     if algorithm.needs_critic:
         policy.attach_value_head(config.algorithm.critic_hidden, seed=config.run.seed)
-    engine = TorchEngine(policy, device)
+    refuse_untrainable(policy, config)
+    engine = TorchEngine(policy, device, config.rollout.batch_size)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     pool = build_pool(config.env, config.env.num_envs, image_size, reward.env_reward)
@@ -85,6 +81,28 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         learner=Learner(policy, algorithm, config, device),
         eval_tasks=eval_tasks,
     )
+
+
+def build_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
+    """The policy as configured, ready to train; `checkpoint` holds weights to go on from."""
+    settings = config.policy
+    path = checkpoint or settings.path
+    policy = load_configured(settings, path, device, settings.decoder, settings.actions)
+    policy.use_statistics(settings.unnorm_key, config.env.suite)
+    # A checkpoint to go on from brings its adapters, whatever adapters the run began with.
+    lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
+    policy.prepare_training(settings, lora, config.run.seed)
+    if settings.actions == "hybrid":
+        log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
+    return policy
+
+
+def refuse_untrainable(policy: Policy, config: Config) -> None:
+    """Refuse a policy of which nothing but the critic would learn."""
+    if not any(p.requires_grad for name, p in policy.named_parameters() if not name.startswith(CRITIC)):
+        raise UsageError(
+            f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."
+        )
 
 
 def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
@@ -220,6 +221,8 @@ class Session:
         self._times["iteration"] = time.monotonic() - self._iteration_started
         self._times["total"] = time.monotonic() - self._started
         row = metrics | {f"time/{name}": seconds for name, seconds in self._times.items()}
+        if (peak := gpu_peak_gib()) is not None:
+            row["perf/gpu_peak_gib"] = peak
         self.metrics.log(iteration, row)
         if iteration > 0:
             self.progress.iteration(iteration, row)

@@ -86,6 +86,7 @@ class ActionTokens:
     ids: torch.Tensor  # [B, K*D] int64 vocabulary ids, all of them action ids
     engine_logprobs: torch.Tensor  # [B, K*D] float32, over the action ids at the sampling temperature
     version: int  # version of the weights that sampled
+    actions: torch.Tensor | None = None  # [B, K, D] normalised, of a regression head; None: what the ids decode to
 
 
 @dataclass(frozen=True)

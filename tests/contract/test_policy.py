@@ -16,7 +16,7 @@ def choose(logits: torch.Tensor, first: int) -> torch.Tensor:
 def test_shapes_and_supports_agree(policy, observation):
     inputs = policy.process([observation(0), observation(1, "put the bowl on the plate and the cup on the tray")])
     num_tokens = policy.chunk_length * policy.action_dim
-    ids, logits = policy.generate(inputs, choose)
+    ids, logits = policy.decode(inputs, choose)
     scores = policy.score(inputs, ids)
     assert ids.shape == (2, num_tokens) and ids.dtype == torch.int64
     assert logits.shape == scores.logits.shape == (2, num_tokens, policy.codec.num_bins)
@@ -32,7 +32,7 @@ def test_values_and_scores_read_the_same_state(policy, observation):
     policy.attach_value_head((8,), seed=1)
     torch.nn.init.normal_(policy.value_head.out.weight)
     inputs = policy.process([observation(0), observation(1, "open the drawer and close it")])
-    ids, _ = policy.generate(inputs, choose)
+    ids, _ = policy.decode(inputs, choose)
     torch.testing.assert_close(policy.values(inputs), policy.score(inputs, ids).values, atol=1e-5, rtol=1e-5)
     assert {n for n, _ in policy.named_parameters() if n.startswith("value_head.")}
 
@@ -50,7 +50,7 @@ def test_a_critic_that_is_there_is_kept(policy, observation, tmp_path):
 
 def test_every_trainable_weight_but_the_critic_has_a_gradient_or_is_unused(policy, observation):
     inputs = policy.process([observation(0)])
-    ids, _ = policy.generate(inputs, choose)
+    ids, _ = policy.decode(inputs, choose)
     policy.score(inputs, ids).logits.square().sum().backward()
     moved = sum(p.numel() for p in policy.parameters() if p.grad is not None and p.grad.abs().sum() > 0)
     assert moved > 0.85 * sum(p.numel() for p in policy.parameters())
@@ -67,14 +67,14 @@ def test_saving_and_loading_changes_nothing(policy, observation, tmp_path):
     for (name, ours), (other, theirs) in zip(policy.named_parameters(), loaded.named_parameters(), strict=True):
         assert name == other and torch.equal(ours, theirs)
     inputs = policy.process([observation(0)])
-    assert torch.equal(policy.generate(inputs, choose)[1], loaded.generate(inputs, choose)[1])
+    assert torch.equal(policy.decode(inputs, choose)[1], loaded.decode(inputs, choose)[1])
 
 
 def test_a_copy_is_independent(policy, observation):
     other = copy.deepcopy(policy)
     inputs = policy.process([observation(0)])
-    before = policy.generate(inputs, choose)[1]
+    before = policy.decode(inputs, choose)[1]
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    assert torch.equal(policy.generate(inputs, choose)[1], before)
+    assert torch.equal(policy.decode(inputs, choose)[1], before)

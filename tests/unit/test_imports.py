@@ -31,10 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "training": BASE | {"algorithms", "policies", "observability", "rollout"},
     "session": PARTS | {"interrupt"},
     "evaluation": PARTS | {"interrupt", "launch"},
+    "export": BASE | {"policies"},
     "launch": PARTS | {"interrupt", "session"},
     "data": PARTS | {"interrupt", "launch"},
     "loop": PARTS | {"interrupt", "session", "launch", "evaluation"},
-    "cli": PARTS | {"session", "launch", "evaluation", "loop", "data"},
+    "cli": PARTS | {"session", "launch", "evaluation", "loop", "data", "export"},
 }
 ROOT_MAY_EXPOSE = PARTS | {"data", "evaluation", "loop", "session"}  # vlarl/__init__.py, lazily
 

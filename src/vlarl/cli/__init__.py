@@ -35,10 +35,22 @@ def _finetune(arguments: list[str]) -> int:
     return finetune(arguments)
 
 
+def _merge(arguments: list[str]) -> int:
+    from vlarl.cli.merge import merge
+
+    return merge(arguments)
+
+
 def _bench(arguments: list[str]) -> int:
     from vlarl.cli.tools import bench
 
     return bench(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from vlarl.cli.doctor import doctor
+
+    return doctor(arguments)
 
 
 def _report(arguments: list[str]) -> int:
@@ -60,7 +72,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command(_train, "[PRESET|FILE] [--section.field value …]", "improve a policy by reinforcement learning"),
     "eval": Command(_eval, "CHECKPOINT", "measure a checkpoint's success on unseen initial states"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
+    "merge": Command(_merge, "ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
+    "doctor": Command(_doctor, "[--model PATH]", "say what this machine and a checkpoint can do, and what is missing"),
     "report": Command(_report, "RUN", "write the report of a run again"),
 }
 

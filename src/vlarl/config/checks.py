@@ -101,10 +101,38 @@ def _decoder(config: Config | FinetuneConfig) -> Problems:
 
 
 def _device(config: Config | FinetuneConfig) -> Problems:
-    run = config.run
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", run.device):
-        message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
-        yield Problem(f"run.device = {shown(run.device)}", message, ("run.device",))
+    for path, device in (("run.device", config.run.device), ("policy.heads_device", config.policy.heads_device)):
+        if device is not None and not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+            message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
+            yield Problem(f"{path} = {shown(device)}", message, (path,))
+
+
+def _trained_weights(config: Config | FinetuneConfig) -> Problems:
+    """What can't be trained in the way it is stored."""
+    policy, adapted = config.policy, config.lora.enabled or config.lora.adapter is not None
+    builtin = _builtin_size(policy) is not None  # any other path may be an adapter, which is seen when it is loaded
+    if policy.quantize is not None and builtin and not adapted:
+        remedy = "quantised weights can't be trained; set lora.enabled, or policy.quantize to null"
+        yield Problem(f"policy.quantize = {policy.quantize}", remedy, ("policy.quantize", "lora.enabled"))
+    if policy.dtype == "bfloat16" and builtin and not adapted and policy.freeze != "backbone":
+        remedy = "trained weights stay float32; set lora.enabled, or policy.dtype to float32"
+        yield Problem("policy.dtype = 'bfloat16'", remedy, ("policy.dtype", "lora.enabled"))
+    if policy.freeze == "backbone" and adapted:
+        remedy = "adapters train the backbone; set policy.freeze to none or vision, or lora.enabled to false"
+        yield Problem("policy.freeze = 'backbone' with adapters", remedy, ("policy.freeze", "lora.enabled"))
+    if not config.lora.target_modules:
+        remedy = "names no layer; use all-linear, or ends of names such as q_proj"
+        yield Problem("lora.target_modules = []", remedy, ("lora.target_modules",))
+
+
+def _regression(config: Config) -> Problems:
+    if config.policy.actions == "l1":
+        remedy = (
+            "the regression head gives one action and no probabilities, so there is no policy gradient to take; use "
+            "tokens, or hybrid to load the head beside them. `vlarl eval --policy.actions l1` evaluates it and `vlarl "
+            "finetune --policy.actions l1` trains it"
+        )
+        yield Problem("policy.actions = 'l1'", remedy, ("policy.actions",))
 
 
 def _seed(config: Config | FinetuneConfig) -> Problems:
@@ -219,6 +247,8 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _cameras,
     _policy_name,
     _decoder,
+    _trained_weights,
+    _regression,
     _reward,
     _groups,
     _value_init,
@@ -232,6 +262,7 @@ FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _device,
     _policy_name,
     _decoder,
+    _trained_weights,
     _demo_suites,
     _finetune_warmup,
 )

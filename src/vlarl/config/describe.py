@@ -96,7 +96,7 @@ def _option(path: str, rules: dict[str, Any], default: object) -> Option:
     return Option(
         path=path,
         allowed=_allowed(core) + (", or null" if is_list and nullable else " or null" if nullable else ""),
-        choices=tuple((core.get("items", {}) if is_list else core).get("enum", ())),
+        choices=tuple(str(c) for c in (core.get("items", {}) if is_list else core).get("enum", ())),
         default=default,
         doc=" ".join(str(rules["description"]).split()),
         is_flag=core["type"] == "boolean",
@@ -110,7 +110,7 @@ def _allowed(rules: dict[str, Any]) -> str:
     """A JSON schema's rules in words."""
     kind = rules["type"]
     if "enum" in rules:
-        return "one of " + ", ".join(rules["enum"])
+        return "one of " + ", ".join(str(choice) for choice in rules["enum"])
     if kind == "boolean":
         return "true or false"
     if kind == "string":

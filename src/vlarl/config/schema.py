@@ -69,19 +69,65 @@ class EnvConfig(Section):
     """Train on the states that evaluation uses, as some published systems do. Their scores are not comparable."""
 
 
-class PolicyConfig(Section):
+class ModelConfig(Section):
+    """How a checkpoint is loaded, whatever it is loaded for."""
+
+    chunk_length: PositiveInt | None = None
+    """Actions predicted at once; by default the checkpoint's."""
+    num_images: PositiveInt | None = None
+    """Views that the model reads; by default the checkpoint's. Original OpenVLA-OFT folders don't say: 2 for LIBERO."""
+    use_proprio: bool | None = None
+    """Give the model the robot's state; by default when the checkpoint brings a projector for it."""
+    resize: Literal["bicubic", "lanczos3"] = "bicubic"
+    """How views are brought to the model's size: as the checkpoint's own processor does, or as the RLDS data of LIBERO
+    checkpoints was made (JPEG, then Lanczos)."""
+    center_crop: bool = False
+    """Read the middle 90% of a view's area: for checkpoints trained with random crops."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights that are not trained, and of the computation; trained weights are float32 always."""
+    quantize: Literal[4, 8] | None = None
+    """Store the weights of linear layers in this many bits (extra `quant`); trained with lora.enabled only."""
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    """Attention kernels: PyTorch's own, the flash-attn package's, or plain matrix products."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping what it computed."""
+    freeze: Literal["none", "vision", "backbone"] = "none"
+    """Leave the vision towers, or the whole model and not its heads, as they are."""
+    heads_device: str | None = None
+    """Device of critic and regression head; by default the model's."""
+
+
+class PolicyConfig(ModelConfig):
     """The model that acts and learns."""
 
     path: str = "builtin:tiny-oft"
-    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a checkpoint folder, or a finished run's checkpoint."""
+    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a checkpoint or adapter folder, or a hub id such as
+    openvla/openvla-7b."""
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
     """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT)."""
-    chunk_length: PositiveInt | None = None
-    """Actions predicted at once; by default the checkpoint's."""
     unnorm_key: str | None = None
     """Key of the checkpoint's action statistics; by default chosen from the suite."""
-    freeze_vision: bool = False
-    """Leave the vision towers as they are."""
+    actions: Literal["tokens", "hybrid", "l1"] = "tokens"
+    """What acts: action tokens (what RL trains); hybrid loads OpenVLA-OFT's regression head too, frozen; l1 lets that
+    head act, which RL can't train."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: train a few small matrices and leave the model's own weights alone."""
+
+    enabled: bool = False
+    """Train adapters. An adapter folder as policy.path is trained on whatever this says."""
+    rank: PositiveInt = 32
+    """Rank of the adapters."""
+    alpha: PositiveInt | None = None
+    """Scale of the adapters, which add alpha / rank of what they compute; by default the rank, 16 at most."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Ends of the names of the layers to adapt, such as q_proj and v_proj; all-linear is every linear layer that is
+    computed, but the head."""
+    adapter: str | None = None
+    """Adapter folder to start from, on top of policy.path; its rank, scale and layers are taken as they are."""
 
 
 class RolloutConfig(Section):
@@ -93,6 +139,8 @@ class RolloutConfig(Section):
     """Episodes of a group."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the same in the log-probs of the update."""
+    batch_size: PositiveInt | None = None
+    """Decisions generated in one pass, a matter of memory; by default all that wait."""
 
 
 class RewardConfig(Section):
@@ -216,6 +264,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
+    lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -265,13 +314,13 @@ class FinetuneOptimConfig(Section):
     """Precision of the saved weights."""
 
 
-class StartConfig(Section):
+class StartConfig(ModelConfig):
     """The model that imitates."""
 
     path: str = "init:tiny-oft"
-    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model or a checkpoint folder."""
-    chunk_length: PositiveInt | None = None
-    """Actions predicted at once; by default the model's."""
+    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model, a checkpoint folder or a hub id."""
+    actions: Literal["tokens", "l1"] = "tokens"
+    """What imitates: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error."""
 
 
 class FinetuneConfig(Section):
@@ -279,5 +328,6 @@ class FinetuneConfig(Section):
 
     run: PlaceConfig = PlaceConfig()
     policy: StartConfig = StartConfig()
+    lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()

@@ -1,6 +1,7 @@
-"""Supervised fine-tuning: imitate demonstrations, token by token. This is how the built-in base models are made.
+"""Supervised fine-tuning: imitate demonstrations. This is how the built-in base models are made.
 
 scripted experts ─► DemoSet (frames, actions) ─► action tokens ─► cross-entropy over the action ids ─► checkpoint
+                                              └► actions ─► absolute error of the regression head ─┘
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
-from vlarl.policies import DTYPES, load_policy
+from vlarl.policies import DTYPES, load_configured
 from vlarl.policies.openvla.config import DecoderName
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
@@ -54,6 +55,15 @@ class FinetuneSummary:
     demo_success: float  # share of demonstrations that reached their goal
 
 
+@dataclass(frozen=True)
+class Demonstrated:
+    """A batch of demonstrated decisions."""
+
+    inputs: PolicyInput
+    actions: torch.Tensor  # [B, K, D] normalised
+    token_ids: torch.Tensor  # [B, K*D] the tokens of these actions
+
+
 class DemoBatches:
     """Demonstrations on the device, and batches drawn from them."""
 
@@ -66,6 +76,7 @@ class DemoBatches:
         if policy.config.use_proprio:
             self._proprio = torch.from_numpy(policy.normalizer.normalize_proprio(demos.proprio)).to(device)
         chunks = policy.normalizer.normalize(demos.chunks(np.arange(len(demos)), policy.chunk_length))
+        self._actions = torch.from_numpy(chunks).to(device)
         self._token_ids = torch.from_numpy(policy.codec.encode(chunks)).to(device)
         if device.type == "cuda":
             self._images = self._images.to(device)
@@ -74,15 +85,15 @@ class DemoBatches:
     def __len__(self) -> int:
         return len(self._instruction_ids)
 
-    def draw(self, size: int, generator: torch.Generator) -> tuple[PolicyInput, torch.Tensor]:
-        """A random batch: what the policy sees, and the tokens of what the demonstrator did."""
+    def draw(self, size: int, generator: torch.Generator) -> Demonstrated:
+        """A random batch: what the policy sees, and what the demonstrator did."""
         rows = torch.randint(len(self), (size,), generator=generator)
         pixels = self._images[rows.to(self._images.device)].to(self._device).permute(0, 1, 4, 2, 3)
         rows = rows.to(self._device)
         which = self._instruction_ids[rows]
         proprio = None if self._proprio is None else self._proprio[rows]
         inputs = PolicyInput(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
-        return inputs, self._token_ids[rows]
+        return Demonstrated(inputs, self._actions[rows], self._token_ids[rows])
 
 
 def finetune(config: FinetuneConfig) -> FinetuneSummary:
@@ -115,7 +126,8 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
 
 
 def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
-    """A fresh tiny model, or a checkpoint to go on from."""
+    """A fresh tiny model, or a checkpoint to go on from, frozen and adapted as configured."""
+    settings = config.policy
     if config.policy.path in FRESH:
         policy = init_tiny(
             FRESH[config.policy.path],
@@ -124,9 +136,14 @@ def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
             proprio_low=PROPRIO_LOW,
             proprio_high=PROPRIO_HIGH,
         )
-        return policy.to(device)
-    policy = load_policy(config.policy.path, chunk_length=config.policy.chunk_length, device=device)
-    policy.use_statistics(None, config.demos.suites[0])
+        policy.to(device)
+    else:
+        policy = load_configured(settings, settings.path, device)
+        policy.use_statistics(None, config.demos.suites[0])
+    if settings.actions == "l1":
+        policy.attach_l1_head(config.run.seed)
+        policy.acts_by_regression = True
+    policy.prepare_training(settings, config.lora, config.run.seed)
     return policy
 
 
@@ -144,17 +161,17 @@ def imitate(
     config: FinetuneConfig,
     on_log: Callable[[int, dict[str, float]], None],
 ) -> tuple[float, float]:
-    """Minimise the cross-entropy of the demonstrated tokens; returns the first and the last logged loss."""
+    """Bring the policy to what was demonstrated; returns the first and the last logged loss."""
     optim = config.optim
     optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
     generator = torch.Generator().manual_seed(config.run.seed)
     logged: list[float] = []
     loss_sum = torch.zeros((), device=policy.device)
+    policy.train()
     started = time.monotonic()
     for step in range(1, optim.steps + 1):
         set_lr(optimizer, optim.lr * warmup_cosine(step, optim.steps, optim.warmup_steps))
-        inputs, token_ids = batches.draw(optim.batch_size, generator)
-        loss = imitation_loss(policy, inputs, token_ids, optim)
+        loss = imitation_loss(policy, batches.draw(optim.batch_size, generator), optim)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
@@ -172,10 +189,10 @@ def imitate(
     return logged[0], logged[-1]
 
 
-def imitation_loss(
-    policy: OpenVLAPolicy, inputs: PolicyInput, token_ids: torch.Tensor, optim: FinetuneOptimConfig
-) -> torch.Tensor:
-    """Mean cross-entropy over the action ids: the same support that rollout samples from."""
+def imitation_loss(policy: OpenVLAPolicy, batch: Demonstrated, optim: FinetuneOptimConfig) -> torch.Tensor:
+    """Mean cross-entropy over the action ids, the support that rollout samples from; or the regression head's error."""
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=optim.autocast == "bfloat16"):
-        logits = policy.score(inputs, token_ids).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), (token_ids - policy.codec.first_id).flatten())
+        if policy.acts_by_regression:
+            return F.l1_loss(policy.regress(batch.inputs), batch.actions.to(policy.heads_device))
+        logits = policy.score(batch.inputs, batch.token_ids).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), (batch.token_ids - policy.codec.first_id).flatten())

@@ -52,3 +52,12 @@ def _gpu() -> str | None:
         return None
     count = torch.cuda.device_count()
     return f"{count} x {torch.cuda.get_device_name(0)}" if count > 1 else str(torch.cuda.get_device_name(0))
+
+
+def gpu_peak_gib() -> float | None:
+    """The most GPU memory that tensors of this process have taken so far, in GiB; None without a GPU in use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_allocated() / 2**30

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from vlarl.config.schema import ModelConfig
 from vlarl.errors import UsageError
+from vlarl.policies.locate import BUILTIN, checkpoint_folder
+from vlarl.policies.openvla.checkpoint import read_policy
+from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 
-BUILTIN = {"builtin:tiny-oft": "tiny-oft", "builtin:tiny-openvla": "tiny-openvla"}
-"""Checkpoints that ship with vlarl, and their folders in the package."""
+__all__ = ["BUILTIN", "DTYPES", "checkpoint_folder", "load_configured", "load_policy"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,18 +25,43 @@ def load_policy(
     *,
     decoder: Literal["autoregressive", "parallel"] | None = None,
     chunk_length: int | None = None,
+    num_images: int | None = None,
+    use_proprio: bool | None = None,
+    actions: Literal["tokens", "hybrid", "l1"] = "tokens",
+    resize: Literal["bicubic", "lanczos3"] = "bicubic",
+    center_crop: bool = False,
     dtype: Literal["float32", "bfloat16"] = "float32",
     device: torch.device | str = "cpu",
+    heads_device: torch.device | str | None = None,
+    quantize: Literal[4, 8] | None = None,
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
+    base: str | None = None,
 ) -> OpenVLAPolicy:
-    """Load a checkpoint folder or a built-in model; what is None is taken from the checkpoint."""
-    folder = checkpoint_folder(path)
+    """Load a checkpoint or adapter folder, a built-in model or a hub id; what is None is taken from the checkpoint.
+
+    `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
+    section `policy` in docs/configuration.md.
+    """
     try:
-        policy = OpenVLAPolicy.load(
-            folder, decoder=decoder, chunk_length=chunk_length, dtype=DTYPES[dtype], device=device
+        policy = read_policy(
+            path,
+            decoder=decoder,
+            chunk_length=chunk_length,
+            num_images=num_images,
+            use_proprio=use_proprio,
+            images=ImagePipeline(jpeg=resize == "lanczos3", resize=resize, center_crop=center_crop),
+            dtype=DTYPES[dtype],
+            device=device,
+            heads_device=heads_device,
+            l1_head=actions != "tokens",
+            quantize=quantize,
+            attention=attention,
+            base=base,
         )
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {path} can't be loaded: {reason}") from error
+    policy.acts_by_regression = actions == "l1"
     broken = [name for name, weight in policy.named_parameters() if not weight.isfinite().all()]
     if broken:
         raise UsageError(
@@ -44,15 +71,26 @@ def load_policy(
     return policy
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """The folder behind a built-in name or a path, or a message that says what is missing there."""
-    if str(path) in BUILTIN:
-        return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        what = "it holds no config.json" if folder.is_dir() else "there is no such folder"
-        raise UsageError(
-            f"{path} is not a checkpoint: {what}. Give a checkpoint folder, such as runs/<name>/checkpoints/final, "
-            f"or one of {', '.join(BUILTIN)}."
-        )
-    return folder
+def load_configured(
+    settings: ModelConfig,
+    path: str | Path,
+    device: torch.device | str,
+    decoder: Literal["auto", "autoregressive", "parallel"] = "auto",
+    actions: Literal["tokens", "hybrid", "l1"] = "tokens",
+) -> OpenVLAPolicy:
+    """Load a policy as the options of a configuration say."""
+    return load_policy(
+        path,
+        decoder=None if decoder == "auto" else decoder,
+        chunk_length=settings.chunk_length,
+        num_images=settings.num_images,
+        use_proprio=settings.use_proprio,
+        actions=actions,
+        resize=settings.resize,
+        center_crop=settings.center_crop,
+        dtype=settings.dtype,
+        device=device,
+        heads_device=settings.heads_device,
+        quantize=settings.quantize,
+        attention=settings.attention,
+    )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class ActionCodec(Protocol):
 
 
 class Policy(nn.Module, ABC):
-    """A module that scores and generates action tokens. Parameters under `value_head.` are the critic's."""
+    """A module that scores and decodes action tokens. Parameters under `value_head.` are the critic's."""
 
     codec: ActionCodec
     chunk_length: int
@@ -72,7 +72,7 @@ class Policy(nn.Module, ABC):
         """[B] the critic's values alone, for observations that no action follows."""
 
     @abstractmethod
-    def generate(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
 
     @abstractmethod
@@ -84,8 +84,8 @@ class Policy(nn.Module, ABC):
         """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
 
     @abstractmethod
-    def freeze_vision(self) -> None:
-        """Leave the vision part out of training."""
+    def freeze(self, part: Literal["vision", "backbone"]) -> None:
+        """Leave the vision part, or all but the heads, out of training."""
 
     @abstractmethod
     def attach_value_head(self, hidden_sizes: Sequence[int], seed: int) -> nn.Module:
@@ -93,4 +93,5 @@ class Policy(nn.Module, ABC):
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write the checkpoint in the original layout; `dtype` rounds the weights, which otherwise stay as they are."""
+        """Write the checkpoint in the original layout, or the adapters alone where it has some; `dtype` rounds weights,
+        which otherwise stay as they are."""

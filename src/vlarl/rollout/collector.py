@@ -116,7 +116,8 @@ class Collector:
         seeds = [derive_seed(episode.task.seed, len(episode.transitions)) for episode in episodes]
         tokens = self.engine.generate(inputs, temperature, seeds)
         token_ids, logprobs = tokens.ids.cpu().numpy(), tokens.engine_logprobs.cpu().numpy()
-        actions = self.policy.unnormalize(self.policy.codec.decode(token_ids))
+        chosen = self.policy.codec.decode(token_ids) if tokens.actions is None else tokens.actions.numpy()
+        actions = self.policy.unnormalize(chosen)
         filmed = frozenset(slot for slot in slots if running[slot].index in film)
         outcomes = self.pool.step_chunk(slots, actions, filmed)
         for row, (episode, outcome) in enumerate(zip(episodes, outcomes, strict=True)):

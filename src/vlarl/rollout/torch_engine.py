@@ -16,14 +16,29 @@ from vlarl.types import ActionTokens, PolicyInput
 class TorchEngine:
     """Runs the policy module itself. When that is the learner's own module, a weight sync copies nothing."""
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
+    def __init__(self, policy: Policy, device: torch.device, batch_size: int | None = None) -> None:
+        """`batch_size` limits the rows of one pass; None takes all at once."""
         self.policy = policy
         self.device = device
+        self.batch_size = batch_size
         self.version = 0
 
-    @torch.no_grad()
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+        size = self.batch_size or len(inputs)
+        starts = range(0, len(inputs), size)
+        parts = [
+            self._generate(inputs.rows(slice(start, start + size)), temperature, seeds[start : start + size])
+            for start in starts
+        ]
+        return ActionTokens(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.engine_logprobs for part in parts]),
+            self.version,
+        )
+
+    @torch.no_grad()
+    def _generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         num_tokens = self.policy.chunk_length * self.policy.action_dim
         uniforms = torch.from_numpy(
             np.stack([np.random.default_rng(seed).random(num_tokens, dtype=np.float32) for seed in seeds])
@@ -34,7 +49,7 @@ class TorchEngine:
                 return greedy(logits)
             return sample(logits, temperature, uniforms[:, first : first + logits.shape[1]])
 
-        ids, logits = self.policy.generate(inputs.to(self.device), choose)
+        ids, logits = self.policy.decode(inputs.to(self.device), choose)
         # Greedy actions are scored at temperature 1: at 0 every log-prob would be zero and say nothing.
         logprobs = token_logprobs(logits, ids - self.policy.codec.first_id, temperature or 1.0)
         if not logprobs.isfinite().all():

@@ -45,6 +45,7 @@ class Learner:
         critic = [p for name, p in policy.named_parameters() if name.startswith(CRITIC)]
         self.optimizer = build_adamw(actor, optim.lr, optim.weight_decay, optim.betas)
         self.critic_optimizer = build_adamw(critic, optim.value_lr, 0.0, optim.betas) if critic else None
+        policy.eval()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights by name, as engines take them."""
@@ -138,6 +139,7 @@ class Learner:
             optimizer.zero_grad(set_to_none=True)
         over = denominators(batch, rows)
         kl_sum = 0.0
+        self.policy.train()  # here alone: dropout and recomputed layers belong to passes that a backward follows
         for micro in microbatches(rows, self.config.optim.microbatch_size):
             part = batch.rows(micro).to(self.device)
             scores = self.policy.score(part.inputs, part.token_ids)
@@ -152,6 +154,7 @@ class Learner:
             if first:  # nothing has moved yet, so the ratio must be 1
                 metrics.max("ratio_first_minibatch_error", float(loss.maxima["ratio_error"]))
             kl_sum += float(loss.token_sums["approx_kl"])
+        self.policy.eval()
         return kl_sum / over.num_tokens
 
     def _step(self, train_policy: bool, metrics: WeightedMeans) -> bool:

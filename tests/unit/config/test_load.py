@@ -92,8 +92,31 @@ def test_every_alias_sets_its_option():
     assert (config.run.total_env_steps, config.run.seed, config.run.name) == (600, 8, "x")
     assert config.logging.wandb and config.algorithm.value_init_steps == 1
     assert load_config(overrides=["--task-id", "4"]).env.task_ids == (4,)
+    flags = ["--vla-path", "org/model", "--unnorm-key", "bridge", "--use-proprio", "--num-images-in-input", "2"]
+    flags += ["--use-lora", "--lora-rank", "8", "--lora-alpha", "4", "--lora-dropout", "0.1"]
+    flags += ["--lora-target-modules", "q_proj", "v_proj", "--enable-gradient-checkpointing"]
+    config = load_config(overrides=flags)
+    policy, lora = config.policy, config.lora
+    assert (policy.path, policy.unnorm_key, policy.use_proprio, policy.num_images) == ("org/model", "bridge", True, 2)
+    assert (lora.enabled, lora.rank, lora.alpha, lora.dropout) == (True, 8, 4, 0.1)
+    assert lora.target_modules == ("q_proj", "v_proj") and policy.gradient_checkpointing
+    config = load_config(overrides=["--pretrained-checkpoint", "a", "--load-adapter-checkpoint", "b"])
+    assert (config.policy.path, config.lora.adapter) == ("a", "b")
     assert set(ALIASES) == {
-        *("task-suite", "task-id", "task-ids", "num-envs", "timesteps", "use-wandb", "value-init-steps", "seed", "name")
+        *(
+            "task-suite",
+            "task-id",
+            "task-ids",
+            "num-envs",
+            "timesteps",
+            "use-wandb",
+            "value-init-steps",
+            "seed",
+            "name",
+        ),
+        *("vla-path", "pretrained-checkpoint", "unnorm-key", "use-proprio", "num-images-in-input"),
+        *("enable-gradient-checkpointing", "use-lora", "lora-rank", "lora-alpha", "lora-dropout"),
+        *("lora-target-modules", "load-adapter-checkpoint"),
     }
 
 

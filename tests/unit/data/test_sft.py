@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from vlarl.config.schema import DemoConfig, FinetuneConfig
+from vlarl.config.schema import DemoConfig, FinetuneConfig, LoraConfig, PolicyConfig, StartConfig
 from vlarl.data.demos import generate_demos
-from vlarl.data.sft import DemoBatches, FinetuneSummary, demonstrate, finetune, imitation_loss
+from vlarl.data.sft import DemoBatches, FinetuneSummary, demonstrate, finetune, imitation_loss, start_policy
 from vlarl.envs.tabletop.expert import IMPERFECT
+from vlarl.evaluation import evaluate
 from vlarl.policies import load_policy
 from vlarl.policies.tiny import init_tiny
 
@@ -61,7 +62,8 @@ def test_batches_hold_what_the_demonstrator_saw_and_did():
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
     batches = DemoBatches(demos, policy, torch.device("cpu"))
     assert len(batches) == len(demos)
-    inputs, token_ids = batches.draw(5, torch.Generator().manual_seed(3))
+    batch = batches.draw(5, torch.Generator().manual_seed(3))
+    inputs, token_ids = batch.inputs, batch.token_ids
     rows = torch.randint(len(demos), (5,), generator=torch.Generator().manual_seed(3)).numpy()
     expected = policy.process([demos.observation(int(row)) for row in rows])
     width = expected.input_ids.shape[1]
@@ -80,9 +82,10 @@ def test_demonstrations_show_what_the_policy_reads():
     del policy.config.norm_stats["tabletop"]["proprio"]
     config = DemoConfig(suites=("tabletop_spatial",), episodes_per_task=1, num_workers=1)
     batches = DemoBatches(demonstrate(config, 0, policy), policy, torch.device("cpu"))
-    inputs, token_ids = batches.draw(3, torch.Generator().manual_seed(0))
+    batch = batches.draw(3, torch.Generator().manual_seed(0))
+    inputs = batch.inputs
     assert inputs.pixels.shape == (3, 2, 3, policy.image_size, policy.image_size) and inputs.proprio is None
-    assert imitation_loss(policy, inputs, token_ids, FinetuneConfig().optim).isfinite()
+    assert imitation_loss(policy, batch, FinetuneConfig().optim).isfinite()
 
 
 def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
@@ -90,6 +93,37 @@ def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.zero_()
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    inputs, token_ids = DemoBatches(demos, policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
+    batch = DemoBatches(demos, policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
     config = FinetuneConfig()
-    assert imitation_loss(policy, inputs, token_ids, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
+    assert imitation_loss(policy, batch, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
+
+
+def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
+    config = recipe(tmp_path, "l1").model_copy(update={"policy": StartConfig(path="init:tiny-oft", actions="l1")})
+    summary = finetune(config)
+    assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of numbers in [-1, 1]
+    assert summary.last_loss < 0.8 * summary.first_loss
+    policy = load_policy(summary.checkpoint, actions="l1")
+    assert policy.acts_by_regression
+    result = evaluate(summary.checkpoint, states_per_task=1, task_ids=[0], policy_config=PolicyConfig(actions="l1"))
+    assert len(result.episodes) == 1
+
+
+def test_a_frozen_backbone_leaves_the_heads_to_learn(tmp_path):
+    settings = StartConfig(path="init:tiny-oft", actions="l1", freeze="backbone")
+    policy = start_policy(recipe(tmp_path, "x").model_copy(update={"policy": settings}), torch.device("cpu"))
+    trained = {name.partition(".")[0] for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained == {"l1_head", "proprio_projector"}
+
+
+def test_adapters_can_be_taught(tmp_path):
+    init_tiny("parallel", seed=0, chunk_length=4).save(tmp_path / "base")
+    config = recipe(tmp_path, "lora", str(tmp_path / "base")).model_copy(
+        update={
+            "lora": LoraConfig(enabled=True, rank=8),
+            "optim": recipe(tmp_path, "x").optim.model_copy(update={"lr": 1e-2}),
+        }
+    )
+    summary = finetune(config)
+    assert summary.last_loss < 0.9 * summary.first_loss
+    assert (summary.checkpoint / "adapter_model.safetensors").is_file()

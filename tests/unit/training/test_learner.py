@@ -233,7 +233,7 @@ def test_values_come_in_the_order_of_trajectories_with_the_last_observation(poli
 
 
 def test_frozen_vision_stays(policy, act, teach, configure):
-    policy.freeze_vision()
+    policy.freeze("vision")
     before = weights(policy)
     build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(teach(policy, act(policy)), 1, nothing)
     moved = changed(policy, before)

@@ -3,68 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from peft import prepare_model_for_kbit_training
 from tokenizers import Tokenizer
 from torch import nn
 
+from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
 from vlarl.policies import distribution
 from vlarl.policies.base import Chooser, Policy, Scores
+from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
-from vlarl.policies.openvla.config import NATIVE_KEY, DecoderName, OpenVLAConfig, read_config
+from vlarl.policies.openvla.attention import AttentionName
+from vlarl.policies.openvla.config import OpenVLAConfig
 from vlarl.policies.openvla.decoders import DECODERS, Prefix, embed_prefix
 from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
+from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.processor import Processor, preprocessor_config
-from vlarl.policies.openvla.weights import (
-    WEIGHTS_NAME,
-    load_model,
-    load_state,
-    read_component,
-    save_module,
-    write_json,
-)
-from vlarl.types import FloatArray, Observation, PolicyInput, UInt8Array
+from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, save_module, save_weights, write_json
+from vlarl.types import ActionTokens, FloatArray, Observation, PolicyInput, UInt8Array
 
-# Files of the tokenizer and processor that a checkpoint carries along unread.
-ASSET_NAMES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "preprocessor_config.json",
-    "generation_config.json",
-)
+
+@dataclass(frozen=True)
+class Base:
+    """Where the model's own weights came from: what adapters refer to."""
+
+    path: str  # as a user names it: a built-in model, a folder, a hub id
+    folder: Path
 
 
 class OpenVLAPolicy(Policy):
-    """A vision-language-action model with its processor, action codec and optional heads."""
+    """A vision-language-action model with its processor, action codec and optional heads and adapters."""
 
-    def __init__(self, config: OpenVLAConfig, tokenizer: Tokenizer | None, unnorm_key: str | None = None) -> None:
+    def __init__(
+        self,
+        config: OpenVLAConfig,
+        tokenizer: Tokenizer | None,
+        unnorm_key: str | None = None,
+        *,
+        images: ImagePipeline = ImagePipeline(),  # noqa: B008 - frozen
+        attention: AttentionName = "sdpa",
+        heads_device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
         self.assets: dict[str, bytes] = {}
-        self.model = OpenVLAModel(config)
+        self.base: Base | None = None  # None: made from nothing
+        self.has_adapter = False
+        self.acts_by_regression = False  # the regression head acts, and not the tokens
+        self.model = OpenVLAModel(config, attention)
+        self.linear_names = adapters.linear_names(self.model)
+        self._heads_device = None if heads_device is None else torch.device(heads_device)  # None: the model's
         hidden = self.model.hidden_size
         self.proprio_projector = ProprioProjector(config.proprio_dim, hidden) if config.use_proprio else None
         self.value_head: ValueHead | None = None
         self.l1_head: L1ActionHead | None = None
         self.codec = UniformActionCodec(config.vocab_size, config.num_action_bins, config.action_dim)
         self.normalizer = Normalizer(config, unnorm_key)
-        self.processor = Processor(config, tokenizer, self.normalizer)
+        self.processor = Processor(config, tokenizer, self.normalizer, images)
         self.decoder = DECODERS[config.decoder](config.num_action_tokens)
         self.chunk_length = config.chunk_length
         self.action_dim = config.action_dim
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Where the model lives."""
         return self.model.device
+
+    @property
+    def heads_device(self) -> torch.device:
+        """Where the critic and the regression head live."""
+        return self._heads_device or self.device
 
     def process(self, observations: Sequence[Observation]) -> PolicyInput:
         """Prompts and pixels, on the CPU; the same function for engine and learner."""
@@ -72,22 +88,54 @@ class OpenVLAPolicy(Policy):
 
     def score(self, inputs: PolicyInput, token_ids: torch.Tensor) -> Scores:
         """Logits over the action support for each of the given tokens [B, K*D], and values with a critic."""
-        states = self.decoder.states(self.model, self._prefix(inputs), token_ids.to(self.device))
-        values = None if self.value_head is None else self.value_head(states[:, 0])
+        states = self._states(inputs, token_ids)
+        values = None if self.value_head is None else self._value(states[:, 0])
         return Scores(self.model.action_logits(states), values)
 
     def values(self, inputs: PolicyInput) -> torch.Tensor:
         """[B] the critic's values alone, for observations that no action follows."""
-        if self.value_head is None:
-            raise ValueError("the policy has no critic: call attach_value_head first, or load one with value_head=…")
-        values: torch.Tensor = self.value_head(self.decoder.first_state(self.model, self._prefix(inputs)))
-        return values
+        return self._value(self.decoder.first_state(self.model, self._prefix(inputs)))
 
     @torch.no_grad()
-    def generate(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
         places, logits = self.decoder.generate(self.model, self._prefix(inputs), choose)
         return places + self.codec.first_id, logits
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor,
+        proprio: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        greedy: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> ActionTokens:
+        """Action tokens for right-padded prompts [B, L] and pixels as the processor or the original's makes them.
+
+        Pixels are uint8 [B, I, 3, H, W], or normalised floats [B, channels, H, W]; proprio [B, P] is normalised. Greedy
+        tokens come with their log-probs at the temperature, too.
+        """
+        inputs = self._inputs(input_ids, pixel_values, proprio)
+
+        def choose(logits: torch.Tensor, _first: int) -> torch.Tensor:
+            if greedy:
+                return distribution.greedy(logits)
+            uniforms = torch.rand(logits.shape[:2], generator=generator).to(logits.device)
+            return distribution.sample(logits, temperature, uniforms)
+
+        ids, logits = self.decode(inputs, choose)
+        return ActionTokens(ids, distribution.token_logprobs(logits, ids - self.codec.first_id, temperature), 0)
+
+    def action_logits(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor,
+        tokens: torch.Tensor,
+        proprio: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, K*D, num_bins] float32 logits over the action ids, each given the tokens [B, K*D] before it."""
+        return self.score(self._inputs(input_ids, pixel_values, proprio), tokens).logits
 
     @torch.no_grad()
     def predict_action(
@@ -103,20 +151,19 @@ class OpenVLAPolicy(Policy):
         state = np.zeros(self.config.proprio_dim, np.float32) if proprio is None else np.asarray(proprio, np.float32)
         stack = images[None] if images.ndim == 3 else images
         inputs = self.process([Observation(stack, state, instruction)])
-        if self.l1_head is not None:
+        if self.acts_by_regression:
             actions = self.regress(inputs).cpu().numpy()
         else:
-            ids, _ = self.generate(inputs, lambda logits, _: distribution.greedy(logits))
+            ids, _ = self.decode(inputs, lambda logits, _: distribution.greedy(logits))
             actions = self.codec.decode(ids.cpu().numpy())
         return self.unnormalize(actions[0], unnorm_key)
 
     def regress(self, inputs: PolicyInput) -> torch.Tensor:
         """[B, K, D] normalised actions of OFT's regression head."""
         if self.l1_head is None:
-            raise ValueError("the policy has no regression head: load it with l1_head=True")
-        prefix = self._prefix(inputs)
-        unread = torch.zeros(len(inputs), self.config.num_action_tokens, dtype=torch.int64, device=self.device)
-        actions: torch.Tensor = self.l1_head(self.decoder.states(self.model, prefix, unread))
+            raise ValueError("the policy has no regression head: load it with actions='l1' or 'hybrid'")
+        unread = torch.zeros(len(inputs), self.config.num_action_tokens, dtype=torch.int64)
+        actions: torch.Tensor = self.l1_head(self._states(inputs, unread).to(self.heads_device))
         return actions.float()
 
     def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
@@ -131,9 +178,66 @@ class OpenVLAPolicy(Policy):
         except ValueError as error:
             raise UsageError(f"policy.unnorm_key: {error}") from error
 
-    def freeze_vision(self) -> None:
-        """Leave the vision towers out of training."""
-        self.model.vision_backbone.requires_grad_(False)
+    def freeze(self, part: Literal["vision", "backbone"]) -> None:
+        """Leave the vision towers, or the whole model and not its heads, out of training."""
+        frozen = self.model.vision_backbone if part == "vision" else self.model
+        frozen.requires_grad_(False)
+        left = "" if part == "backbone" else "vision_backbone."
+        self.linear_names = tuple(name for name in self.linear_names if not name.startswith(left))
+
+    def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Freeze, adapt and checkpoint the model as configured; adapters that it was loaded with go on learning."""
+        if self.l1_head is not None and not self.acts_by_regression:
+            self.l1_head.requires_grad_(False)
+        if settings.freeze != "none" and not self.has_adapter:
+            self.freeze(settings.freeze)
+        if settings.quantize is not None:
+            cast(Any, prepare_model_for_kbit_training)(self.model, use_gradient_checkpointing=False)
+            if self.proprio_projector is not None:
+                self.proprio_projector.float()  # as the states around the quantised layers are now
+        if lora.adapter is not None and self.has_adapter:
+            raise UsageError(
+                f"lora.adapter = {lora.adapter!r}: policy.path is an adapter itself; name one of them only."
+            )
+        if (lora.enabled or lora.adapter is not None) and not self.has_adapter:
+            try:
+                self._add_adapter(lora, seed)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"lora: {error}") from error
+        self._refuse_rounded_updates()
+        self.model.checkpoint_layers(settings.gradient_checkpointing)
+
+    def _refuse_rounded_updates(self) -> None:
+        rounded = [n for n, p in self.model.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        if rounded:
+            raise UsageError(
+                f"policy.dtype = '{str(self.model.dtype).removeprefix('torch.')}' without adapters: small updates of "
+                "weights that are trained would be rounded away; set lora.enabled, or policy.dtype to float32."
+            )
+
+    def fold_adapter(self) -> None:
+        """Add the adapters to the model's own weights; a policy without adapters is left."""
+        adapters.fold(self.model)
+        self.has_adapter = False
+
+    def _add_adapter(self, lora: LoraConfig, seed: int) -> None:
+        """Freeze everything and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
+        if self.base is None:
+            raise ValueError("adapters need a base that is saved somewhere: save this policy and load it again")
+        if lora.adapter is not None:
+            self.add_adapter_from(Path(lora.adapter))
+            return
+        self._freeze_all()
+        adapters.add_fresh(self.model, lora, self.linear_names, self.base.path, seed)
+        self.has_adapter = True
+
+    def add_adapter_from(self, folder: Path) -> None:
+        """Freeze everything but the critic and go on with a folder's adapters."""
+        assert self.base is not None
+        adapters.check_base(folder, self.base.path, self.base.folder)
+        self._freeze_all()
+        adapters.add_from(self.model, folder, self.base.path)
+        self.has_adapter = True
 
     @property
     def num_images(self) -> int:
@@ -151,11 +255,20 @@ class OpenVLAPolicy(Policy):
             return self.value_head
         head = ValueHead(self.model.hidden_size, hidden_sizes)
         head.reset(torch.Generator().manual_seed(seed))
-        self.value_head = head.to(self.device)
+        self.value_head = head.to(self.heads_device)
         return self.value_head
 
-    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write the checkpoint in the original layout, safetensors and JSON only; `dtype` rounds the weights."""
+    def attach_l1_head(self, seed: int = 0) -> L1ActionHead:
+        """Add a fresh regression head for supervised training, unless the checkpoint brought one."""
+        if self.l1_head is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self.l1_head = L1ActionHead(self.model.hidden_size, self.action_dim).to(self.heads_device)
+        return self.l1_head
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the checkpoint in the original layout, safetensors and JSON only, or the adapters where there are some;
+        `dtype` rounds the weights."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config.to_json())
@@ -165,82 +278,39 @@ class OpenVLAPolicy(Policy):
             (folder / name).write_bytes(content)
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
-        save_module(self.model, folder / WEIGHTS_NAME, dtype)
-        for name, head in self._components().items():
-            if head is not None:
+        if self.has_adapter and self.base is not None:
+            adapters.save(self.model, folder, self.base.path, self.base.folder)
+        else:
+            save_weights(self.model.state_dict(), folder, dtype, max_shard_bytes)
+        for name, head in self.components().items():
+            if head is not None and (name == "value_head" or not self.has_adapter):  # others stay the base's
                 save_module(head, folder / f"{name}.safetensors", dtype)
 
-    @classmethod
-    def load(
-        cls,
-        path: Path | str,
-        *,
-        decoder: DecoderName | None = None,
-        chunk_length: int | None = None,
-        num_images: int | None = None,
-        use_proprio: bool | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        unnorm_key: str | None = None,
-        value_head: Sequence[int] | None = None,
-        l1_head: bool = False,
-    ) -> OpenVLAPolicy:
-        """Read a checkpoint folder; None takes what the folder says.
-
-        Original OFT folders say nothing of their decoder and images: pass decoder="parallel", num_images=2. With
-        `value_head` (hidden sizes) a critic is attached where the folder brings none.
-        """
-        folder = Path(path)
-        config = read_config(folder)
-        if use_proprio is None and NATIVE_KEY not in config.raw:
-            use_proprio = decoder == "parallel" and read_component(folder, "proprio_projector") is not None
-        config = config.with_decoder(decoder, chunk_length, num_images, use_proprio)
-        tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        with torch.device("meta"):  # no memory is spent on weights that the file replaces
-            policy = cls(config, tokenizer, unnorm_key)
-        policy._fill(folder, dtype, device, l1_head=l1_head)
-        if value_head is not None and policy.value_head is None:
-            policy.attach_value_head(value_head)
-        policy.assets = {n: (folder / n).read_bytes() for n in ASSET_NAMES if (folder / n).is_file()}
-        return policy
-
-    def _fill(self, folder: Path, dtype: torch.dtype, device: torch.device | str, *, l1_head: bool) -> None:
-        load_model(self.model, folder, dtype, device)
-        language = cast(Any, self.model.language_model)
-        # Constants that no checkpoint holds and that the meta device left empty.
-        language.model.rotary_emb = type(language.model.rotary_emb)(language.config)
-        self.model.to(device)
-        critic = read_component(folder, "value_head")
-        if critic is not None:
-            hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
-            widths = [weight.shape[0] for weight in hidden if weight is not None]
-            self.value_head = ValueHead(self.model.hidden_size, widths)
-        if l1_head:
-            self.l1_head = L1ActionHead(self.model.hidden_size, self.action_dim)
-        for name, head in self._components().items():
-            if head is None:
-                continue
-            state = read_component(folder, name)
-            if state is None:
-                raise FileNotFoundError(f"{folder} has no {name} file (.safetensors, or OFT's --<step>_checkpoint.pt)")
-            kept = torch.float32 if name == "value_head" else dtype
-            load_state(head, {k: v.to(device, kept) for k, v in state.items()}, f"{folder} ({name})")
-
-    def _components(self) -> dict[str, nn.Module | None]:
+    def components(self) -> dict[str, nn.Module | None]:
+        """The networks beside the model, by the names of their files; None for those that it does without."""
         return {
             "proprio_projector": self.proprio_projector,
             "value_head": self.value_head,
             "action_head": self.l1_head,
         }
 
+    def _freeze_all(self) -> None:
+        """What adapters leave alone: the model and the heads that act; the critic goes on learning."""
+        for part in (self.model, self.proprio_projector, self.l1_head):
+            if part is not None:
+                part.requires_grad_(False)
+
+    def _inputs(self, ids: torch.Tensor, pixels: torch.Tensor, proprio: torch.Tensor | None) -> PolicyInput:
+        return PolicyInput(ids, ids != self.config.pad_token_id, pixels, proprio)
+
     def _prefix(self, inputs: PolicyInput) -> Prefix:
         return embed_prefix(self.model, inputs.to(self.device), self.proprio_projector)
 
+    def _states(self, inputs: PolicyInput, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder.states(self.model, self._prefix(inputs), token_ids.to(self.device))
 
-def _read_tokenizer(path: Path) -> Tokenizer | None:
-    if not path.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error
+    def _value(self, state: torch.Tensor) -> torch.Tensor:
+        if self.value_head is None:
+            raise ValueError("the policy has no critic: call attach_value_head first, or load one with value_head=…")
+        values: torch.Tensor = self.value_head(state.to(self.heads_device)).to(self.device)
+        return values

@@ -1,0 +1,197 @@
+"""`vlarl doctor`: what this machine can run; what a checkpoint is, and the memory that it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vlarl.cli import arguments as args
+from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
+from vlarl.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlarl.policies.openvla.description import Description
+    from vlarl.policies.openvla.memory import MemoryEstimate
+
+GIB = 2**30
+MIB = 2**20
+CARDS = (24, 40, 48, 80)  # GB on the box, which are GiB to the driver, or nearly
+CONTEXT_BYTES = GIB  # what CUDA itself and gaps between tensors take
+DEFAULT_RANK = 32
+SHOWN_NAMES = 300  # characters of a list of tensors
+PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "cache")
+NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
+NO_STATISTICS = "missing: add dataset_statistics.json, or actions can't be brought to the robot's units"
+NOTES = (
+    "checkpointed    with policy.gradient_checkpointing: layers are computed again in the backward pass",
+    "training run    the update, or the rollout beside adapters, gradients and optimizer, whichever is larger",
+    "cards           ok when they have it beside 1 GiB for CUDA itself; a GPU here counts what is free now",
+)
+COLUMNS = {  # key -> title, and its second line
+    "rollout": ("rollout", ""),
+    "update_checkpointed": ("LoRA update", "checkpointed"),
+    "update": ("LoRA update", "without"),
+}
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Describe the machine, or with --model a checkpoint and its memory; 1 says that something is broken."""
+    parser = args.Parser(
+        "doctor",
+        "Say what this machine can run, what is missing and how to install it. With --model: what a checkpoint is, and "
+        "the GPU memory of rollouts and of LoRA updates, estimated without loading it.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="checkpoint or adapter folder, hub id (is downloaded), builtin:tiny-oft…")
+    add("--batch-size", type=args.positive, default=16, metavar="N", help="observations in a pass of a rollout")
+    add("--microbatch-size", type=args.positive, default=8, metavar="N", help="decisions in a pass of an update")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="precision of the frozen weights")
+    add("--quantize", type=int, choices=(4, 8), help="bits of the linear layers' weights")
+    add("--lora-rank", type=args.positive, metavar="R", help=f"an adapter's own without it, else {DEFAULT_RANK}")
+    add("--num-images", type=args.positive, metavar="N", help="views that the model reads; the checkpoint's without it")
+    add("--decoder", choices=("autoregressive", "parallel"), help="the checkpoint's without it")
+    add("--json", action="store_true", help="print the same facts as JSON")
+    given = parser.parse_args(arguments)
+    if given.model is not None:
+        return _describe_model(given)
+    of_models = [token for token in arguments if token.startswith("--") and token != "--json"]
+    if of_models:
+        raise UsageError(f"{of_models[0]} is about a checkpoint: add --model PATH")
+    checks = check_installation()
+    print(json.dumps({"checks": [vars(check) for check in checks]}, indent=2) if given.json else _machine_text(checks))
+    return 1 if any(check.status == "problem" for check in checks) else 0
+
+
+def _machine_text(checks: Sequence[Check]) -> str:
+    width = max(len(check.name) for check in checks)
+    lines = [f"{check.status:<8} {check.name:<{width}}  {check.detail}" for check in checks]
+    broken = [check.name for check in checks if check.status == "problem"]
+    lines += ["", f"To mend first: {', '.join(broken)}." if broken else "Everything that vlarl itself needs is here."]
+    return "\n".join(lines)
+
+
+def _describe_model(given: Any) -> int:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from vlarl.policies.openvla.description import describe_checkpoint
+    from vlarl.policies.openvla.memory import PROMPT_LENGTH
+
+    try:
+        description = describe_checkpoint(given.model, given.decoder, given.num_images)
+    except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the policy {given.model} can't be described: {reason}") from error
+    rank = given.lora_rank or (description.adapter.rank if description.adapter else DEFAULT_RANK)
+    estimates, needs = _estimate(given, description, rank)
+    rooms = _rooms(find_gpus())
+    if given.json:
+        print(json.dumps(_as_json(description, estimates, needs, rooms), indent=2))
+    else:
+        base = f"base in {given.quantize} bits, the rest {given.dtype}" if given.quantize else given.dtype
+        title = f"Memory with {base}, LoRA of rank {rank} beside all linear layers, prompts of {PROMPT_LENGTH} tokens:"
+        sizes = [f"batch {given.batch_size}", *[f"microbatch {given.microbatch_size}"] * 2]
+        table = _memory_lines(sizes, estimates, needs, rooms)
+        print("\n".join([*_facts_lines(description, given.num_images), "", title, "", *table]))
+    return 1 if description.problems else 0
+
+
+def _estimate(given: Any, description: Description, rank: int) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
+    """Memory by column, and bytes that a card must have: rollouts alone, or training, which is rollouts and updates."""
+    from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
+
+    config, quantize = description.config, given.quantize
+    sizes = (given.batch_size, PROMPT_LENGTH)
+    rollout = estimate_rollout(config, *sizes, given.dtype, quantize)
+    # Adapters of a quantised base are trained in float32 around it, so rollouts in between are float32, too.
+    between = estimate_rollout(config, *sizes, "float32", quantize) if quantize else rollout
+    updates = [
+        estimate_lora_update(config, given.microbatch_size, PROMPT_LENGTH, given.dtype, rank, recompute, quantize)
+        for recompute in (True, False)
+    ]
+    needs = [rollout.total, *(max(update.total, between.total + update.lasting) for update in updates)]
+    return dict(zip(COLUMNS, (rollout, *updates), strict=True)), dict(zip(COLUMNS, needs, strict=True))
+
+
+def _rooms(gpus: Sequence[Gpu]) -> dict[str, int]:
+    """Bytes for tensors on usual cards and on those that are here."""
+    usual = {f"{size} GB card": size * GIB - CONTEXT_BYTES for size in CARDS}
+    here = {f"GPU {number} here": gpu.free_bytes - CONTEXT_BYTES for number, gpu in enumerate(gpus)}
+    return usual | here
+
+
+def _facts_lines(description: Description, num_images: int | None) -> list[str]:
+    """What the checkpoint is: a name and its facts, one a line."""
+    config, stored, language = description.config, description.stored, description.language
+    images = f"{config.num_images} of {config.image_size} px, {config.towers[0].num_patches} tokens each"
+    if num_images is None and not description.says_num_images:
+        images += " (the folder does not say how many: add --num-images 2 for LIBERO's)"
+    kind = description.kind
+    if (adapter := description.adapter) is not None:
+        kind += f" of {adapter.base}, rank {adapter.rank}, alpha {adapter.alpha}"
+    files = "1 file" if stored.num_files == 1 else f"{stored.num_files} files"
+    rows = f"{config.padded_vocab_size} rows, action ids {config.first_action_id}..{config.vocab_size - 1}"
+    facts = {
+        "checkpoint": [description.path],
+        "kind": [kind],
+        "decoder": [f"{config.decoder}, {config.chunk_length} x {config.action_dim} action tokens a decision"],
+        "images": [images],
+        "proprio": [f"{config.proprio_dim} numbers, one token" if config.use_proprio else "not read"],
+        "FiLM": ["yes" if config.use_film else "no"],
+        "heads": [", ".join(description.heads) or "none"],
+        "vision": [", ".join(tower.timm_id for tower in config.towers)],
+        "language": [f"{language.kind}, {language.num_layers} layers of width {language.width}, {rows}"],
+        "parameters": [f"{stored.num_parameters:,} in {stored.dtype}, {_size(stored.num_bytes)} in {files}"],
+        "weights": [f"problem: {_short(problem)}" for problem in description.problems] or ["fit the config"],
+        "tokenizer": ["there" if description.has_tokenizer else NO_TOKENIZER],
+        "unnorm_key": _key_lines(description) or [NO_STATISTICS],
+    }
+    return [f"{name if row == 0 else '':<12}{text}" for name, texts in facts.items() for row, text in enumerate(texts)]
+
+
+def _key_lines(description: Description) -> list[str]:
+    width = max((len(entry.key) for entry in description.statistics), default=0)
+    return [
+        f"{entry.key:<{width}}  {entry.action_dim} action dims, {'with' if entry.has_proprio else 'without'} proprio"
+        for entry in description.statistics
+    ]
+
+
+def _memory_lines(
+    sizes: Sequence[str], estimates: dict[str, MemoryEstimate], needs: dict[str, int], rooms: dict[str, int]
+) -> list[str]:
+    """The table of memory, and which cards have it."""
+    unit, name = (GIB, "GiB") if max(needs.values()) >= GIB else (MIB, "MiB")
+
+    def amounts(values: Sequence[int]) -> list[str]:
+        return [f"{value / unit:.2f}" if value else "-" for value in values]
+
+    rows = [(name, [COLUMNS[key][0] for key in estimates]), ("", list(sizes))]
+    rows += [("", [COLUMNS[key][1] for key in estimates])]
+    rows += [(part, amounts([e.parts[part] for e in estimates.values()])) for part in PARTS]
+    rows += [("total", amounts([e.total for e in estimates.values()]))]
+    rows += [("training run", ["", *amounts(list(needs.values())[1:])])]
+    rows += [(card, ["ok" if need <= room else "no" for need in needs.values()]) for card, room in rooms.items()]
+    lines = [f"{label:<14}" + "".join(f"{cell:>15}" for cell in cells) for label, cells in rows]
+    return [*lines, "", *NOTES]
+
+
+def _as_json(
+    description: Description, estimates: dict[str, MemoryEstimate], needs: dict[str, int], rooms: dict[str, int]
+) -> dict[str, Any]:
+    return {
+        "checkpoint": description.to_json(),
+        "memory_bytes": {
+            key: estimate.parts | {"total": estimate.total, "needed": needs[key]} for key, estimate in estimates.items()
+        },
+        "fits": {card: {key: need <= room for key, need in needs.items()} for card, room in rooms.items()},
+    }
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+def _short(text: str) -> str:
+    """Enough of a list of tensors to know what is wrong; --json has all of it."""
+    return text if len(text) <= SHOWN_NAMES else f"{text[:SHOWN_NAMES]}… (all of them: --json)"

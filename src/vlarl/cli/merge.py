@@ -1,0 +1,45 @@
+"""`vlarl merge`: an adapter and its base become one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlarl.cli import arguments as args
+
+
+def merge(arguments: Sequence[str]) -> int:
+    """Merge an adapter into its base, say how exact it is, and push it to the hub if asked to."""
+    parser = args.Parser(
+        "merge", "Fold a LoRA adapter into its base and write a checkpoint in the original layout, checked on a probe."
+    )
+    add = parser.add_argument
+    add("adapter", metavar="ADAPTER", help="adapter folder, such as runs/<name>/checkpoints/final")
+    add("out", metavar="OUT", help="new folder for the merged checkpoint")
+    add("--base", metavar="B", help="model under the adapter; what the adapter says without it")
+    add("--dtype", choices=("float32", "bfloat16"), help="precision of the written weights; the base's without it")
+    add("--device", default="cpu", metavar="D", help="cpu, cuda…: where it is computed, in float32")
+    add("--max-shard-gb", type=args.positive, default=5, metavar="N", help="size of a weights file, at most")
+    add("--push-to-hub", metavar="ORG/NAME", help="upload the folder to this model repository")
+    add("--private", action="store_true", help="make that repository private")
+    given = parser.parse_args(arguments)
+
+    from vlarl.export.hub import push_folder
+    from vlarl.export.merge import merge as run_merge
+    from vlarl.launch import choose_device
+
+    result = run_merge(
+        given.adapter,
+        given.out,
+        base=given.base,
+        dtype=given.dtype,
+        device=choose_device(given.device),
+        max_shard_bytes=given.max_shard_gb * 10**9,
+    )
+    print(f"merged:      {result.out} ({result.dtype})")
+    print(f"base:        {result.base}")
+    print(f"logits:      within {result.logit_error:.1e} of the adapter model's, in float32")
+    if result.rounding_error:
+        print(f"rounding:    {result.dtype} changes them by up to {result.rounding_error:.1e}")
+    if given.push_to_hub:
+        print(f"hub:         {push_folder(result.out, given.push_to_hub, given.private)}")
+    return 0

@@ -1,0 +1,215 @@
+"""LoRA adapters by peft: a fresh one, one read from a folder, writing it, and folding it into the model's weights.
+
+An adapter folder is peft's own (`adapter_config.json`, `adapter_model.safetensors`) with the names that the original
+code's adapters have, and `base.json`, which says what weights it was trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from vlarl.config.schema import LoraConfig
+from vlarl.policies.openvla.config import read_json
+from vlarl.policies.openvla.weights import opened, read_tensors, weight_files, write_json, write_tensors
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+BASE_NAME = "base.json"
+PREFIX = "base_model.model."  # what peft's own files put before the names of the model
+ALL_LINEAR = "all-linear"
+UNADAPTED = ("lm_head", ".scale", ".shift")  # the head, and FiLM's own layers, which OFT trains in full
+LARGEST_ALPHA = 16
+SAMPLED_VALUES = 16  # of each tensor, for the fingerprint
+
+
+class LoraLinear(PeftLinear):
+    """peft's layer computed with one product less: weights stay float32, products are in the type of the input."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The frozen layer's answer plus the adapters'."""
+        if self.disable_adapters or self.merged or args or kwargs:
+            plain: torch.Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        result: torch.Tensor = self.base_layer(x)
+        width = result.shape[-1]
+        for name in self.active_adapters:
+            into, out = (cast(nn.Linear, part[name]).weight.to(x.dtype) for part in (self.lora_A, self.lora_B))
+            low = F.linear(self.lora_dropout[name](x), into)  # [..., rank]
+            # In place: the product's own epilogue scales and adds, where two more passes over the result would.
+            result.view(-1, width).addmm_(low.flatten(0, -2), out.t(), alpha=self.scaling[name])
+        return result
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds an adapter."""
+    return (folder / CONFIG_NAME).is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The path or hub id of the model that an adapter folder says it was trained on."""
+    base = read_json(folder / CONFIG_NAME).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{folder / CONFIG_NAME} does not name its base model: say which one it is (base)")
+    return str(base)
+
+
+def linear_names(model: nn.Module) -> tuple[str, ...]:
+    """The linear layers that training reaches, but the head: what `all-linear` means."""
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and not name.endswith(UNADAPTED)
+    )
+
+
+def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:
+    """Freeze the model and put new adapters, which change nothing yet, beside the chosen layers."""
+    targets: list[str] = []
+    for pattern in lora.target_modules:
+        found = [n for n in linears if pattern == ALL_LINEAR or n == pattern or n.endswith(f".{pattern}")]
+        if not found:
+            ends = sorted({name.rpartition(".")[2] for name in linears})
+            raise ValueError(
+                f"target_modules: no linear layer's name ends in {pattern!r}; use {ALL_LINEAR} or {', '.join(ends)}"
+            )
+        targets += found
+    config = PeftLoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or min(lora.rank, LARGEST_ALPHA),
+        lora_dropout=lora.dropout,
+        target_modules=sorted(set(targets)),
+        init_lora_weights=True,
+        base_model_name_or_path=base,
+    )
+    devices = range(torch.cuda.device_count()) if next(model.parameters()).is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        _inject(model, config)
+
+
+def add_from(model: nn.Module, folder: Path, base: str) -> None:
+    """Freeze the model and put a folder's adapters beside its layers; what doesn't fit is told at once."""
+    config = _read_config(folder)
+    config.base_model_name_or_path = base
+    state = {name.removeprefix(PREFIX): tensor.float() for name, tensor in read_tensors(folder / WEIGHTS_NAME)}
+    trained_on = read_json(folder / CONFIG_NAME).get("base_model_name_or_path")
+    remedy = f"the adapter {folder} was trained on {trained_on}, and does not fit {base}"
+    try:
+        _inject(model, config)
+    except ValueError as error:
+        raise ValueError(f"{remedy}: {error}") from error
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    wrong = [
+        *(f"{name} is missing" for name in own if name not in state),
+        *(f"{name} has no layer" for name in state if name not in own),
+        *(
+            f"{name} is {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+            for name in own
+            if name in state and state[name].shape != own[name].shape
+        ),
+    ]
+    if wrong:
+        raise ValueError(f"{remedy}: {'; '.join(wrong)}")
+    set_peft_model_state_dict(model, state)
+
+
+def save(model: nn.Module, folder: Path, base: str, base_folder: Path | None) -> None:
+    """Write the adapters as peft does, and what weights they belong to."""
+    config = _config(model)
+    config.base_model_name_or_path = base
+    config.target_modules = sorted(config.target_modules or ())  # a set: its order would change from file to file
+    config.inference_mode = True  # the habit of peft's files; ours are trained on whatever it says
+    config.save_pretrained(str(folder))
+    config.inference_mode = False
+    state = {
+        f"{PREFIX}{name}": tensor.detach().cpu().contiguous()
+        for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
+    write_tensors(state, folder / WEIGHTS_NAME)
+    if base_folder is not None:
+        write_json(folder / BASE_NAME, {"base": base, "fingerprint": fingerprint(base_folder)})
+
+
+@torch.no_grad()
+def fold(model: nn.Module) -> None:
+    """Add the adapters to the layers they stand beside, in float32, and take them away: a plain model is left."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, LoraLayer):
+            continue
+        layer: Any = module
+        plain = layer.get_base_layer()
+        whole = plain.weight.float() + layer.get_delta_weight("default").float()
+        plain.weight = nn.Parameter(whole.to(plain.weight.dtype), requires_grad=False)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, plain)
+    del model.peft_config
+
+
+def settings(model: nn.Module) -> dict[str, object]:
+    """Rank, scale and layers of a model's adapters."""
+    config = _config(model)
+    targets = sorted(config.target_modules or ())
+    return {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "target_modules": targets}
+
+
+def fingerprint(folder: Path) -> str:
+    """What weights a folder holds, whatever their shards and precision: a hash of names, shapes and a few values."""
+    lines = []
+    for path in weight_files(folder):
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict: it has no other iterator
+                part = file.get_slice(name)
+                shape = part.get_shape()
+                values = part[:1] if shape else file.get_tensor(name)
+                sample = values.flatten()[:SAMPLED_VALUES].to(torch.bfloat16).float().tolist()
+                lines.append(f"{name} {shape} {sample}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+def _config(model: nn.Module) -> PeftLoraConfig:
+    return cast(PeftLoraConfig, cast(Any, model).peft_config["default"])  # where peft keeps it
+
+
+def _read_config(folder: Path) -> PeftLoraConfig:
+    kind = read_json(folder / CONFIG_NAME).get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
+    config: PeftLoraConfig = PeftLoraConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    return config
+
+
+def check_base(folder: Path, base: str, base_folder: Path) -> None:
+    """Refuse a base with other weights than those that the adapter was trained on, where its folder tells."""
+    if not (folder / BASE_NAME).is_file():
+        return
+    recorded = read_json(folder / BASE_NAME)
+    found = fingerprint(base_folder)
+    if recorded.get("fingerprint") != found:
+        raise ValueError(
+            f"the adapter {folder} was trained on {recorded.get('base')} (fingerprint {recorded.get('fingerprint')}), "
+            f"but {base} holds other weights (fingerprint {found}): give the base it was trained on"
+        )
+
+
+def _inject(model: nn.Module, config: PeftLoraConfig) -> None:
+    """Put peft's layers into the model, in place; everything else is frozen, the adapters are float32."""
+    if not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
+        config._register_custom_module({nn.Linear: LoraLinear})
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        trained = ".lora_" in name
+        parameter.requires_grad_(trained)
+        if trained:
+            parameter.data = parameter.data.float()

@@ -1,0 +1,168 @@
+"""A checkpoint or adapter folder -> a policy.
+
+adapter folder ─► base folder ─► config ─► model on the meta device ─► weights, one at a time ─► heads ─► adapters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from tokenizers import Tokenizer
+
+from vlarl.policies.locate import checkpoint_folder
+from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.attention import AttentionName
+from vlarl.policies.openvla.config import NATIVE_KEY, DecoderName, OpenVLAConfig, read_config, read_json
+from vlarl.policies.openvla.film import fold_film_state
+from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
+from vlarl.policies.openvla.images import ImagePipeline
+from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
+from vlarl.policies.openvla.quantize import quantize_linears
+from vlarl.policies.openvla.weights import load_model, load_state, read_component
+
+# Files of the tokenizer and processor that a checkpoint carries along unread.
+ASSET_NAMES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "generation_config.json",
+)
+
+
+def read_policy(
+    path: Path | str,
+    *,
+    decoder: DecoderName | None = None,
+    chunk_length: int | None = None,
+    num_images: int | None = None,
+    use_proprio: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    heads_device: torch.device | str | None = None,
+    unnorm_key: str | None = None,
+    l1_head: bool = False,
+    images: ImagePipeline = ImagePipeline(),  # noqa: B008 - frozen
+    quantize: Literal[4, 8] | None = None,
+    attention: AttentionName = "sdpa",
+    base: str | None = None,
+) -> OpenVLAPolicy:
+    """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes what the folder says.
+
+    Original OFT folders say nothing of their number of images: pass num_images=2. `base` is the model under an adapter,
+    where it has moved.
+    """
+    folder = checkpoint_folder(path)
+    adapter = folder if adapters.is_adapter(folder) else None
+    origin = Base(str(path), folder)
+    if adapter is not None:
+        base_path = base or adapters.base_of(folder)
+        origin = Base(base_path, checkpoint_folder(base_path))
+        adapters.check_base(folder, base_path, origin.folder)
+    folders = (folder, origin.folder)
+    film = _film_state(origin.folder)
+    config = _read_config(folders)
+    if NATIVE_KEY not in config.raw:  # OFT's own folders say what they are by the files they hold
+        found = {name: _read_head(folders, name) is not None for name in ("proprio_projector", "action_head")}
+        decoder = decoder or ("parallel" if film or any(found.values()) else None)
+        if use_proprio is None:
+            use_proprio = decoder == "parallel" and found["proprio_projector"]
+    config = config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
+    with torch.device("meta"):  # no memory is spent on weights that the file replaces
+        policy = OpenVLAPolicy(
+            config,
+            _read_tokenizer(folders),
+            unnorm_key,
+            images=images,
+            attention=attention,
+            heads_device=heads_device,
+        )
+    if quantize is not None:
+        quantize_linears(policy.model, quantize)
+    policy.base = Base(_recorded(origin), origin.folder)
+    load_model(policy.model, origin.folder, dtype, device, film)
+    _restore_constants(policy, device)
+    _load_heads(policy, folders, dtype, l1_head)
+    if adapter is not None:
+        policy.add_adapter_from(adapter)
+    policy.assets = {name: file.read_bytes() for name in ASSET_NAMES if (file := _find(folders, name)) is not None}
+    return policy
+
+
+def _restore_constants(policy: OpenVLAPolicy, device: torch.device | str) -> None:
+    """Make what no checkpoint holds and the meta device left empty."""
+    language = cast(Any, policy.model.language_model)
+    language.model.rotary_emb = type(language.model.rotary_emb)(language.config)
+    policy.model.to(device)
+
+
+def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dtype, l1_head: bool) -> None:
+    """Each head from the first folder that has it: the critic where there is one, the regression head if asked for."""
+    critic = _read_head(folders, "value_head")
+    if critic is not None:
+        hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
+        widths = [weight.shape[0] for weight in hidden if weight is not None]
+        policy.value_head = ValueHead(policy.model.hidden_size, widths)
+    if l1_head:
+        policy.l1_head = L1ActionHead(policy.model.hidden_size, policy.action_dim)
+    for name, head in policy.components().items():
+        if head is None:
+            continue
+        state = _read_head(folders, name)
+        if state is None:
+            raise FileNotFoundError(f"{folders[-1]} has no {name} file (.safetensors, or OFT's --<step>_checkpoint.pt)")
+        kept = torch.float32 if name == "value_head" else dtype
+        place = policy.device if name == "proprio_projector" else policy.heads_device
+        load_state(head, {k: v.to(place, kept) for k, v in state.items()}, f"{folders[-1]} ({name})")
+
+
+def _recorded(base: Base) -> str:
+    """How an adapter names its base: a folder by its full path, since adapters travel; anything else as given."""
+    return str(base.folder.resolve()) if Path(base.path).expanduser().is_dir() else base.path
+
+
+def _film_state(base: Path) -> dict[str, torch.Tensor] | None:
+    """OFT's vision backbone with FiLM, which has a file of its own; our folders keep it with the model."""
+    if not (base / "config.json").is_file() or NATIVE_KEY in read_json(base / "config.json"):
+        return None
+    state = read_component(base, "vision_backbone")
+    if state is None:
+        return None
+    return {f"vision_backbone.{name}": tensor for name, tensor in fold_film_state(state).items()}
+
+
+def _read_config(folders: Sequence[Path]) -> OpenVLAConfig:
+    """The first config.json, with the statistics of all folders, the first one's winning."""
+    holder = next((folder for folder in folders if (folder / "config.json").is_file()), folders[-1])
+    config = read_config(holder)
+    statistics = folders[0] / "dataset_statistics.json"
+    if holder == folders[0] or not statistics.is_file():
+        return config
+    return replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})
+
+
+def _find(folders: Sequence[Path], name: str) -> Path | None:
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _read_head(folders: Sequence[Path], name: str) -> dict[str, torch.Tensor] | None:
+    """The state of a component, from the first folder that has it."""
+    for folder in dict.fromkeys(folders):
+        if (state := read_component(folder, name)) is not None:
+            return state
+    return None
+
+
+def _read_tokenizer(folders: Sequence[Path]) -> Tokenizer | None:
+    path = _find(folders, "tokenizer.json")
+    if path is None:
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error

@@ -1,0 +1,234 @@
+"""What a checkpoint is, from its small files and the headers of the large ones; no weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlarl.policies.locate import BUILTIN, checkpoint_folder
+from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.config import (
+    NATIVE_KEY,
+    DecoderName,
+    OpenVLAConfig,
+    language_config,
+    read_config,
+    read_json,
+)
+from vlarl.policies.openvla.model import OpenVLAModel
+from vlarl.policies.openvla.weights import read_shapes, stored_dtype, weight_files
+
+COMPONENTS = ("proprio_projector", "value_head", "action_head", "vision_backbone")  # files beside the model's own
+HEADS = {"value_head": "critic", "action_head": "L1 regression"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter, and the model that it belongs to."""
+
+    rank: int
+    alpha: int
+    base: str
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One key of a checkpoint's statistics."""
+
+    key: str
+    action_dim: int
+    has_proprio: bool
+
+
+@dataclass(frozen=True)
+class Language:
+    """The language model's kind and sizes."""
+
+    kind: str
+    num_layers: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The weights on disk."""
+
+    num_parameters: int
+    dtype: str  # of most of them
+    num_bytes: int
+    num_files: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """Everything that can be said about a checkpoint without loading it."""
+
+    path: str
+    kind: str
+    adapter: Adapter | None
+    config: OpenVLAConfig
+    language: Language
+    components: tuple[str, ...]  # those of COMPONENTS that are there
+    stored: Stored
+    problems: tuple[str, ...]  # why it would not load
+    has_tokenizer: bool
+    statistics: tuple[Statistics, ...]
+
+    @property
+    def says_num_images(self) -> bool:
+        """Whether the folder tells how many images the model reads; the original OFT's don't."""
+        return NATIVE_KEY in self.config.raw or self.config.decoder == "autoregressive"
+
+    @property
+    def heads(self) -> list[str]:
+        """Heads that the checkpoint brings beside the model."""
+        return [title for name, title in HEADS.items() if name in self.components]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        config = self.config
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "adapter": None if self.adapter is None else asdict(self.adapter),
+            "decoder": config.decoder,
+            "chunk_length": config.chunk_length,
+            "action_dim": config.action_dim,
+            "num_images": config.num_images,
+            "image_size": config.image_size,
+            "num_image_tokens": config.num_image_tokens,
+            "proprio_dim": config.proprio_dim if config.use_proprio else None,
+            "film": config.use_film,
+            "heads": self.heads,
+            "vision": [tower.timm_id for tower in config.towers],
+            "language": asdict(self.language) | {"vocab_size": config.padded_vocab_size},
+            "action_ids": [config.first_action_id, config.vocab_size - 1],
+            "stored": asdict(self.stored),
+            "problems": list(self.problems),
+            "has_tokenizer": self.has_tokenizer,
+            "unnorm_keys": [asdict(entry) for entry in self.statistics],
+        }
+
+
+def describe_checkpoint(
+    path: str | Path, decoder: DecoderName | None = None, num_images: int | None = None
+) -> Description:
+    """Describe a checkpoint or adapter folder, a built-in model or a hub id, read as `load_policy` would read it."""
+    folder = checkpoint_folder(path)
+    adapter = _adapter(folder)
+    base = folder if adapter is None else checkpoint_folder(adapter.base)
+    if adapter is not None:
+        adapters.check_base(folder, adapter.base, base)
+    folders = (folder,) if adapter is None else (folder, base)
+    found = tuple(name for name in COMPONENTS if any(_has_component(place, name) for place in folders))
+    config = _decoded(_config(folders), found, decoder, num_images)
+    return Description(
+        path=str(path),
+        kind=_kind(str(path), config, found, adapter),
+        adapter=adapter,
+        config=config,
+        language=_language(config),
+        components=found,
+        stored=_stored(base),
+        problems=tuple(_problems(config, base, found)),
+        has_tokenizer=any((place / "tokenizer.json").is_file() for place in folders),
+        statistics=tuple(_statistics(key, entry) for key, entry in config.norm_stats.items()),
+    )
+
+
+def _adapter(folder: Path) -> Adapter | None:
+    if not adapters.is_adapter(folder):
+        return None
+    content = read_json(folder / adapters.CONFIG_NAME)
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"{folder} holds an adapter of type {content.get('peft_type')}: only LORA is supported")
+    return Adapter(int(content.get("r", 0)), int(content.get("lora_alpha", 0)), adapters.base_of(folder))
+
+
+def _config(folders: tuple[Path, ...]) -> OpenVLAConfig:
+    """Of the first folder that has one, with the statistics of the first."""
+    holder = next((place for place in folders if (place / "config.json").is_file()), folders[-1])
+    config = read_config(holder)
+    own = folders[0] / "dataset_statistics.json"
+    return replace(config, norm_stats={**config.norm_stats, **read_json(own)}) if own.is_file() else config
+
+
+def _has_component(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.safetensors").is_file() or any(folder.glob(f"{name}--*_checkpoint.pt"))
+
+
+def _decoded(
+    config: OpenVLAConfig, found: tuple[str, ...], decoder: DecoderName | None, num_images: int | None
+) -> OpenVLAConfig:
+    """With what is asked for; an original OFT folder says what it is by the files that it holds."""
+    if NATIVE_KEY in config.raw:
+        return config.with_decoder(decoder, num_images=num_images)
+    film, proprio = "vision_backbone" in found, "proprio_projector" in found
+    chosen = decoder or ("parallel" if film or proprio or "action_head" in found else "autoregressive")
+    use_proprio = chosen == "parallel" and proprio
+    return config.with_decoder(chosen, None, num_images, use_proprio, use_film=True if film else None)
+
+
+def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Adapter | None) -> str:
+    if adapter is not None:
+        return "LoRA adapter"
+    if path in BUILTIN:
+        return "built-in model"
+    if NATIVE_KEY in config.raw:
+        return "checkpoint of vlarl"
+    oft = {"proprio_projector", "action_head", "vision_backbone"} & set(found)
+    return "original OpenVLA-OFT" if oft else "original OpenVLA"
+
+
+def _language(config: OpenVLAConfig) -> Language:
+    whole = language_config(config.text)  # with the defaults that a file may leave out
+    return Language(str(config.text["model_type"]), int(whole.num_hidden_layers), int(whole.hidden_size))
+
+
+def _stored(folder: Path) -> Stored:
+    files = weight_files(folder)
+    return Stored(
+        num_parameters=sum(math.prod(shape) for shape in read_shapes(folder).values()),
+        dtype=str(stored_dtype(folder)).removeprefix("torch."),
+        num_bytes=sum(file.stat().st_size for file in files),
+        num_files=len(files),
+    )
+
+
+def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> list[str]:
+    """How the stored tensors differ from those that the config asks for."""
+    with torch.device("meta"):
+        model = OpenVLAModel(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = read_shapes(folder)
+    if "vision_backbone" in found:  # OFT's own file replaces the whole of it
+        wanted, stored = ({n: s for n, s in of.items() if not n.startswith("vision_")} for of in (wanted, stored))
+    differences = {
+        "missing": [name for name in wanted if name not in stored],
+        "unexpected": [name for name in stored if name not in wanted],
+        "of another shape": [
+            f"{name} {stored[name]} for {shape}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name] != shape
+        ],
+    }
+    problems = [f"{title} ({len(names)}): {', '.join(names)}" for title, names in differences.items() if names]
+    if config.use_proprio and "proprio_projector" not in found:
+        problems.append("no proprio_projector file, which its config asks for")
+    return problems
+
+
+def _statistics(key: str, entry: Mapping[str, Any]) -> Statistics:
+    return Statistics(key, _dim(entry, "action"), _dim(entry, "proprio") > 0)
+
+
+def _dim(entry: Any, what: str) -> int:
+    """Numbers of one statistic; 0 where it is absent or of another form."""
+    part = entry.get(what) if isinstance(entry, Mapping) else None
+    values = part.get("q01") if isinstance(part, Mapping) else None
+    return len(values) if isinstance(values, list) else 0

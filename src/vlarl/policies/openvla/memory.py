@@ -1,0 +1,268 @@
+"""How much memory a model takes on its device, worked out from its config alone: rollouts, and updates of adapters.
+
+Both count tensors at the worst moment, which is what `torch.cuda.max_memory_allocated` counts; the CUDA context, half a
+gigabyte or so, comes on top. The sums follow the modules operator by operator. For its backward pass a frozen linear
+layer keeps nothing, its adapter keeps its input and the product of low rank, a norm its input, attention its queries,
+keys, values and answer, a gated MLP four tensors of its inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vlarl.policies.openvla.adapters import linear_names
+from vlarl.policies.openvla.config import OpenVLAConfig, language_config
+from vlarl.policies.openvla.model import OpenVLAModel
+from vlarl.policies.openvla.quantize import BLOCK, QUANTIZED
+from vlarl.policies.openvla.towers import TowerConfig
+
+PROMPT_LENGTH = 32  # tokens of the question around an instruction of a dozen words, as LIBERO's are
+
+DtypeName = Literal["float32", "bfloat16"]
+BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
+FLOAT32 = 4
+
+# Four bits a weight, a byte for the scale of a block of them and a float32 for 256 scales; or a byte a weight, the
+# scale of a whole row being next to nothing.
+QUANTIZED_BYTES = {4: 0.5 + 1 / BLOCK + 4 / (BLOCK * 256), 8: 1.0}
+UNPACKED_BYTES = {4: 2, 8: 4}  # of a weight in the one matrix that is unpacked at a time
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the worst moment, by what they are for."""
+
+    weights: int
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        return asdict(self)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def lasting(self) -> int:
+        """Bytes that an update leaves behind: adapters, their gradients and the optimizer's state."""
+        return self.adapters + self.gradients + self.optimizer
+
+
+def estimate_rollout(
+    config: OpenVLAConfig,
+    batch_size: int,
+    prompt_length: int = PROMPT_LENGTH,
+    dtype: DtypeName = "bfloat16",
+    quantize: Literal[4, 8] | None = None,
+    lora_rank: int | None = None,
+) -> MemoryEstimate:
+    """Generating the actions of a batch of observations, without gradient; with a rank, beside adapters."""
+    sizes = Sizes(config, batch_size, prompt_length)
+    text, width = sizes.text, BYTES[dtype]
+    cache = 0
+    if config.decoder == "autoregressive":
+        columns = sizes.prefix + config.num_action_tokens - 1
+        cache = batch_size * columns * text.layers * 2 * text.keys * width
+    # Layers fill the cache one by one; the last one computes few columns, so the one before it is the worst moment.
+    language = cache * (text.layers - 1) // text.layers + _language_peak(sizes) * width
+    peak = max(*_vision_peaks(sizes, width), language) + sizes.pixels + sizes.unpacked(quantize)
+    return MemoryEstimate(
+        sizes.weights(dtype, quantize),
+        adapters=0 if lora_rank is None else sizes.adapter_weights(lora_rank) * FLOAT32,
+        activations=max(peak - cache, 0),
+        cache=cache,
+    )
+
+
+def estimate_lora_update(
+    config: OpenVLAConfig,
+    microbatch_size: int,
+    prompt_length: int = PROMPT_LENGTH,
+    dtype: DtypeName = "bfloat16",
+    rank: int = 32,
+    gradient_checkpointing: bool = True,
+    quantize: Literal[4, 8] | None = None,
+    *,
+    freeze_vision: bool = False,
+) -> MemoryEstimate:
+    """An update of adapters beside all linear layers: forward and backward pass of a microbatch, AdamW's state."""
+    if quantize is not None:
+        dtype = "float32"  # what is not quantised is trained around in float32, and so are the states between layers
+    sizes = Sizes(config, microbatch_size, prompt_length)
+    width = BYTES[dtype]
+    adapters = sizes.adapter_weights(rank, freeze_vision=freeze_vision)
+    layer = sizes.saved_by_layer(sizes.columns, rank, width)
+    kept = _projector_saved(sizes, rank) * width + sizes.pixels + sizes.unpacked(quantize)
+    if gradient_checkpointing:
+        # Each layer's input, all that one layer saves while it is computed again, and two gradients of its inner width.
+        kept += sizes.text.layers * sizes.columns * sizes.text.hidden * width
+        kept += layer + 2 * sizes.columns * sizes.text.inner * width
+    else:
+        # All that layers save. The last one computes what is read alone; going back through it makes three gradients.
+        kept += (sizes.text.layers - 1) * layer + sizes.saved_by_layer(sizes.read, rank, width)
+        kept += 3 * sizes.columns * sizes.text.hidden * width
+        kept += adapters * width if width < FLOAT32 else 0  # their copies in the type of the products
+    if not freeze_vision:
+        kept += sum(_tower_saved(sizes, tower, rank, width, gradient_checkpointing) for tower in config.towers)
+    bytes_each = adapters * FLOAT32
+    return MemoryEstimate(
+        sizes.weights(dtype, quantize),
+        adapters=bytes_each,
+        gradients=bytes_each,
+        optimizer=2 * bytes_each,
+        activations=kept,
+    )
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """Widths of the language model."""
+
+    layers: int
+    hidden: int
+    inner: int  # of the MLP
+    queries: int
+    keys: int  # and values
+    heads: int
+
+
+class Sizes:
+    """How many numbers a batch is, from the pixels to the last layer."""
+
+    def __init__(self, config: OpenVLAConfig, batch_size: int, prompt_length: int) -> None:
+        self.config = config
+        self.num_images = batch_size * config.num_images
+        self.prefix = config.num_image_tokens + prompt_length
+        tail = config.num_action_tokens + (1 if config.decoder == "parallel" else -1)
+        self.prompt = batch_size * self.prefix  # columns of all rows: of prompts,
+        self.columns = batch_size * (self.prefix + tail)  # with the action part,
+        self.read = batch_size * config.num_action_tokens  # and those that predict tokens
+        self.patches = self.num_images * config.towers[0].num_patches
+        self.pixels = self.num_images * 3 * config.image_size**2
+        self.text = _text_sizes(language_config(config.text))
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model without memory."""
+        with torch.device("meta"):
+            return OpenVLAModel(self.config)
+
+    def adapter_weights(self, rank: int, *, freeze_vision: bool = False) -> int:
+        """Numbers of all adapters: two matrices beside each linear layer that training reaches."""
+        layers = [
+            self.model.get_submodule(name)
+            for name in linear_names(self.model)
+            if not (freeze_vision and name.startswith("vision_backbone."))
+        ]
+        return sum(rank * (layer.in_features + layer.out_features) for layer in layers if isinstance(layer, nn.Linear))
+
+    def weights(self, dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
+        """Bytes of the model and of the projector of the robot's state."""
+        whole = sum(p.numel() for p in self.model.parameters())
+        if self.config.use_proprio:
+            whole += (self.config.proprio_dim + self.text.hidden + 2) * self.text.hidden
+        if quantize is None:
+            return whole * BYTES[dtype]
+        packed = sum(self._packed(quantize))
+        return (whole - packed) * BYTES[dtype] + round(packed * QUANTIZED_BYTES[quantize])
+
+    def unpacked(self, quantize: Literal[4, 8] | None) -> int:
+        """Bytes of the largest quantised matrix while a product reads it."""
+        return 0 if quantize is None else max(self._packed(quantize), default=0) * UNPACKED_BYTES[quantize]
+
+    def saved_by_layer(self, asked: int, rank: int, width: int) -> int:
+        """Bytes that one layer of the language model keeps for its backward pass, `asked` columns of it computed."""
+        text = self.text
+        # Input, its norm, keys and values with their two products of low rank, for all columns
+        kept = self.columns * (2 * text.hidden + 2 * text.keys + 2 * rank)
+        # Queries, attention's answer, state and its norm, four inner tensors, five products of low rank
+        kept += asked * (2 * text.queries + 2 * text.hidden + 4 * text.inner + 5 * rank)
+        deviations = (self.columns + asked) * FLOAT32
+        return kept * width + deviations + asked * text.heads * FLOAT32
+
+    def tower_tokens(self, tower: TowerConfig) -> int:
+        """Tokens of all images in one tower: patches, class token, registers."""
+        return self.num_images * (tower.num_patches + tower.class_token + tower.num_registers)
+
+    def _packed(self, bits: Literal[4, 8]) -> list[int]:
+        """Weights of each layer that quantising packs."""
+        return [
+            module.weight.numel()
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and QUANTIZED.fullmatch(name)
+            if bits == 8 or module.in_features % BLOCK == 0
+        ]
+
+
+def _text_sizes(text: Any) -> TextSizes:
+    heads = int(text.num_attention_heads)
+    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    keys = int(text.num_key_value_heads) * head_dim
+    layers, hidden, inner = int(text.num_hidden_layers), int(text.hidden_size), int(text.intermediate_size)
+    return TextSizes(layers, hidden, inner, heads * head_dim, keys, heads)
+
+
+def _language_peak(sizes: Sizes) -> int:
+    """Numbers alive in the MLP of a layer: gate, up and their product; embeddings, input, attention's answer, their sum
+    and its norm. The parallel decoder holds the embeddings twice, with and without the action part."""
+    hidden, inner = sizes.text.hidden, sizes.text.inner
+    if sizes.config.decoder == "autoregressive":
+        return sizes.prompt * (5 * hidden + 3 * inner)
+    return sizes.columns * (5 * hidden + 3 * inner) + sizes.prompt * hidden
+
+
+def _vision_peaks(sizes: Sizes, width: int) -> list[int]:
+    """Bytes alive in the MLP of each tower's blocks, and in the widest layer of the projector."""
+    peaks, features = [], 0
+    patch_bytes = sizes.pixels * (FLOAT32 + 1)  # normalised, and as they came
+    for tower in sizes.config.towers:
+        tokens = sizes.tower_tokens(tower)
+        # Input, state and its norm, and the inner tensor before and after its activation
+        block = tokens * (3 * tower.embed_dim + _inner_tensors(tower) * tower.mlp_dim)
+        peaks.append(patch_bytes + (features + block) * width)
+        features += tokens * tower.embed_dim
+    channels, middle = _projector_sizes(sizes)
+    peaks.append(sizes.patches * (channels + 2 * middle) * width)
+    return peaks
+
+
+def _tower_saved(sizes: Sizes, tower: TowerConfig, rank: int, width: int, checkpointing: bool) -> int:
+    """Bytes that one tower keeps for its backward pass, its last block never being computed."""
+    tokens, blocks, dim = sizes.tower_tokens(tower), tower.depth - 1, tower.embed_dim
+    if checkpointing:
+        return blocks * tokens * dim * width
+    # Two norms' inputs and outputs, queries, keys, values, attention's answer; the MLP; four products of low rank
+    film = dim if sizes.config.use_film else 0
+    kept = 8 * dim + film + _inner_tensors(tower) * tower.mlp_dim + 4 * rank
+    statistics = (4 + tower.num_heads) * FLOAT32  # mean and deviation of two norms, attention's sums
+    return blocks * tokens * (kept * width + statistics)
+
+
+def _projector_saved(sizes: Sizes, rank: int) -> int:
+    """Numbers that the projector keeps: inputs of its layers, those of its activations, products of low rank."""
+    channels, middle = _projector_sizes(sizes)
+    if len(sizes.config.towers) == 1:
+        return sizes.patches * (channels + 2 * middle + 2 * rank)
+    return sizes.patches * (channels + 2 * middle + 2 * sizes.text.hidden + 3 * rank)
+
+
+def _projector_sizes(sizes: Sizes) -> tuple[int, int]:
+    channels = sum(tower.embed_dim for tower in sizes.config.towers)
+    return channels, 4 * channels if len(sizes.config.towers) > 1 else sizes.text.hidden
+
+
+def _inner_tensors(tower: TowerConfig) -> int:
+    """Tensors of the MLP's inner width: before and after an exact GELU; the quick one's sigmoid is a third."""
+    return 2 if tower.activation == "gelu" else 3

@@ -1,0 +1,335 @@
+"""What `vlarl doctor` prints about the machine and about checkpoints."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from vlarl.cli import doctor, installation, main
+from vlarl.cli.installation import Check, Gpu, check_installation
+from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.policies import load_policy
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TOWERS = "vit_large_patch14_reg4_dinov2.lvd142m, vit_so400m_patch14_siglip_224"
+
+OPENVLA = f"""\
+checkpoint  {GOLDEN}/openvla-tiny
+kind        original OpenVLA
+decoder     autoregressive, 1 x 7 action tokens a decision
+images      1 of 56 px, 16 tokens each
+proprio     not read
+FiLM        no
+heads       none
+vision      {TOWERS}
+language    llama, 2 layers of width 32, 32064 rows, action ids 31744..31999
+parameters  2,272,800 in bfloat16, 4.3 MiB in 1 file
+weights     fit the config
+tokenizer   missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded
+unnorm_key  libero_spatial  7 action dims, without proprio
+            bridge_orig     7 action dims, without proprio
+
+Memory with bfloat16, LoRA of rank 32 beside all linear layers, prompts of 32 tokens:
+
+MiB                   rollout    LoRA update    LoRA update
+                     batch 16   microbatch 8   microbatch 8
+                                checkpointed        without
+weights                  4.34           4.34           4.34
+adapters                    -           0.50           0.50
+gradients                   -           0.50           0.50
+optimizer                   -           1.00           1.00
+activations              0.88           1.11           2.22
+cache                    0.21              -              -
+total                    5.42           7.43           8.55
+training run                            7.43           8.55
+24 GB card                 ok             ok             ok
+40 GB card                 ok             ok             ok
+48 GB card                 ok             ok             ok
+80 GB card                 ok             ok             ok
+
+checkpointed    with policy.gradient_checkpointing: layers are computed again in the backward pass
+training run    the update, or the rollout beside adapters, gradients and optimizer, whichever is larger
+cards           ok when they have it beside 1 GiB for CUDA itself; a GPU here counts what is free now
+"""
+
+OFT = f"""\
+checkpoint  {GOLDEN}/openvla-oft-tiny
+kind        original OpenVLA-OFT
+decoder     parallel, 8 x 7 action tokens a decision
+images      1 of 56 px, 16 tokens each (the folder does not say how many: add --num-images 2 for LIBERO's)
+proprio     8 numbers, one token
+FiLM        no
+heads       L1 regression
+vision      {TOWERS}
+language    llama, 2 layers of width 32, 32064 rows, action ids 31744..31999
+parameters  2,272,800 in bfloat16, 4.3 MiB in 1 file
+weights     fit the config
+tokenizer   missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded
+unnorm_key  libero_spatial_no_noops  7 action dims, with proprio
+"""
+
+BUILTIN = """\
+checkpoint  {path}
+kind        built-in model
+decoder     {decoder}
+images      1 of 56 px, 16 tokens each
+proprio     8 numbers, one token
+FiLM        no
+heads       none
+vision      {towers}
+language    llama, 3 layers of width 160, 1088 rows, action ids 768..1023
+parameters  3,954,080 in bfloat16, 7.6 MiB in 1 file
+weights     fit the config
+tokenizer   there
+unnorm_key  tabletop  7 action dims, with proprio
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    for module in (doctor, installation):
+        monkeypatch.setattr(module, "find_gpus", lambda: [])
+
+
+def say(capsys, *arguments: object, code: int = 0) -> str:
+    """What the command prints."""
+    assert main(["doctor", *map(str, arguments)]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def facts(text: str) -> str:
+    """The part before the table of memory."""
+    return text.partition("\nMemory")[0]
+
+
+def test_an_original_checkpoint_in_full(capsys):
+    assert say(capsys, "--model", GOLDEN / "openvla-tiny") == OPENVLA
+
+
+def test_an_original_oft_checkpoint(capsys):
+    assert facts(say(capsys, "--model", GOLDEN / "openvla-oft-tiny")) == OFT
+    two = say(capsys, "--model", GOLDEN / "openvla-oft-tiny", "--num-images", 2)
+    assert "images      2 of 56 px, 16 tokens each\n" in two
+
+
+@pytest.mark.parametrize(
+    ("path", "decoder"),
+    [
+        ("builtin:tiny-oft", "parallel, 4 x 7 action tokens a decision"),
+        ("builtin:tiny-openvla", "autoregressive, 1 x 7 action tokens a decision"),
+    ],
+)
+def test_built_in_models(capsys, path, decoder):
+    assert facts(say(capsys, "--model", path)) == BUILTIN.format(path=path, decoder=decoder, towers=TOWERS)
+
+
+def test_an_adapter_is_described_with_its_base_and_its_rank(capsys, tmp_path):
+    policy = load_policy("builtin:tiny-oft")
+    policy.attach_value_head((8,))
+    policy.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=8), 0)
+    policy.save(tmp_path / "adapter")
+    text = say(capsys, "--model", tmp_path / "adapter")
+    assert "kind        LoRA adapter of builtin:tiny-oft, rank 8, alpha 8\n" in text
+    assert "heads       critic\n" in text
+    assert "parameters  3,954,080 in bfloat16" in text  # the base's
+    assert "LoRA of rank 8 beside all linear layers" in text
+    assert "LoRA of rank 4 beside" in say(capsys, "--model", tmp_path / "adapter", "--lora-rank", 4)
+
+
+def test_a_saved_checkpoint_is_ours_and_says_its_shards(capsys, tmp_path):
+    policy = load_policy("builtin:tiny-oft")
+    policy.save(tmp_path, max_shard_bytes=8_000_000)
+    text = say(capsys, "--model", tmp_path)
+    assert "kind        checkpoint of vlarl\n" in text
+    assert "parameters  3,954,080 in float32, 15.1 MiB in 2 files\n" in text
+
+
+def test_tensors_that_are_missing_or_do_not_fit_are_named_and_fail(capsys, tmp_path):
+    folder = shutil.copytree(GOLDEN / "openvla-tiny", tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    del weights["language_model.model.layers.1.mlp.up_proj.weight"]
+    weights["surplus"] = weights["projector.fc3.bias"][:5].clone()
+    weights["projector.fc3.bias"] = weights["surplus"].clone()
+    save_file(weights, folder / "model.safetensors")
+    lines = say(capsys, "--model", folder, code=1).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("weights     "))
+    assert lines[start : start + 3] == [
+        "weights     problem: missing (1): language_model.model.layers.1.mlp.up_proj.weight",
+        "            problem: unexpected (1): surplus",
+        "            problem: of another shape (1): projector.fc3.bias (5,) for (32,)",
+    ]
+
+
+def test_a_long_list_is_cut_and_json_has_all_of_it(capsys, tmp_path):
+    folder = shutil.copytree(GOLDEN / "openvla-tiny", tmp_path / "vision_only")
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if name.startswith("vision_backbone.")}
+    save_file(kept, folder / "model.safetensors")
+    text = say(capsys, "--model", folder, code=1)
+    assert f"problem: missing ({len(weights) - len(kept)}): " in text
+    assert "… (all of them: --json)\n" in text
+    problem = json.loads(say(capsys, "--model", folder, "--json", code=1))["checkpoint"]["problems"][0]
+    assert all(name in problem for name in weights if name not in kept)
+
+
+def test_a_missing_projector_of_proprio_is_a_problem(capsys, tmp_path):
+    load_policy("builtin:tiny-oft").save(tmp_path)
+    (tmp_path / "proprio_projector.safetensors").unlink()
+    assert "weights     problem: no proprio_projector file, which its config asks for\n" in say(
+        capsys, "--model", tmp_path, code=1
+    )
+
+
+def failed(capsys, *arguments: object) -> str:
+    assert main(["doctor", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_what_can_not_be_described_says_why(capsys, tmp_path, hub):
+    hub.stop()
+    message = failed(capsys, "--model", "nowhere/at-all")
+    assert message.startswith(
+        f"error: nowhere/at-all is no folder here, and can't be taken from the hub: {hub.url} can't be reached"
+    )
+    folder = shutil.copytree(GOLDEN / "openvla-tiny", tmp_path / "cut")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    message = failed(capsys, "--model", folder)
+    assert message.startswith(f"error: the policy {folder} can't be described: {weights} is truncated or corrupt")
+    (folder / "config.json").write_text("{}")
+    assert "config.json lacks timm_model_ids, text_config" in failed(capsys, "--model", folder)
+
+
+def test_json_holds_the_same_facts(capsys):
+    found = json.loads(say(capsys, "--model", GOLDEN / "openvla-tiny", "--json"))
+    checkpoint, memory = found["checkpoint"], found["memory_bytes"]
+    assert checkpoint["kind"] == "original OpenVLA" and checkpoint["has_tokenizer"] is False
+    assert checkpoint["stored"] == {
+        "num_parameters": 2272800,
+        "dtype": "bfloat16",
+        "num_bytes": (GOLDEN / "openvla-tiny" / "model.safetensors").stat().st_size,
+        "num_files": 1,
+    }
+    assert [entry["key"] for entry in checkpoint["unnorm_keys"]] == ["libero_spatial", "bridge_orig"]
+    assert list(memory) == ["rollout", "update_checkpointed", "update"]
+    assert memory["rollout"]["weights"] == 2 * 2272800
+    assert found["fits"]["24 GB card"] == {"rollout": True, "update_checkpointed": True, "update": True}
+
+
+def test_batches_and_bits_change_the_estimate(capsys):
+    model = ("--model", "builtin:tiny-oft", "--json")
+    plain = json.loads(say(capsys, *model))["memory_bytes"]
+    doubled = json.loads(say(capsys, *model, "--batch-size", 32, "--microbatch-size", 16))["memory_bytes"]
+    packed = json.loads(say(capsys, *model, "--quantize", 8))["memory_bytes"]
+    whole = json.loads(say(capsys, *model, "--dtype", "float32"))["memory_bytes"]
+    assert doubled["rollout"]["activations"] == 2 * plain["rollout"]["activations"]
+    assert doubled["update_checkpointed"]["activations"] == 2 * plain["update_checkpointed"]["activations"]
+    assert packed["rollout"]["weights"] < plain["rollout"]["weights"] == whole["rollout"]["weights"] // 2
+
+
+def test_a_training_run_needs_the_rollout_beside_what_updates_leave(capsys):
+    model = ("--model", "builtin:tiny-oft", "--json", "--batch-size", 1000, "--microbatch-size", 1)
+    memory = json.loads(say(capsys, *model))["memory_bytes"]
+    rollout, update = memory["rollout"], memory["update_checkpointed"]
+    assert update["needed"] == rollout["total"] + update["adapters"] + update["gradients"] + update["optimizer"]
+    assert rollout["needed"] == rollout["total"]
+
+
+def test_the_gpu_that_is_here_has_a_row_of_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [Gpu("NVIDIA L4", 22 * 2**30, 2**30 + 8 * 2**20, "8.9", True)])
+    text = say(capsys, "--model", GOLDEN / "openvla-tiny")  # 8 MiB are free beside the context
+    assert "GPU 0 here                 ok             ok             no\n" in text
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def details(checks: list[Check]) -> dict[str, tuple[str, str]]:
+    return {check.name: (check.status, check.detail) for check in checks}
+
+
+def test_the_machine_is_one_aligned_screen_that_ends_well(capsys, work):
+    lines = say(capsys).splitlines()
+    assert lines[-2:] == ["", "Everything that vlarl itself needs is here."]
+    assert len(lines) < 25
+    column = lines[0].index(".".join(map(str, sys.version_info[:3])))
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines[:-2])
+    found = {line[9:column].strip(): line[:9].strip() for line in lines[:-2]}
+    assert {"python", "vlarl", "torch", "transformers", "peft", "cpu", "memory", "gpu", "runs/", "ffmpeg"} <= set(found)
+    assert found["torch"] == "ok" and found["gpu"] == "missing"
+
+
+def test_the_machine_as_json(capsys, work):
+    checks = json.loads(say(capsys, "--json"))["checks"]
+    assert checks[0] == {"status": "ok", "name": "python", "detail": ".".join(map(str, sys.version_info[:3]))}
+    assert {check["status"] for check in checks} <= {"ok", "missing"}
+
+
+def test_packages_that_are_missing_or_too_old_come_with_the_command(monkeypatch, work):
+    wanted = ["torch>=99", "gone>=1", "numpy", 'pillow>=1; extra == "films"', 'absent; extra == "films"']
+    monkeypatch.setattr(installation, "requires", lambda _: wanted)
+    monkeypatch.setattr(installation, "metadata", lambda _: Metadata())
+    found = details(check_installation())
+    version = installation.version("torch")
+    assert found["torch"] == ("problem", f"{version}, but vlarl needs >=99: run pip install 'torch>=99'")
+    assert found["gone"] == ("problem", "missing: run pip install 'gone>=1'")
+    assert "numpy" not in found  # fine, and nobody asked
+    assert found["extra films"] == ("missing", "absent: run pip install 'vlarl[films]'")
+
+
+class Metadata:
+    def get_all(self, _: str) -> list[str]:
+        return ["films"]
+
+
+def test_problems_end_with_1_and_are_named_at_the_end(capsys, work):
+    (work / "runs").write_text("in the way")
+    text = say(capsys, code=1)
+    (line,) = [line for line in text.splitlines() if line.startswith("problem")]
+    assert line.split(maxsplit=2)[1:] == [
+        "runs/",
+        f"{work}/runs is not a writable folder: go elsewhere, or set run.root",
+    ]
+    assert text.endswith("To mend first: runs/.\n")
+
+
+def test_gpus_and_a_missing_ffmpeg(monkeypatch, work):
+    gpus = [Gpu("NVIDIA H200", 140 * 2**30, 130 * 2**30, "9.0", True), Gpu("Tesla T4", 2**34, 2**34, "7.5", False)]
+    monkeypatch.setattr(installation, "find_gpus", lambda: gpus)
+    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
+    found = details(check_installation())
+    assert found["gpu 0"] == ("ok", "NVIDIA H200, 140.0 GiB, 130.0 free, compute capability 9.0, bfloat16")
+    assert found["gpu 1"][1].endswith("compute capability 7.5, no bfloat16: use policy.dtype float32")
+    assert found["ffmpeg"][0] == "missing" and "pip install 'imageio[ffmpeg]'" in found["ffmpeg"][1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "4"], "--batch-size is about a checkpoint: add --model PATH"),
+        (["--model", "x", "--batch-size", "0"], "argument --batch-size: '0' must be an integer >= 1"),
+        (["--model", "x", "--quantize", "5"], "argument --quantize: invalid choice: 5"),
+        (["--model", "nowhere"], "nowhere is not a checkpoint: there is no such folder."),
+    ],
+)
+def test_bad_requests(capsys, arguments, message):
+    assert failed(capsys, *arguments).startswith(f"error: {message}")
+
+
+def test_help_loads_no_torch():
+    code = "from vlarl.cli import main\ntry:\n    main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+    check = f"{code}import sys\nprint('LOADED', sorted({{'torch', 'numpy', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert "--microbatch-size N" in done.stdout
+    assert done.stdout.splitlines()[-1] == "LOADED []"
