@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.advantages import chunk_rewards, gae, group_relative
-from vlarl.algorithms.kl import k3
-from vlarl.algorithms.losses import clipped_policy_loss, masked_sum, value_loss
+from vlarl.algorithms.aggregate import token_weights
+from vlarl.algorithms.kl import ESTIMATORS
+from vlarl.algorithms.losses import clipped_policy_loss, cpgd_loss, masked_sum, value_loss
 from vlarl.types import TrajectoryGroup
 
 GAMMA, LAMBDA = 0.99, 0.95
@@ -21,7 +23,8 @@ def golden() -> dict[str, torch.Tensor]:
 
 
 def mean_of_sequence_means(x: torch.Tensor, mask: torch.Tensor) -> float:
-    return float(((x * mask).sum(1) / mask.sum(1)).mean())
+    """By the weights that the learner gives tokens; every row of the golden arrays is a sequence of its own."""
+    return float((x * token_weights(mask.bool(), torch.arange(len(mask)), "sequence_mean")).sum())
 
 
 def test_policy_loss_with_asymmetric_clip_over_tokens(golden):
@@ -50,9 +53,44 @@ def test_value_loss(golden, cliprange, name):
     assert mean_of_sequence_means(loss, golden["mask"]) == pytest.approx(float(golden[name]), abs=1e-6)
 
 
-def test_k3(golden):
-    ours = k3(golden["logprobs"], golden["ref_logprobs"]) * golden["mask"]
-    torch.testing.assert_close(ours, golden["kl_k3"], atol=1e-6, rtol=1e-5)
+def test_cpgd_loss_over_sequences(golden):
+    loss, _ = cpgd_loss(golden["logprobs"], golden["old_logprobs"], golden["advantages"], 0.2, 0.2)
+    expected = float(golden["cpgd_seqmean_loss"])
+    assert mean_of_sequence_means(loss, golden["mask"]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kl_k1", "kl_k2", "kl_k3"])
+def test_kl_estimators(golden, name):
+    ours = ESTIMATORS[name.removeprefix("kl_")](golden["logprobs"], golden["ref_logprobs"]) * golden["mask"]
+    torch.testing.assert_close(ours, golden[name], atol=1e-6, rtol=1e-5)
+
+
+def test_approximate_kl_from_the_acting_policy(golden):
+    """The original reports k1 of the acting policy from the trained one, over tokens."""
+    mask = golden["mask"].bool()
+    ours = masked_sum(ESTIMATORS["k1"](golden["old_logprobs"], golden["logprobs"]), mask) / mask.sum()
+    assert float(ours) == pytest.approx(float(golden["ppo_asym_approx_kl_k1"]), abs=1e-6)
+
+
+def test_reinforce_pp_advantages(golden, trajectory, configure):
+    """An episode of as many steps as the golden sequence has tokens, paid at its end, and not discounted."""
+    lengths = golden["mask"].sum(dim=1).int().tolist()
+    episodes = [
+        trajectory([[0.0]] * (length - 1) + [[float(reward)]], action_dim=1)
+        for length, reward in zip(lengths, golden["outcome_rewards"], strict=True)
+    ]
+    config = configure(algorithm={"name": "reinforce_pp", "gamma": 1.0})
+    estimates = build_algorithm(config.algorithm, 1.0).estimate([TrajectoryGroup((e,)) for e in episodes], None)
+    for row, (estimate, length) in enumerate(zip(estimates, lengths, strict=True)):
+        expected = golden["reinforcepp_advantages"][row, :length].numpy()
+        np.testing.assert_allclose(estimate.advantages[:, 0], expected, atol=1e-6)
+
+
+def test_every_golden_array_is_compared(golden):
+    inputs = {"logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask", "values", "old_values", "returns"}
+    inputs |= {"group_ids", "outcome_rewards", "gae_rewards", "gae_values", "gae_dones", "gae_last_value"}
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in sorted(set(golden) - inputs) if f'"{name}"' not in source] == []
 
 
 def test_group_relative_advantages(golden):
@@ -89,8 +127,6 @@ def test_generalised_advantages_with_chunks_of_one(golden, trajectory):
 
 
 def test_zero_spread_is_zero_advantage_in_the_golden_arrays_and_nothing_in_ours(golden, trajectory, configure):
-    from vlarl.algorithms import build_algorithm
-
     rewards, ids = golden["outcome_rewards"].numpy(), golden["group_ids"].numpy()
     groups = [
         TrajectoryGroup(tuple(trajectory([[0.0], [float(rewards[i])]], group=int(g)) for i in np.flatnonzero(ids == g)))
@@ -100,5 +136,5 @@ def test_zero_spread_is_zero_advantage_in_the_golden_arrays_and_nothing_in_ours(
     kept = [i for i in range(len(ids)) if ids[i] != 1]  # group 1 failed throughout
     assert len(estimates) == len(kept)
     for estimate, i in zip(estimates, kept, strict=True):
-        np.testing.assert_allclose(estimate.advantages, golden["grpo_advantages"].numpy()[i, :2], atol=2e-6)
+        np.testing.assert_allclose(estimate.advantages, golden["grpo_advantages"].numpy()[i, :2, None], atol=2e-6)
     assert (golden["grpo_advantages"][ids == 1] == 0).all()

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
-from vlarl.types import FloatArray, Trajectory
+from vlarl.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
 
 SPREAD = 1e-6  # float32 sums of equal rewards differ by less
+
+Level = Literal["chunk", "step", "token"]
+
+
+def discounted_return(trajectory: Trajectory, gamma: float) -> float:
+    """Sum of the rewards, each discounted by the environment steps before it."""
+    rewards, _ = step_rewards(trajectory, gamma)
+    return float(rewards @ gamma ** np.arange(len(rewards)))
+
+
+def outcomes(group: TrajectoryGroup, gamma: float) -> FloatArray:
+    """[G] the discounted return of each member; below 1, `gamma` makes sooner better."""
+    return np.array([discounted_return(trajectory, gamma) for trajectory in group.trajectories], dtype=np.float32)
+
+
+def has_spread(returns: FloatArray) -> bool:
+    """Whether the members of a group differ, without which a group teaches nothing."""
+    return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)
 
 
 def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) -> FloatArray:
@@ -20,15 +41,28 @@ def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) 
     return np.asarray((returns - returns.mean()) / scale, dtype=np.float32)
 
 
-def discounted_return(trajectory: Trajectory, gamma: float) -> float:
-    """Sum of the rewards, each discounted by the environment steps before it."""
-    rewards = np.concatenate([t.rewards[: t.num_executed] for t in trajectory.transitions])
-    return float(rewards @ gamma ** np.arange(len(rewards)))
+def leave_one_out(returns: FloatArray) -> FloatArray:
+    """[G] returns of one group -> each against the mean of the others (RLOO, arXiv:2402.14740); one alone against 0."""
+    others = (returns.sum() - returns) / max(len(returns) - 1, 1)
+    return np.asarray(returns - others, dtype=np.float32)
 
 
-def has_spread(returns: FloatArray) -> bool:
-    """Whether the members of a group differ, without which a group teaches nothing."""
-    return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)
+def against_mean(groups: Sequence[FloatArray]) -> list[FloatArray]:
+    """Returns of all groups -> each against its group's mean (REINFORCE++ with baseline, arXiv:2501.03262).
+
+    Where a group is a single episode, the mean over the batch is the baseline (Williams 1992).
+    """
+    batch_mean = np.concatenate(groups).mean()
+    return [returns - (returns.mean() if len(returns) > 1 else batch_mean) for returns in groups]
+
+
+def throughout(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> list[FloatArray]:
+    """One advantage an episode ([G] for each group) as [T, 1] for each trajectory: the same at every decision."""
+    return [
+        np.full((len(trajectory.transitions), 1), advantage, dtype=np.float32)
+        for group, members in zip(groups, advantages, strict=True)
+        for trajectory, advantage in zip(group.trajectories, members, strict=True)
+    ]
 
 
 def chunk_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, FloatArray]:
@@ -36,6 +70,38 @@ def chunk_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, Flo
     rewards = [float(t.rewards @ gamma ** np.arange(len(t.rewards))) for t in trajectory.transitions]
     discounts = [gamma**t.num_executed for t in trajectory.transitions]
     return np.array(rewards, dtype=np.float32), np.array(discounts, dtype=np.float32)
+
+
+def step_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, FloatArray]:
+    """Rewards of the executed steps [S], and the discount after each [S]."""
+    rewards = np.concatenate([t.rewards[: t.num_executed] for t in trajectory.transitions])
+    return rewards, np.full(len(rewards), gamma, dtype=np.float32)
+
+
+def token_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, FloatArray]:
+    """Rewards of the executed tokens [S*D], and the discount after each [S*D].
+
+    A step's reward falls on its last token, and time passes after that one alone.
+    """
+    rewards, discounts = step_rewards(trajectory, gamma)
+    first = trajectory.transitions[0]
+    action_dim = len(first.token_ids) // len(first.rewards)
+    paid = np.zeros((len(rewards), action_dim), dtype=np.float32)
+    passed = np.ones((len(rewards), action_dim), dtype=np.float32)
+    paid[:, -1], passed[:, -1] = rewards, discounts
+    return paid.ravel(), passed.ravel()
+
+
+REWARDS = {"chunk": chunk_rewards, "step": step_rewards, "token": token_rewards}
+
+
+def executed_places(trajectory: Trajectory, num_columns: int) -> IntArray:
+    """[T, 1 or K or K*D] how many executed steps each place of the decisions stands for: 0, 1, or all of a chunk."""
+    executed = np.array([[t.num_executed] for t in trajectory.transitions])
+    if num_columns == 1:
+        return executed
+    chunk_length = len(trajectory.transitions[0].rewards)
+    return (np.arange(num_columns)[None, :] * chunk_length < executed * num_columns).astype(np.int64)
 
 
 def gae(rewards: FloatArray, discounts: FloatArray, values: FloatArray, terminated: bool, lam: float) -> FloatArray:
@@ -52,3 +118,82 @@ def gae(rewards: FloatArray, discounts: FloatArray, values: FloatArray, terminat
         last = delta + discounts[t] * lam * goes_on * last
         advantages[t] = last
     return advantages
+
+
+def trajectory_gae(trajectory: Trajectory, values: FloatArray, level: Level, gamma: float, lam: float) -> FloatArray:
+    """GAE of a trajectory whose decisions have one value each, one a step or one a token: [T+1, V] -> [T, V].
+
+    The value that follows a decision's last executed step is the first one of the next decision.
+    """
+    rewards, discounts = REWARDS[level](trajectory, gamma)
+    places = executed_places(trajectory, values.shape[1]) > 0
+    if places.sum() != len(rewards):
+        raise ValueError(
+            f"{values.shape[1]} values a decision don't fit gae_level {level!r}, which has {len(rewards)} in this "
+            f"episode where they give {places.sum()}: attach a critic with as many values as the level asks for"
+        )
+    advantages = np.zeros(places.shape, dtype=np.float32)
+    along = np.append(values[:-1][places], values[-1, 0])
+    advantages[places] = gae(rewards, discounts, along, trajectory.terminated, lam)
+    return advantages
+
+
+def returns_to_go(trajectory: Trajectory, gamma: float) -> FloatArray:
+    """[T, K] the discounted rewards from each executed step on (REINFORCE, Williams 1992; doi:10.1007/BF00992696)."""
+    rewards, discounts = step_rewards(trajectory, gamma)
+    places = executed_places(trajectory, len(trajectory.transitions[0].rewards)) > 0
+    returns = np.zeros(places.shape, dtype=np.float32)
+    # Without a critic, with nothing after the end and all of the future counted, GAE is the return.
+    returns[places] = gae(rewards, discounts, np.zeros(len(rewards) + 1, dtype=np.float32), terminated=True, lam=1.0)
+    return returns
+
+
+def discounted_back(trajectory: Trajectory, outcome: float, gamma: float) -> FloatArray:
+    """[T, K] an outcome that falls on the last step, as each executed step sees it."""
+    rewards = [np.zeros_like(t.rewards) for t in trajectory.transitions]
+    rewards[-1][trajectory.transitions[-1].num_executed - 1] = outcome
+    return returns_to_go(trajectory.with_rewards(rewards), gamma)
+
+
+def whiten(
+    parts: Sequence[FloatArray],
+    counts: Sequence[IntArray],
+    *,
+    shift_mean: bool,
+    lost_degrees: int = 0,
+    eps: float = 1e-8,
+) -> list[FloatArray]:
+    """Arrays of a whole batch brought to deviation 1, and to mean 0 with `shift_mean`; each number counts as often as
+    `counts` says, and one that doesn't count becomes 0."""
+    everything = np.concatenate([part.ravel() for part in parts])
+    weights = np.concatenate([count.ravel() for count in counts])
+    mean = np.average(everything, weights=weights)
+    variance = np.average((everything - mean) ** 2, weights=weights)
+    total = weights.sum()
+    std = np.sqrt(variance * (total / max(total - lost_degrees, 1)))
+    shift = mean if shift_mean else 0.0
+    return [
+        np.where(count > 0, (part - shift) / (std + eps), 0.0).astype(np.float32)
+        for part, count in zip(parts, counts, strict=True)
+    ]
+
+
+def penalize(groups: Sequence[TrajectoryGroup], ref_kl: Sequence[FloatArray], kl_coef: float) -> list[TrajectoryGroup]:
+    """The groups with a KL penalty in their rewards (arXiv:1909.08593).
+
+    `ref_kl` holds [T, K*D] for each trajectory; what the tokens of a step sum up to is taken off that step's reward.
+    """
+    remaining = iter(ref_kl)
+    return [
+        TrajectoryGroup(tuple(_penalized(trajectory, next(remaining), kl_coef) for trajectory in group.trajectories))
+        for group in groups
+    ]
+
+
+def _penalized(trajectory: Trajectory, ref_kl: FloatArray, kl_coef: float) -> Trajectory:
+    return trajectory.with_rewards(
+        [
+            (t.rewards - kl_coef * row.reshape(len(t.rewards), -1).sum(axis=1)).astype(np.float32)
+            for t, row in zip(trajectory.transitions, ref_kl, strict=True)
+        ]
+    )

@@ -5,37 +5,46 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
-from vlarl.config.schema import AlgorithmConfig
+from vlarl.algorithms.advantages import executed_places, has_spread, outcomes, penalize, whiten
+from vlarl.config.schema import AlgorithmConfig, KlConfig
 from vlarl.policies.base import Scores
 from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A trajectory that goes into the update, and what its decisions were worth."""
+class Setting:
+    """What an algorithm knows of a run: its options, and how tokens make actions."""
 
-    trajectory: Trajectory
-    advantages: FloatArray  # [T] one for each decision
-    returns: FloatArray | None = None  # [T] value targets; None without a critic
-    values: FloatArray | None = None  # [T] the critic's values at rollout time; None without a critic
+    options: AlgorithmConfig
+    kl: KlConfig
+    temperature: float  # that the rollout samples with; all log-probs are taken at it
+    action_dim: int | None = None  # tokens of an action; None: not known, and then not asked for
+    bins: torch.Tensor | None = None  # [num_bins] float32, the normalised number that each place of the support means
 
 
 @dataclass(frozen=True)
-class Denominators:
-    """What the sums of a whole minibatch (all microbatches, all ranks) are divided by."""
+class Estimate:
+    """A trajectory that goes into the update, and what its decisions were worth.
 
-    num_tokens: int  # executed action tokens
-    num_decisions: int
+    A row holds one number for the whole decision, one for each of its K steps, or one for each of its K*D tokens;
+    numbers of steps that were not executed are zero and mean nothing.
+    """
+
+    trajectory: Trajectory
+    advantages: FloatArray  # [T, 1 or K or K*D]
+    returns: FloatArray | None = None  # [T, V] value targets; None without a critic
+    values: FloatArray | None = None  # [T, V] the critic's values at rollout time; None without a critic
 
 
 @dataclass(frozen=True)
 class Loss:
     """A microbatch's share of the loss, and the sums its metrics are made of."""
 
-    total: torch.Tensor  # scalar, already divided by the minibatch's denominators
+    total: torch.Tensor  # scalar; the shares of a minibatch's microbatches add up to its loss
     token_sums: dict[str, torch.Tensor]  # metric -> sum over executed tokens
     decision_sums: dict[str, torch.Tensor]  # metric -> sum over decisions
     maxima: dict[str, torch.Tensor]
@@ -44,16 +53,68 @@ class Loss:
 class Algorithm(ABC):
     """Turns groups of trajectories into estimates, and scores of a batch into a loss."""
 
-    needs_critic: bool
+    needs_critic: ClassVar[bool] = False
+    compares_groups: ClassVar[bool] = False  # a group without spread teaches it nothing
+    normalization: ClassVar[Literal["none", "batch"]] = "none"  # what `normalize_advantages: auto` means
+    lost_degrees: ClassVar[int] = 0  # of freedom, in the deviation that advantages are divided by
 
-    def __init__(self, config: AlgorithmConfig, temperature: float) -> None:
-        self.config = config
-        self.temperature = temperature
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.config = setting.options
+        self.temperature = setting.temperature
+
+    def estimate(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        values: Sequence[FloatArray] | None,
+        ref_kl: Sequence[FloatArray] | None = None,
+        kl_coef: float = 0.0,
+    ) -> list[Estimate]:
+        """Advantages of the trajectories that teach something.
+
+        For each trajectory in order, `values` holds the critic's [T+1, V], and `ref_kl` the [T, K*D] that lie between
+        the policy and its reference, zero where nothing was executed: with it, `kl_coef` times as much is taken off the
+        rewards. Whether a group has spread is asked of its rewards alone.
+        """
+        rated = groups if ref_kl is None else penalize(groups, ref_kl, kl_coef)
+        useful = [self.teaches(group) for group in groups]
+        trajectories = [t for group, kept in zip(groups, useful, strict=True) if kept for t in group.trajectories]
+        if not trajectories:
+            return []
+        raw = self.advantages([group for group, kept in zip(rated, useful, strict=True) if kept], values)
+        advantages = self._scaled(trajectories, raw)
+        if values is None:
+            return [Estimate(trajectory, a) for trajectory, a in zip(trajectories, advantages, strict=True)]
+        return [
+            Estimate(trajectory, a, unscaled + value[:-1], value[:-1])
+            for trajectory, a, unscaled, value in zip(trajectories, advantages, raw, values, strict=True)
+        ]
+
+    def teaches(self, group: TrajectoryGroup) -> bool:
+        """Whether there is something to learn from a group; not if its members are compared and none was better."""
+        return not self.compares_groups or has_spread(outcomes(group, self.config.verifier_gamma))
+
+    @classmethod
+    def discount(cls, options: AlgorithmConfig) -> float:
+        """What a reward loses for each environment step that it comes later."""
+        return options.verifier_gamma
 
     @abstractmethod
-    def estimate(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[Estimate]:
-        """Advantages of the trajectories that teach something; `values` holds [T+1] for each trajectory in order."""
+    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+        """[T, 1 or K or K*D] for each trajectory in order, before normalisation over the batch."""
 
     @abstractmethod
-    def loss(self, scores: Scores, batch: TrainBatch, over: Denominators, *, train_policy: bool) -> Loss:
-        """The loss of one microbatch; `train_policy` is False while only the critic warms up."""
+    def loss(
+        self, scores: Scores, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+    ) -> Loss:
+        """The loss of one microbatch: `value_weight` is what a value counts in its minibatch, as `batch.weights` is for
+        tokens; `train_policy` is False while only the critic warms up."""
+
+    def _scaled(self, trajectories: Sequence[Trajectory], raw: list[FloatArray]) -> list[FloatArray]:
+        """Advantages as the options want them: normalised over the executed steps of the whole batch, and bounded."""
+        how, bound = self.config.normalize_advantages, self.config.advantage_clamp
+        how = self.normalization if how == "auto" else how
+        if how != "none":
+            places = [executed_places(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
+            raw = whiten(raw, places, shift_mean=how == "batch", lost_degrees=self.lost_degrees)
+        return raw if bound is None else [a.clip(-bound, bound) for a in raw]

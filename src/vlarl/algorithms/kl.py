@@ -1,11 +1,61 @@
-"""Estimators of the KL divergence from samples (http://joschu.net/blog/kl-approx.html)."""
+"""KL divergence between a policy and its reference: estimators from samples, and what its coefficient does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from vlarl.config.schema import KlConfig
+
+LARGEST_ERROR = 0.2  # share of the target that counts at most, so that one odd iteration doesn't throw the coefficient
+
+
+def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Per-token KL(policy || reference): unbiased, of high variance, often negative; for rewards."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Half the squared log-ratio: biased a little, never negative; its gradient is the KL's own."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token KL(policy || reference): unbiased and never negative."""
+    """Per-token KL(policy || reference): unbiased and never negative (http://joschu.net/blog/kl-approx.html)."""
     log_ratio = ref_logprobs - logprobs
     return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+class FixedKl:
+    """A coefficient that stays."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, num_episodes: int) -> None:
+        """Take note of an iteration's KL."""
+
+
+class AdaptiveKl(FixedKl):
+    """A coefficient that rises while the KL is above its target and falls while it is below (arXiv:1909.08593)."""
+
+    def __init__(self, coef: float, target: float, horizon: int) -> None:
+        super().__init__(coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, num_episodes: int) -> None:
+        """Move by the error's share of the target; over `horizon` episodes at a constant error, by about e to it."""
+        error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        self.coef *= 1 + error * num_episodes / self.horizon
+
+
+def build_kl_controller(config: KlConfig) -> FixedKl:
+    """The coefficient's keeper: adaptive with a target, else fixed. `coef` is all of its state."""
+    if config.target is None:
+        return FixedKl(config.coef)
+    return AdaptiveKl(config.coef, config.target, config.horizon)

@@ -1,8 +1,36 @@
-"""Loss terms, element by element: reductions belong to the caller, who knows the global denominators."""
+"""Loss terms, element by element: reductions belong to the caller, who knows what each token counts."""
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
+
+RatioLevel = Literal["token", "action", "chunk", "sequence"]
+
+
+def probability_ratio(
+    log_ratio: torch.Tensor, level: RatioLevel, action_dim: int | None, sequence_log_ratio: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N, T] how much likelier the policy has become to do what it did, from log-ratios [N, T] that are 0 where masked.
+
+    The ratio is that of a token; of an action or a chunk as a whole, which all their tokens share; or the
+    length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071), given as the mean log-ratio [N] of each
+    row's trajectory. That one is GSPO-token: its value is the trajectory's, its gradient the token's, so that
+    microbatches need to know nothing of each other.
+    """
+    if level == "token":
+        return log_ratio.exp()
+    if level == "sequence":
+        if sequence_log_ratio is None:
+            raise ValueError("ratio_level 'sequence' needs the mean log-ratios of the trajectories in the batch")
+        return (sequence_log_ratio[:, None] + log_ratio - log_ratio.detach()).exp()
+    size = action_dim if level == "action" else log_ratio.shape[1]
+    if size is None:
+        raise ValueError("ratio_level 'action' needs the tokens of an action: give build_algorithm the policy")
+    joint = log_ratio.reshape(len(log_ratio), -1, size).sum(dim=2)
+    return joint.exp().repeat_interleave(size, dim=1)
 
 
 def clipped_policy_loss(
@@ -14,6 +42,29 @@ def clipped_policy_loss(
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
+def dual_clip(loss: torch.Tensor, advantages: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds the surrogate of bad actions at `bound` times their advantage (arXiv:1912.09729); and where it did.
+
+    PPO's clip leaves the ratio of an action with a negative advantage free to grow.
+    """
+    limit = -advantages * bound
+    beyond = (advantages < 0) & (loss > limit)
+    return torch.where(beyond, limit, loss), beyond
+
+
+def cpgd_loss(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CPGD's clipped policy gradient (arXiv:2505.12504), and where it was clipped.
+
+    The gradient is that of the log-prob, not of a ratio that could explode; it ends where the ratio leaves the bounds
+    in the direction that the advantage pushes it to.
+    """
+    low, high = old_logprobs + math.log1p(-clip_low), old_logprobs + math.log1p(clip_high)
+    bounded = torch.where(advantages > 0, torch.minimum(logprobs, high), torch.maximum(logprobs, low))
+    return -advantages * bounded, (advantages != 0) & (bounded != logprobs)
+
+
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, cliprange: float | None
 ) -> torch.Tensor:
@@ -23,6 +74,26 @@ def value_loss(
         clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
         error = torch.maximum(error, (clipped - returns) ** 2)
     return 0.5 * error
+
+
+def reconstruction_loss(
+    logits: torch.Tensor, places: torch.Tensor, bins: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """[N, T] squared distance of the action that the policy expects (its mean over the bins) to the one it took.
+
+    `bins` [num_bins] are the normalised numbers that the places stand for.
+    """
+    bins = bins.to(logits.dtype)
+    return ((logits / temperature).softmax(dim=-1) @ bins - bins[places]) ** 2
+
+
+def high_entropy_tokens(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
+    """[N, T] bool: the share of the marked tokens whose entropy is highest (arXiv:2506.01939); ties are all in."""
+    among = entropies[mask]
+    if not len(among):
+        return mask
+    threshold = among.topk(math.ceil(share * len(among))).values[-1]
+    return mask & (entropies >= threshold)
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,39 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from vlarl.algorithms import build_algorithm
-from vlarl.algorithms.advantages import chunk_rewards, discounted_return, gae, group_relative, has_spread
+from vlarl.algorithms import ALGORITHMS, build_algorithm
+from vlarl.algorithms.advantages import (
+    against_mean,
+    chunk_rewards,
+    discounted_back,
+    discounted_return,
+    executed_places,
+    gae,
+    group_relative,
+    has_spread,
+    leave_one_out,
+    outcomes,
+    penalize,
+    returns_to_go,
+    step_rewards,
+    throughout,
+    token_rewards,
+    trajectory_gae,
+    whiten,
+)
+from vlarl.config.schema import Config
 from vlarl.types import TrajectoryGroup
+
+COMPARING = ["grpo", "rloo", "group_norm", "cpgd", "reinforce_baseline"]
+
+
+def algorithm(name="grpo", **options):
+    config = Config.model_validate({"algorithm": {"name": name, **options}})
+    return build_algorithm(config.algorithm, 1.0, config.kl)
 
 
 def test_a_group_is_divided_by_its_unbiased_deviation():
@@ -15,8 +44,20 @@ def test_a_group_is_divided_by_its_unbiased_deviation():
     np.testing.assert_allclose(tiny, [0.41421, -0.41421], atol=1e-3)
 
 
+def test_one_left_out_is_compared_with_the_mean_of_the_others():
+    np.testing.assert_allclose(leave_one_out(np.float32([3, 1, 2])), [1.5, -1.5, 0])
+    np.testing.assert_allclose(leave_one_out(np.float32([1, 0])), [1, -1])
+
+
+def test_a_baseline_is_the_groups_mean_and_for_single_episodes_the_batchs():
+    first, second = against_mean([np.float32([3, 1]), np.float32([5])])
+    np.testing.assert_allclose(first, [1, -1])
+    np.testing.assert_allclose(second, [2])  # the batch's mean is 3
+
+
 def test_a_group_of_one_has_mean_zero_and_deviation_one():
     np.testing.assert_array_equal(group_relative(np.float32([0.25]), True), [0.25])
+    np.testing.assert_array_equal(leave_one_out(np.float32([0.25])), [0.25])
     assert has_spread(np.float32([0.0]))
 
 
@@ -26,17 +67,99 @@ def test_rounding_is_no_spread():
     assert has_spread(np.float32([0.7, 0.701]))
 
 
-def test_grpo_gives_every_decision_its_episodes_advantage_and_leaves_equal_groups_out(trajectory, configure):
-    algorithm = build_algorithm(configure().algorithm, 1.0)
-    good = trajectory([[0, 0], [0, 1]], success=True)
-    bad = trajectory([[0, 0], [0, 0], [0, 0]])
-    estimates = algorithm.estimate(
-        [TrajectoryGroup((bad, bad, bad)), TrajectoryGroup((good, bad)), TrajectoryGroup((good, good))], None
-    )
+@settings(derandomize=True)
+@given(arrays(np.float32, st.integers(2, 8), elements=st.floats(-8, 8, width=16)), st.randoms(use_true_random=False))
+def test_permuting_a_group_permutes_its_advantages(returns, random):
+    order = random.sample(range(len(returns)), len(returns))
+    for estimator in (
+        lambda r: group_relative(r, True),
+        lambda r: group_relative(r, False),
+        leave_one_out,
+        lambda r: against_mean([r])[0],
+    ):
+        np.testing.assert_allclose(estimator(returns[order]), estimator(returns)[order], atol=1e-5, rtol=1e-4)
+
+
+@settings(derandomize=True)
+@given(st.floats(-4, 4, width=16), st.integers(2, 6))
+def test_equal_returns_have_no_advantage(value, size):
+    returns = np.full(size, value, dtype=np.float32)
+    assert not has_spread(returns)
+    for advantages in (group_relative(returns, False), leave_one_out(returns), against_mean([returns])[0]):
+        np.testing.assert_allclose(advantages, 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_groups_that_ended_alike_are_left_out_whatever_the_kl(trajectory, name):
+    alike = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 1]])))
+    good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
+    ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.7, 0.2, 0.3)]
+    estimator = algorithm(name)
+    assert not estimator.teaches(alike) and estimator.estimate([alike], None, ref_kl[:2], 0.5) == []
+    estimates = estimator.estimate([alike, TrajectoryGroup((good, bad))], None, ref_kl, 0.01)
     assert [e.trajectory for e in estimates] == [good, bad]
-    np.testing.assert_allclose(estimates[0].advantages, [0.7071] * 2, atol=1e-4)
-    np.testing.assert_allclose(estimates[1].advantages, [-0.7071] * 3, atol=1e-4)
-    assert estimates[0].returns is None and estimates[0].values is None
+    assert estimates[0].advantages[0, 0] > 0 > estimates[1].advantages[0, 0]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
+def test_others_learn_from_every_episode(trajectory, name):
+    alike = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 1]])))
+    values = [np.zeros((2, 1), dtype=np.float32)] * 2 if name == "ppo" else None
+    assert len(algorithm(name).estimate([alike], values)) == 2
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_without_a_single_episode_there_is_nothing_to_learn_from(name):
+    assert algorithm(name).estimate([], []) == []
+
+
+def test_grpo_gives_every_decision_its_episodes_advantage(trajectory):
+    good, bad = trajectory([[0, 0], [0, 1]], success=True), trajectory([[0, 0], [0, 0], [0, 0]])
+    first, second = algorithm().estimate([TrajectoryGroup((good, bad))], None)
+    np.testing.assert_allclose(first.advantages, [[0.7071]] * 2, atol=1e-4)
+    np.testing.assert_allclose(second.advantages, [[-0.7071]] * 3, atol=1e-4)
+    assert first.returns is None and first.values is None
+
+
+def test_rloo_and_baseline_by_hand(trajectory):
+    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1], [0]]), trajectory([[2]])))
+    rloo = algorithm("rloo").estimate([group], None)
+    assert [e.advantages.tolist() for e in rloo] == [[[1.5]], [[-1.5], [-1.5]], [[0]]]
+    centred = algorithm("reinforce_baseline", normalize_advantages="none").estimate([group], None)
+    assert [e.advantages.tolist() for e in centred] == [[[1]], [[-1], [-1]], [[0]]]
+    # Four steps hold 1, -1, -1 and 0: mean -1/4, and the unbiased variance is (3 - 4/16) / 3.
+    normalized = algorithm("reinforce_baseline").estimate([group], None)
+    np.testing.assert_allclose(normalized[0].advantages, [[1.25 / (2.75 / 3) ** 0.5]], rtol=1e-5)
+
+
+def test_cpgd_has_grpos_advantages(trajectory):
+    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
+    equal = algorithm("cpgd", normalize_std=False).estimate([group], None)
+    assert [float(e.advantages[0, 0]) for e in equal] == [1, -1, 0]
+    by_deviation = algorithm("cpgd").estimate([group], None)
+    np.testing.assert_allclose([e.advantages[0, 0] for e in by_deviation], [1, -1, 0], atol=1e-5)
+
+
+def test_group_norm_discounts_the_outcome_back(trajectory):
+    group = TrajectoryGroup((trajectory([[0, 0], [1, 0]], num_executed=[2, 1]), trajectory([[0, 0]])))
+    good, bad = algorithm("group_norm", normalize_std=False, gamma=0.5).estimate([group], None)
+    np.testing.assert_allclose(good.advantages, [[0.125, 0.25], [0.5, 0]])  # the last step was not executed
+    np.testing.assert_allclose(bad.advantages, [[-0.25, -0.5]])
+
+
+def test_reinforce_pays_each_step_what_followed(trajectory):
+    episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1])
+    np.testing.assert_allclose(returns_to_go(episode, 0.5), [[1 + 1 + 1, 2 + 2], [4, 0]])
+    (estimate,) = algorithm("reinforce", gamma=0.5).estimate([TrajectoryGroup((episode,))], None)
+    np.testing.assert_allclose(estimate.advantages, [[3, 4], [4, 0]])
+
+
+def test_reinforce_pp_normalises_what_followed_over_the_batch(trajectory):
+    group = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 7]], num_executed=[1])))
+    first, second = algorithm("reinforce_pp", gamma=1.0).estimate([group], None)
+    # Executed steps hold 1, 1 and 0: mean 2/3, unbiased deviation sqrt(1/3).
+    np.testing.assert_allclose(first.advantages, [[1 / 3 * 3**0.5] * 2], rtol=1e-5)
+    np.testing.assert_allclose(second.advantages, [[-2 / 3 * 3**0.5, 0]], rtol=1e-5)
 
 
 def test_a_discounted_outcome_counts_executed_steps(trajectory):
@@ -45,17 +168,22 @@ def test_a_discounted_outcome_counts_executed_steps(trajectory):
     assert discounted_return(late, 0.5) == pytest.approx(0.125)
     assert discounted_return(cut, 0.5) == pytest.approx(0.25)
     assert discounted_return(late, 1.0) == 1.0
+    np.testing.assert_allclose(outcomes(TrajectoryGroup((late, cut)), 0.5), [0.125, 0.25])
 
 
-def test_with_a_discount_the_sooner_success_is_the_better_one(trajectory, configure):
+def test_with_a_discount_the_sooner_success_is_the_better_one(trajectory):
     group = TrajectoryGroup((trajectory([[0.0, 1.0]]), trajectory([[0.0, 0.0], [0.0, 1.0]])))
-    undiscounted = build_algorithm(configure(algorithm={"verifier_gamma": 1.0}).algorithm, 1.0)
-    assert undiscounted.estimate([group], None) == []
-    discounted = build_algorithm(configure(algorithm={"verifier_gamma": 0.9}).algorithm, 1.0)
-    sooner, later = discounted.estimate([group], None)
+    assert algorithm(verifier_gamma=1.0).estimate([group], None) == []
+    sooner, later = algorithm(verifier_gamma=0.9).estimate([group], None)
     half = 0.5**0.5  # two values lie half their distance from their mean, and their deviation is that times sqrt 2
-    np.testing.assert_allclose(sooner.advantages, [half], rtol=1e-4)
-    np.testing.assert_allclose(later.advantages, [-half, -half], rtol=1e-4)
+    np.testing.assert_allclose(sooner.advantages, [[half]], rtol=1e-4)
+    np.testing.assert_allclose(later.advantages, [[-half], [-half]], rtol=1e-4)
+
+
+def test_one_advantage_an_episode_is_the_same_at_every_decision(trajectory):
+    group = TrajectoryGroup((trajectory([[0], [0]]), trajectory([[0]])))
+    spread = throughout([group], [np.float32([2, 3])])
+    assert [a.tolist() for a in spread] == [[[2], [2]], [[3]]]
 
 
 def test_a_chunk_is_one_long_step(trajectory):
@@ -66,14 +194,66 @@ def test_a_chunk_is_one_long_step(trajectory):
     np.testing.assert_allclose(discounts, [0.125, 0.25])
 
 
+def test_steps_and_tokens_in_line(trajectory):
+    episode = trajectory([[1, 2], [4, 9]], num_executed=[2, 1], action_dim=2)
+    rewards, discounts = step_rewards(episode, 0.5)
+    assert (rewards.tolist(), discounts.tolist()) == ([1, 2, 4], [0.5, 0.5, 0.5])
+    rewards, discounts = token_rewards(episode, 0.5)
+    assert rewards.tolist() == [0, 1, 0, 2, 0, 4]
+    assert discounts.tolist() == [1, 0.5, 1, 0.5, 1, 0.5]
+
+
+def test_places_that_were_executed(trajectory):
+    episode = trajectory([[0, 0, 0], [0, 0, 0]], num_executed=[3, 1], action_dim=2)
+    assert executed_places(episode, 1).tolist() == [[3], [1]]
+    assert executed_places(episode, 3).tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert executed_places(episode, 6).tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("terminated", [True, False])
 def test_chunked_gae_by_hand(trajectory, terminated):
     episode = trajectory([[1, 2, 4], [8, 16, 0]], num_executed=[3, 2], terminated=terminated)
-    values = np.float32([10, 20, 40])
-    advantages = gae(*chunk_rewards(episode, 0.5), values, terminated, lam=0.8)
+    values = np.float32([[10], [20], [40]])
+    advantages = trajectory_gae(episode, values, "chunk", 0.5, lam=0.8)
     last = 16 - 20 + (0 if terminated else 0.25 * 40)
     first = (3 + 0.125 * 20 - 10) + 0.125 * 0.8 * last
-    np.testing.assert_allclose(advantages, [first, last], atol=1e-5)
+    np.testing.assert_allclose(advantages, [[first], [last]], atol=1e-5)
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_gae_over_steps_by_hand(trajectory, terminated):
+    """Two chunks of two, the second stops after one: what follows the first chunk is the second's first value."""
+    episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1], terminated=terminated)
+    values = np.float32([[10, 20], [30, 1e9], [40, 1e9]])  # values of steps that never ran are absurd
+    a2 = 4 - 30 + (0 if terminated else 0.5 * 40)
+    a1 = 2 + 0.5 * 30 - 20 + 0.5 * 0.8 * a2
+    a0 = 1 + 0.5 * 20 - 10 + 0.5 * 0.8 * a1
+    np.testing.assert_allclose(trajectory_gae(episode, values, "step", 0.5, 0.8), [[a0, a1], [a2, 0]], atol=1e-4)
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_gae_over_tokens_by_hand(trajectory, terminated):
+    """One step of two tokens, then another: gamma lies between the steps, lambda between all tokens."""
+    episode = trajectory([[1, 2]], action_dim=2, terminated=terminated)
+    values = np.float32([[1, 2, 3, 4], [5, 1e9, 1e9, 1e9]])
+    a3 = 2 - 4 + (0 if terminated else 0.5 * 5)
+    a2 = 0 + 4 - 3 + 0.8 * a3
+    a1 = 1 + 0.5 * 3 - 2 + 0.5 * 0.8 * a2
+    a0 = 0 + 2 - 1 + 0.8 * a1
+    np.testing.assert_allclose(trajectory_gae(episode, values, "token", 0.5, 0.8), [[a0, a1, a2, a3]], atol=1e-5)
+
+
+def test_all_levels_agree_on_chunks_of_one_action_of_one_number(trajectory):
+    episode = trajectory([[1.0], [0.0], [2.0]], action_dim=1)
+    values = np.float32([[0.3], [-0.2], [0.9], [0.5]])
+    chunk, step, token = (trajectory_gae(episode, values, level, 0.9, 0.7) for level in ("chunk", "step", "token"))
+    np.testing.assert_allclose(step, chunk, atol=1e-6)
+    np.testing.assert_allclose(token, chunk, atol=1e-6)
+
+
+def test_values_that_do_not_fit_the_level_are_refused(trajectory):
+    with pytest.raises(ValueError, match="1 values a decision don't fit gae_level 'step'"):
+        trajectory_gae(trajectory([[1, 2]]), np.zeros((2, 1), dtype=np.float32), "step", 0.9, 0.9)
 
 
 def test_with_lambda_one_and_no_discount_the_estimate_is_the_return_minus_the_value(trajectory):
@@ -83,21 +263,68 @@ def test_with_lambda_one_and_no_discount_the_estimate_is_the_return_minus_the_va
     np.testing.assert_allclose(advantages, np.float32([4.5, 3.0, 1.0]) - values[:3], atol=1e-5)
 
 
-def test_ppo_normalises_over_executed_tokens_and_keeps_targets_unnormalised(trajectory, configure):
-    config = configure(algorithm={"name": "ppo", "gamma": 0.9, "gae_lambda": 0.7}).algorithm
+def test_ppo_normalises_over_executed_steps_and_keeps_targets_unnormalised(trajectory):
     episodes = [
         trajectory([[0, 0], [0, 1]], num_executed=[2, 1], terminated=True, success=True),
         trajectory([[0, 0], [0, 0]]),
     ]
-    values = [np.float32([0.1, 0.2, 5.0]), np.float32([0.3, -0.1, 0.4])]
-    estimates = build_algorithm(config, 1.0).estimate([TrajectoryGroup((e,)) for e in episodes], values)
-    raw = [gae(*chunk_rewards(e, 0.9), v, e.terminated, 0.7) for e, v in zip(episodes, values, strict=True)]
-    by_step = np.concatenate([[raw[0][0]] * 2 + [raw[0][1]], np.repeat(raw[1], 2)])  # a step counts, not a chunk
+    values = [np.float32([[0.1], [0.2], [5.0]]), np.float32([[0.3], [-0.1], [0.4]])]
+    ppo = algorithm("ppo", gamma=0.9, gae_lambda=0.7)
+    estimates = ppo.estimate([TrajectoryGroup((e,)) for e in episodes], values)
+    raw = [trajectory_gae(e, v, "chunk", 0.9, 0.7) for e, v in zip(episodes, values, strict=True)]
+    by_step = np.concatenate([[raw[0][0, 0]] * 2 + [raw[0][1, 0]], np.repeat(raw[1], 2)])  # a step counts, not a chunk
     for estimate, a, v in zip(estimates, raw, values, strict=True):
         np.testing.assert_allclose(estimate.advantages, (a - by_step.mean()) / by_step.std(), atol=1e-5)
         np.testing.assert_allclose(estimate.returns, a + v[:-1], atol=1e-6)
         np.testing.assert_array_equal(estimate.values, v[:-1])
 
 
-def test_ppo_without_a_single_whole_episode_has_nothing_to_learn_from(configure):
-    assert build_algorithm(configure(algorithm={"name": "ppo"}).algorithm, 1.0).estimate([], []) == []
+def test_whitening_by_hand():
+    parts, counts = [np.float32([[1], [9]]), np.float32([[4]])], [np.array([[2], [0]]), np.array([[1]])]
+    # 1, 1 and 4 count: mean 2, variance 2; 9 counts for nothing.
+    shifted = whiten(parts, counts, shift_mean=True)
+    np.testing.assert_allclose(np.concatenate(shifted).ravel(), [-(0.5**0.5), 0, 2**0.5], rtol=1e-6)
+    scaled = whiten(parts, counts, shift_mean=False)
+    np.testing.assert_allclose(np.concatenate(scaled).ravel(), [0.5**0.5, 0, 4 * 0.5**0.5], rtol=1e-6)
+    unbiased = whiten(parts, counts, shift_mean=True, lost_degrees=1)
+    np.testing.assert_allclose(np.concatenate(unbiased).ravel(), [-(1 / 3**0.5), 0, 2 / 3**0.5], rtol=1e-6)
+
+
+def test_whitening_of_equal_numbers_is_zero_and_not_infinite():
+    (part,) = whiten([np.float32([[3], [3]])], [np.array([[1], [1]])], shift_mean=True)
+    assert part.tolist() == [[0], [0]]
+
+
+def test_advantages_are_normalised_and_bounded_as_asked(trajectory):
+    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
+
+    def of(**options):
+        return [float(e.advantages[0, 0]) for e in algorithm("rloo", **options).estimate([group], None)]
+
+    assert of() == [1.5, -1.5, 0] and of(advantage_clamp=1.0) == [1, -1, 0]
+    np.testing.assert_allclose(of(normalize_advantages="scale"), [1.5**0.5, -(1.5**0.5), 0], rtol=1e-5)
+    singles = [TrajectoryGroup((t,)) for t in group.trajectories]
+    returns = [e.advantages[0, 0] for e in algorithm("reinforce", normalize_advantages="batch").estimate(singles, None)]
+    np.testing.assert_allclose(returns, [1.5**0.5, -(1.5**0.5), 0], atol=1e-5)
+
+
+def test_the_kl_of_a_step_is_taken_off_its_reward(trajectory):
+    episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1], action_dim=2)
+    ref_kl = np.float32([[0.1, 0.2, -0.3, 0.4], [1.0, 1.0, 0.0, 0.0]])
+    (group,) = penalize([TrajectoryGroup((episode,))], [ref_kl], 0.5)
+    rewards = [t.rewards for t in group.trajectories[0].transitions]
+    np.testing.assert_allclose(rewards, [[1 - 0.15, 2 - 0.05], [4 - 1, 0]], rtol=1e-6)
+    (estimate,) = algorithm("reinforce", gamma=1.0).estimate([TrajectoryGroup((episode,))], None, [ref_kl], 0.5)
+    np.testing.assert_allclose(estimate.advantages, [[5.8, 4.95], [3, 0]], rtol=1e-6)
+    assert estimate.trajectory is episode  # what was paid stays what was paid
+
+
+def test_an_outcome_discounted_back_ends_at_the_last_executed_step(trajectory):
+    episode = trajectory([[5, 5], [5, 5]], num_executed=[2, 1])
+    np.testing.assert_allclose(discounted_back(episode, 8.0, 0.5), [[2, 4], [8, 0]])
+
+
+def test_which_discount_an_algorithm_reads():
+    config = Config.model_validate({"algorithm": {"gamma": 0.5, "verifier_gamma": 0.25}}).algorithm
+    read = {name: kind.discount(config) for name, kind in ALGORITHMS.items()}
+    assert {name for name, gamma in read.items() if gamma == 0.5} == {"ppo", "reinforce", "reinforce_pp"}

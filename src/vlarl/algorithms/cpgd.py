@@ -1,0 +1,34 @@
+"""CPGD (arXiv:2505.12504): GRPO's advantages, but the gradient of the log-prob instead of the ratio's.
+
+A ratio that explodes can't make the gradient explode, and a drift term keeps the policy near the one that acted. The
+paper weights a group's centred returns by their deviation (`normalize_std`) or equally. Its third weight, the inverse
+share of groups that have any spread, comes by itself here: groups without spread leave the denominators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlarl.algorithms.base import Setting
+from vlarl.algorithms.grpo import GRPO
+from vlarl.algorithms.kl import k3
+from vlarl.algorithms.losses import cpgd_loss
+from vlarl.algorithms.surrogate import Surrogate
+from vlarl.types import TrainBatch
+
+
+def clipped_gradient(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: Setting
+) -> Surrogate:
+    """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the policy that acted."""
+    options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
+    loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, options.clip_low, options.clip_high)
+    if options.policy_drift_coef > 0:
+        loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs)
+    return Surrogate(loss, (logprobs - old_logprobs).exp(), {"clipfrac": clipped})
+
+
+class CPGD(GRPO):
+    """Clipped policy gradient with policy drift."""
+
+    objective = staticmethod(clipped_gradient)

@@ -1,0 +1,20 @@
+"""RLOO (arXiv:2402.14740): an episode against the mean of the others of its group, an unbiased baseline. No critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlarl.algorithms.advantages import leave_one_out, outcomes, throughout
+from vlarl.algorithms.surrogate import CriticFree
+from vlarl.types import FloatArray, TrajectoryGroup
+
+
+class RLOO(CriticFree):
+    """REINFORCE, leaving one out."""
+
+    compares_groups = True
+
+    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+        """Every decision of an episode gets the episode's return minus the mean of the others."""
+        returns = [outcomes(group, self.config.verifier_gamma) for group in groups]
+        return throughout(groups, [leave_one_out(members) for members in returns])
