@@ -2,13 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vlarl.config.recipe import parse_rule
+from vlarl.config.schema import RewardConfig
+from vlarl.errors import UsageError
 from vlarl.rewards.base import Reward
+from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.function import FunctionReward
+from vlarl.rewards.model import load_reward_model
 from vlarl.rewards.outcome import DenseReward, SparseReward
+from vlarl.rewards.remote import RemoteReward
+from vlarl.rewards.rules import RulesReward
+from vlarl.rewards.safe import SafeReward
+from vlarl.rewards.shaping import ShapedReward
 
-REWARDS: dict[str, type[Reward]] = {"sparse": SparseReward, "dense": DenseReward}
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a reward must know of the run it is for."""
+
+    device: torch.device
+    discount: float  # the algorithm's, for each environment step
+    bootstraps: bool  # whether a value stands for the rest of an episode that the time limit cut off
 
 
-def build_reward(source: str) -> Reward:
+def build_reward(config: RewardConfig, run: Surroundings) -> SafeReward:
+    """The configured reward, with its failures contained."""
+    reward = _combined(config, run) if config.source == "combined" else _single(config.source, config, run)
+    return SafeReward(reward, config.retries, config.fallback, config.max_failure_rate)
+
+
+def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
     """The named reward, or the user's own `module:function`."""
-    return REWARDS[source]() if source in REWARDS else FunctionReward(source)
+    return REWARDS[source](config, run) if source in REWARDS else FunctionReward(source)
+
+
+def _combined(config: RewardConfig, run: Surroundings) -> CombinedReward:
+    weights = config.weights or (1.0,) * len(config.sources)
+    return CombinedReward(
+        {source: _single(source, config, run) for source in config.sources},
+        dict(zip(config.sources, weights, strict=True)),
+        [parse_rule(line) for line in config.recipe],
+    )
+
+
+def _shaped(config: RewardConfig, run: Surroundings) -> ShapedReward:
+    gamma = run.discount if config.shaping_gamma is None else config.shaping_gamma
+    return ShapedReward(gamma, config.shaping_scale, run.bootstraps)
+
+
+def _rules(config: RewardConfig, run: Surroundings) -> RulesReward:
+    return RulesReward(
+        config.success_value,
+        config.failure_value,
+        config.length_penalty,
+        config.length_limit,
+        config.idle_penalty,
+        config.idle_tolerance,
+    )
+
+
+def _model(config: RewardConfig, run: Surroundings) -> Reward:
+    assert config.model is not None, "checked with the configuration"
+    device = run.device if config.device is None else torch.device(config.device)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"reward.device: {config.device!r} can't be used here ({reason}); try `cpu`.") from error
+    return load_reward_model(config.model, device, config.scoring, config.batch_size)
+
+
+def _remote(config: RewardConfig, run: Surroundings) -> RemoteReward:
+    assert config.url is not None, "checked with the configuration"
+    return RemoteReward(
+        config.url,
+        config.scoring,
+        config.batch_size,
+        config.images,
+        config.timeout_s,
+        config.retries,
+        config.max_request_bytes,
+        config.max_response_bytes,
+    )
+
+
+REWARDS: dict[str, Callable[[RewardConfig, Surroundings], Reward]] = {
+    "sparse": lambda config, run: SparseReward(),
+    "dense": lambda config, run: DenseReward(),
+    "shaped": _shaped,
+    "rules": _rules,
+    "model": _model,
+    "remote": _remote,
+}

@@ -1,23 +1,61 @@
-"""The reward contract."""
+"""The reward contract, and the ways a reward can be paid."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from vlarl.errors import VlarlError
 from vlarl.types import Trajectory
+
+Scoring = Literal["outcome", "steps", "sum"]
+
+
+class RewardUnavailableError(VlarlError):
+    """What scores can't be reached and was asked often enough: the sample is not at fault, and others fail as well."""
 
 
 class Reward(ABC):
     """Scores trajectories after they were collected."""
 
     env_reward: Literal["sparse", "dense"] = "sparse"  # what the environment itself is asked to pay
+    batch_size: int = 1  # trajectories that are best scored at once
 
     @abstractmethod
     def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its rewards set."""
+
+    def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Several at once, in their order."""
+        return [self.score(trajectory) for trajectory in trajectories]
+
+    def move_to_cpu(self) -> bool:
+        """Leave a device that failed; False when there is nothing to move."""
+        return False
+
+
+class ScoringReward(Reward):
+    """A reward that gives batches of episodes scores, which `scoring` says how to pay."""
+
+    def __init__(self, scoring: Scoring, batch_size: int) -> None:
+        self.scoring = scoring
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """For each trajectory one score (scoring `outcome`), or one for each of its decisions."""
+
+    def score(self, trajectory: Trajectory) -> Trajectory:
+        """Pay the scores of one episode."""
+        return self.score_all([trajectory])[0]
+
+    def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Pay each episode's scores: at its end, or decision by decision."""
+        pay = pay_decisions if self.scoring == "steps" else lambda t, scores: pay_at_the_end(t, sum(scores))
+        return [pay(t, scores) for t, scores in zip(trajectories, self.scores(trajectories), strict=True)]
 
 
 def pay_at_the_end(trajectory: Trajectory, reward: float) -> Trajectory:
@@ -25,3 +63,22 @@ def pay_at_the_end(trajectory: Trajectory, reward: float) -> Trajectory:
     rewards = [np.zeros_like(t.rewards) for t in trajectory.transitions]
     rewards[-1][trajectory.transitions[-1].num_executed - 1] = reward
     return trajectory.with_rewards(rewards)
+
+
+def pay_decisions(trajectory: Trajectory, scores: Sequence[float]) -> Trajectory:
+    """The trajectory with one reward for each decision, on its last executed step."""
+    rewards = [np.zeros_like(t.rewards) for t in trajectory.transitions]
+    for transition, row, score in zip(trajectory.transitions, rewards, scores, strict=True):
+        row[transition.num_executed - 1] = score
+    return trajectory.with_rewards(rewards)
+
+
+def pay_steps(trajectory: Trajectory, rewards: Sequence[float]) -> Trajectory:
+    """The trajectory with one reward for each executed step, in their order."""
+    rows, start = [], 0
+    for transition in trajectory.transitions:
+        row = np.zeros_like(transition.rewards)
+        row[: transition.num_executed] = rewards[start : start + transition.num_executed]
+        start += transition.num_executed
+        rows.append(row)
+    return trajectory.with_rewards(rows)

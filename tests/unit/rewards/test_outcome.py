@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
+from vlarl.config.known import KNOWN_REWARDS
 from vlarl.errors import UsageError, VlarlError
-from vlarl.rewards import build_reward
+from vlarl.rewards import REWARDS
+from vlarl.rewards.function import FunctionReward
+from vlarl.rewards.outcome import DenseReward, SparseReward
+
+
+def test_the_names_that_configurations_may_use_are_those_there_are():
+    assert set(KNOWN_REWARDS) == {*REWARDS, "combined"}
 
 
 def paid(trajectory) -> list[list[float]]:
@@ -12,7 +19,7 @@ def paid(trajectory) -> list[list[float]]:
 
 
 def test_sparse_pays_success_on_the_last_executed_step_and_nothing_else(trajectory):
-    reward = build_reward("sparse")
+    reward = SparseReward()
     assert reward.env_reward == "sparse"
     won = trajectory([[5, 5, 5], [5, 5, 0]], num_executed=[3, 2], terminated=True, success=True)
     assert paid(reward.score(won)) == [[0, 0, 0], [0, 1, 0]]
@@ -23,7 +30,7 @@ def test_sparse_pays_success_on_the_last_executed_step_and_nothing_else(trajecto
 
 
 def test_dense_asks_the_environment_and_leaves_its_rewards(trajectory):
-    reward = build_reward("dense")
+    reward = DenseReward()
     assert reward.env_reward == "dense"
     episode = trajectory([[0.1, 0.2], [0.3, -0.1]])
     assert reward.score(episode) is episode
@@ -43,28 +50,28 @@ def test_a_users_function_is_paid_on_the_last_executed_step(trajectory, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
     episode = trajectory([[1, 1], [1, 0]], num_executed=[2, 1])
-    reward = build_reward("rewards_of_mine:haste")
+    reward = FunctionReward("rewards_of_mine:haste")
     assert reward.env_reward == "sparse"
     assert paid(reward.score(episode)) == [[0, 0], [7, 0]]
-    assert build_reward("rewards_of_mine:numpy_number").score(episode).env_return == 0.5
+    assert FunctionReward("rewards_of_mine:numpy_number").score(episode).env_return == 0.5
     for name, shown in (("nothing", "None"), ("not_a_number", "nan")):
         with pytest.raises(
             VlarlError, match=f"rewards_of_mine:{name} returned {shown}; it must return a finite number"
         ):
-            build_reward(f"rewards_of_mine:{name}").score(episode)
+            FunctionReward(f"rewards_of_mine:{name}").score(episode)
     with pytest.raises(UsageError, match=r"'rewards_of_mine' has no function 'speed'; write it as `module:function`"):
-        build_reward("rewards_of_mine:speed")
+        FunctionReward("rewards_of_mine:speed")
     with pytest.raises(UsageError, match="has no function 'constant'"):
-        build_reward("rewards_of_mine:constant")
+        FunctionReward("rewards_of_mine:constant")
     with pytest.raises(UsageError, match="cannot import the module 'broken_rewards'"):
-        build_reward("broken_rewards:half")
+        FunctionReward("broken_rewards:half")
 
 
 def test_a_module_that_is_not_there_is_named_with_the_remedy():
     with pytest.raises(UsageError, match=r"reward.source: cannot import the module 'nowhere_at_all' of .*PYTHONPATH"):
-        build_reward("nowhere_at_all:f")
+        FunctionReward("nowhere_at_all:f")
 
 
 def test_rewards_are_float32_like_the_environments(trajectory):
-    scored = build_reward("sparse").score(trajectory([[0.0]], terminated=True, success=True))
+    scored = SparseReward().score(trajectory([[0.0]], terminated=True, success=True))
     assert scored.transitions[0].rewards.dtype == np.float32

@@ -1,0 +1,42 @@
+"""A line of `reward.recipe`: which weights count for which tasks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+FORM = "write it as `LABEL -> NAME=WEIGHT NAME=WEIGHT`, such as `tabletop_goal/3 -> sparse=1 shaped=0.5`"
+
+
+@dataclass(frozen=True)
+class RecipeRule:
+    """Weights by reward for the tasks that a label fits."""
+
+    label: str
+    weights: dict[str, float]
+
+    def fits(self, suite: str, task_id: int, instruction: str) -> bool:
+        """Whether the label is this task's suite, its `suite/task`, or a pattern of its instruction."""
+        names = (suite, f"{suite}/{task_id}", instruction)
+        return any(fnmatchcase(name.lower(), self.label.lower()) for name in names)
+
+
+def parse_rule(text: str) -> RecipeRule:
+    """The rule behind `LABEL -> NAME=WEIGHT …`; a ValueError says what is wrong with it."""
+    label, arrow, right = (part.strip() for part in text.partition("->"))
+    if not label or not arrow or not right:
+        raise ValueError(FORM)
+    weights: dict[str, float] = {}
+    for item in right.split():
+        name, _, number = item.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            raise ValueError(f"{item!r} gives no weight; {FORM}") from None
+        if not name or not math.isfinite(weight):
+            raise ValueError(f"{item!r} gives no weight; {FORM}")
+        if name in weights:
+            raise ValueError(f"it weighs {name} twice; keep one of them")
+        weights[name] = weight
+    return RecipeRule(label, weights)

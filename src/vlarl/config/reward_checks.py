@@ -1,0 +1,161 @@
+"""Rules of the section `reward`: what a reward needs, and options that the chosen reward would never read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from vlarl.config.known import KNOWN_REWARDS, MAX_STEPS
+from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.recipe import RecipeRule, parse_rule
+from vlarl.config.schema import Config, RewardConfig
+
+Problems = Iterator[Problem]
+
+READ_BY: dict[str, tuple[str, ...]] = {
+    "sources": ("combined",),
+    "weights": ("combined",),
+    "recipe": ("combined",),
+    "shaping_gamma": ("shaped",),
+    "shaping_scale": ("shaped",),
+    "success_value": ("rules",),
+    "failure_value": ("rules",),
+    "length_penalty": ("rules",),
+    "length_limit": ("rules",),
+    "idle_penalty": ("rules",),
+    "idle_tolerance": ("rules",),
+    "model": ("model",),
+    "device": ("model",),
+    "scoring": ("model", "remote"),
+    "batch_size": ("model", "remote"),
+    "url": ("remote",),
+    "images": ("remote",),
+    "timeout_s": ("remote",),
+    "max_request_bytes": ("remote",),
+    "max_response_bytes": ("remote",),
+}
+"""The rewards that an option is for; what is not here is for all of them."""
+
+STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
+"""Algorithms that credit a decision with the rewards after it; the others look at the return of the whole episode."""
+
+
+def check_reward(config: Config) -> Problems:
+    """Everything that is wrong with the section."""
+    reward = config.reward
+    names = [name for name in _used(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)]
+    for name in names:
+        option = "reward.source" if name == reward.source else "reward.sources"
+        message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"
+        yield Problem(f"{option} = {shown(name)}", message, (option,))
+    if not names:
+        yield from _combination(reward)
+        yield from _unread(reward)
+        yield from _needs(reward)
+        yield from _rule_values(config)
+        yield from _shaping(config)
+
+
+def _used(reward: RewardConfig) -> list[str]:
+    """Names of the rewards that are in use."""
+    return [reward.source, *(reward.sources if reward.source == "combined" else ())]
+
+
+def _combination(reward: RewardConfig) -> Problems:
+    if reward.source != "combined":
+        return
+    subject = f"reward.sources = {shown(reward.sources)}"
+    if not reward.sources:
+        remedy = "name the rewards to combine, such as [sparse, shaped], and their reward.weights"
+        yield Problem(subject, remedy, ("reward.sources",))
+    elif "combined" in reward.sources or len(set(reward.sources)) < len(reward.sources):
+        yield Problem(subject, "name each reward once, and combined not at all", ("reward.sources",))
+    elif reward.weights and len(reward.weights) != len(reward.sources):
+        subject = f"reward.weights = {shown(reward.weights)}"
+        remedy = f"give {len(reward.sources)} weights, one for each of reward.sources, or none for 1 each"
+        yield Problem(subject, remedy, ("reward.weights", "reward.sources"))
+    else:
+        yield from _recipe(reward)
+
+
+def _recipe(reward: RewardConfig) -> Problems:
+    rules: list[RecipeRule] = []
+    for line in reward.recipe:
+        subject = f"reward.recipe: {shown(line)}"
+        try:
+            rule = parse_rule(line)
+        except ValueError as error:
+            yield Problem(subject, str(error), ("reward.recipe",))
+            continue
+        rules.append(rule)
+        for name in rule.weights.keys() - set(reward.sources):
+            remedy = f"{name} is none of reward.sources; add it there"
+            yield Problem(subject, remedy, ("reward.recipe", "reward.sources"))
+        if not any(rule.weights.values()):
+            yield Problem(subject, "pays nothing at all; give one weight that is not 0", ("reward.recipe",))
+    labels = [rule.label for rule in rules]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield Problem("reward.recipe", f"the label {label!r} is given twice; the first would count", ("reward.recipe",))
+    if reward.weights and not any(reward.weights) and not reward.recipe:
+        subject = f"reward.weights = {shown(reward.weights)}"
+        yield Problem(subject, "pays nothing at all; give one weight that is not 0", ("reward.weights",))
+
+
+def _unread(reward: RewardConfig) -> Problems:
+    """Options that were set and that no reward in use reads."""
+    used, defaults = _used(reward), RewardConfig()
+    for option, readers in READ_BY.items():
+        value = getattr(reward, option)
+        if value != getattr(defaults, option) and not set(readers) & set(used):
+            remedy = f"it is for {' and '.join(readers)} only; set reward.source to {readers[0]}, or leave it out"
+            yield Problem(f"reward.{option} = {shown(value)}", remedy, (f"reward.{option}", "reward.source"))
+
+
+def _needs(reward: RewardConfig) -> Problems:
+    used = _used(reward)
+    if "model" in used and reward.model is None:
+        remedy = "name a folder or hub id of a reward model"
+        yield Problem("reward.model = null with the reward model", remedy, ("reward.model", "reward.source"))
+    if reward.device is not None and not re.fullmatch(r"cpu|mps|cuda(:\d+)?", reward.device):
+        message = "unknown device; use cpu, mps, cuda or cuda:N, or null for the run's"
+        yield Problem(f"reward.device = {shown(reward.device)}", message, ("reward.device",))
+    if "remote" in used and not _is_address(reward.url):
+        remedy = "give the service's address, such as http://localhost:8000/score"
+        yield Problem(f"reward.url = {shown(reward.url)}", remedy, ("reward.url", "reward.source"))
+
+
+def _is_address(url: str | None) -> bool:
+    try:
+        parts = urlsplit(url or "")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is no number
+        return False
+
+
+def _rule_values(config: Config) -> Problems:
+    reward = config.reward
+    if "rules" not in _used(reward):
+        return
+    if reward.success_value <= reward.failure_value:
+        subject = f"reward.success_value = {reward.success_value}"
+        remedy = f"success must be worth more than failure, reward.failure_value = {reward.failure_value}"
+        yield Problem(subject, remedy, ("reward.success_value", "reward.failure_value"))
+    limit, longest = reward.length_limit, MAX_STEPS.get(config.env.suite)
+    if limit and not reward.length_penalty:
+        remedy = "nothing happens above it; set reward.length_penalty, or leave it out"
+        yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "reward.length_penalty"))
+    elif longest is not None and limit >= longest:
+        remedy = f"no episode of {config.env.suite} is longer than {longest} steps; set it lower"
+        yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "env.suite"))
+
+
+def _shaping(config: Config) -> Problems:
+    name = config.algorithm.name
+    if "shaped" in _used(config.reward) and name not in STEPWISE_METHODS:
+        subject = f"reward.source = '{config.reward.source}' with algorithm.name = '{name}'"
+        remedy = (
+            f"{name} learns from returns of whole episodes, which potential-based shaping leaves as they are; set "
+            f"algorithm.name to {', '.join(STEPWISE_METHODS[:-1])} or {STEPWISE_METHODS[-1]}, or use the reward dense"
+        )
+        yield Problem(subject, remedy, ("reward.source", "algorithm.name"))

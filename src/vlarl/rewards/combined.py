@@ -1,0 +1,51 @@
+"""Several rewards added up, by weights that may differ from task to task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vlarl.config.recipe import RecipeRule
+from vlarl.rewards.base import Reward
+from vlarl.types import FloatArray, Trajectory
+
+
+class CombinedReward(Reward):
+    """The weighted sum of rewards, step by step."""
+
+    def __init__(
+        self, parts: Mapping[str, Reward], weights: Mapping[str, float], recipe: Sequence[RecipeRule] = ()
+    ) -> None:
+        """`weights` count where no rule of the recipe fits; a reward that is not weighed counts nothing."""
+        self.parts = dict(parts)
+        self.weights = dict(weights)
+        self.recipe = tuple(recipe)
+        self.env_reward = "dense" if any(p.env_reward == "dense" for p in parts.values()) else "sparse"
+        self.batch_size = max(p.batch_size for p in parts.values())
+
+    def score(self, trajectory: Trajectory) -> Trajectory:
+        """Add up what each reward pays for one episode."""
+        return self.score_all([trajectory])[0]
+
+    def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Add up what each reward pays; a reward is asked about the episodes in which it counts."""
+        totals: list[list[FloatArray]] = [[np.zeros_like(t.rewards) for t in e.transitions] for e in trajectories]
+        weights = [self.weights_of(trajectory) for trajectory in trajectories]
+        for name, part in self.parts.items():
+            places = [place for place, by_name in enumerate(weights) if by_name.get(name, 0.0) != 0.0]
+            answers = part.score_all([trajectories[place] for place in places]) if places else []
+            for place, scored in zip(places, answers, strict=True):
+                for total, transition in zip(totals[place], scored.transitions, strict=True):
+                    total += np.float32(weights[place][name]) * transition.rewards
+        return [t.with_rewards(total) for t, total in zip(trajectories, totals, strict=True)]
+
+    def weights_of(self, trajectory: Trajectory) -> Mapping[str, float]:
+        """The weights of the first rule that fits the episode's task, else those of all others."""
+        task, instruction = trajectory.task, trajectory.final_observation.instruction
+        fitting = (rule.weights for rule in self.recipe if rule.fits(task.suite, task.task_id, instruction))
+        return next(fitting, self.weights)
+
+    def move_to_cpu(self) -> bool:
+        """Let every part leave its device."""
+        return any([part.move_to_cpu() for part in self.parts.values()])

@@ -1,0 +1,127 @@
+"""What happens when a reward fails: it is asked again, logged, counted and replaced; too many failures end the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from vlarl.errors import VlarlError
+from vlarl.rewards.base import Reward, RewardUnavailableError
+from vlarl.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+HANDFUL = 8  # episodes below which a share says little: they are judged together with the next ones
+
+
+class RewardFailureError(VlarlError):
+    """The reward failed on a larger share of episodes than reward.max_failure_rate."""
+
+
+class SafeReward(Reward):
+    """Any reward, with failures contained to the episodes they are about."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        retries: int = 2,
+        fallback: Literal["drop", "zero"] = "drop",
+        max_failure_rate: float = 0.5,
+    ) -> None:
+        self.reward = reward
+        self.retries = retries
+        self.fallback = fallback
+        self.max_failure_rate = max_failure_rate
+        self.env_reward = reward.env_reward
+        self.batch_size = reward.batch_size
+        self._judged = self._failed = 0  # since the share of failures was last looked at
+
+    def score(self, trajectory: Trajectory) -> Trajectory:
+        """Score one episode; one that can't be scored has its `reward_error` set."""
+        return self.score_all([trajectory])[0]
+
+    def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Score all episodes that are ok; those that can't be scored have their `reward_error` set."""
+        scored = list(trajectories)
+        places = [place for place, trajectory in enumerate(trajectories) if trajectory.status == "ok"]
+        self._judged += len(places)
+        for start in range(0, len(places), self.batch_size):
+            batch = places[start : start + self.batch_size]
+            for place, answer in zip(batch, self._score_batch([trajectories[p] for p in batch]), strict=True):
+                scored[place] = answer
+                if answer.reward_error is not None:
+                    self._failed += 1
+                    self._stop_if_too_many(answer)
+        if self._judged >= HANDFUL:
+            self._judged = self._failed = 0
+        return scored
+
+    def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:
+        """A batch at once; where that fails, each by itself, so that only those at fault are lost."""
+        if len(batch) == 1:
+            return [self._score_one(batch[0])]
+        try:
+            answers = self._ask(batch)
+        except RewardUnavailableError as error:
+            return [self._replacement(trajectory, error) for trajectory in batch]
+        except Exception:
+            log.warning("a batch of %d rewards failed; each is asked by itself", len(batch), exc_info=True)
+            return [self._score_one(trajectory) for trajectory in batch]
+        return [a if is_finite(a) else self._score_one(t) for t, a in zip(batch, answers, strict=True)]
+
+    def _score_one(self, trajectory: Trajectory) -> Trajectory:
+        problem: Exception = VlarlError("it answered a number that is not finite.")
+        for _ in range(self.retries + 1):
+            try:
+                (answer,) = self._ask([trajectory])
+            except RewardUnavailableError as error:
+                return self._replacement(trajectory, error)
+            except Exception as error:
+                problem = error
+            else:
+                if is_finite(answer):
+                    return answer
+        return self._replacement(trajectory, problem)
+
+    def _ask(self, batch: list[Trajectory]) -> list[Trajectory]:
+        try:
+            return self.reward.score_all(batch)
+        except Exception as error:
+            if not is_device_fault(error) or not self.reward.move_to_cpu():
+                raise
+            log.warning("the reward's device failed (%s): it goes on on the CPU", error)
+            return self.reward.score_all(batch)
+
+    def _replacement(self, trajectory: Trajectory, error: Exception) -> Trajectory:
+        log.error("the reward of episode %s failed", trajectory.task.episode_id, exc_info=error)
+        nothing = trajectory.with_rewards([np.zeros_like(t.rewards) for t in trajectory.transitions])
+        status: Literal["ok", "reward_failed"] = "ok" if self.fallback == "zero" else "reward_failed"
+        return replace(nothing, status=status, reward_error=f"{type(error).__name__}: {error}")
+
+    def _stop_if_too_many(self, last: Trajectory) -> None:
+        """Also before all are scored: a service that is down need not be waited for to the end."""
+        if self._judged >= HANDFUL and self._failed > self.max_failure_rate * self._judged:
+            raise RewardFailureError(
+                f"the reward failed on {self._failed} of {self._judged} episodes, more than reward.max_failure_rate = "
+                f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {last.reward_error}. The log "
+                "has the traceback of each."
+            )
+
+
+def is_finite(trajectory: Trajectory) -> bool:
+    """Whether all its rewards are numbers to learn from."""
+    return all(bool(np.isfinite(t.rewards).all()) for t in trajectory.transitions)
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether an accelerator failed, by running out of memory or otherwise, and not the computation."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("CUDA", "cuBLAS", "CUBLAS", "cuDNN", "CUDNN", "HIP error")
+    )

@@ -1,0 +1,89 @@
+"""Several rewards by weights, and recipes that weigh them task by task."""
+
+from dataclasses import replace
+
+import pytest
+
+from vlarl.config.recipe import RecipeRule, parse_rule
+from vlarl.rewards.base import Reward, pay_at_the_end
+from vlarl.rewards.combined import CombinedReward
+from vlarl.rewards.outcome import DenseReward, SparseReward
+from vlarl.rewards.rules import RulesReward
+
+
+class Counting(Reward):
+    """Pays 1, and notes whom it was asked about."""
+
+    batch_size = 5
+
+    def __init__(self):
+        self.asked = []
+
+    def score(self, trajectory):
+        self.asked.append(trajectory.task.task_id)
+        return pay_at_the_end(trajectory, 1.0)
+
+
+def paid(trajectory) -> list[list[float]]:
+    return [t.rewards.tolist() for t in trajectory.transitions]
+
+
+def test_weighted_sum_step_by_step(trajectory):
+    parts = {"sparse": SparseReward(), "dense": DenseReward(), "rules": RulesReward(failure_value=-4.0)}
+    reward = CombinedReward(parts, {"sparse": 2.0, "dense": -0.5, "rules": 0.25})
+    assert reward.env_reward == "dense" and reward.batch_size == 1
+    won = trajectory([[1, 2], [4, 0]], num_executed=[2, 1], terminated=True, success=True)
+    lost = trajectory([[1, 2], [4, 8]])
+    first, second = reward.score_all([won, lost])
+    assert paid(first) == [[-0.5, -1], [-2 + 2 + 0.25, 0]]
+    assert paid(second) == [[-0.5, -1], [-2, -4 - 1]]
+    assert paid(won) == [[1, 2], [4, 0]]
+    assert CombinedReward({"sparse": SparseReward()}, {"sparse": 1.0}).env_reward == "sparse"
+
+
+def test_a_recipe_weighs_by_task_and_asks_only_where_it_counts(trajectory):
+    episodes = [
+        replace(e, task=replace(e.task, task_id=n))
+        for n, e in enumerate([trajectory([[0.0]], seed=s) for s in (0, 0, 2)])
+    ]
+    counting = Counting()
+    rules = [parse_rule("tabletop_spatial/1 -> counting=3"), parse_rule("*red cube* -> counting=0.5 sparse=1")]
+    reward = CombinedReward({"sparse": SparseReward(), "counting": counting}, {"sparse": 1.0}, rules)
+    assert reward.batch_size == 5
+    assert [e.env_return for e in reward.score_all(episodes)] == [0, 3, 0.5]
+    assert counting.asked == [1, 2]
+    assert reward.score(episodes[0]).env_return == 0 and counting.asked == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("label", "fits"),
+    [
+        ("tabletop_goal", True),
+        ("tabletop_goal/3", True),
+        ("tabletop_goal/*", True),
+        ("*drawer*", True),
+        ("OPEN THE*", True),
+        ("tabletop_goal/30", False),
+        ("drawer", False),
+        ("tabletop", False),
+    ],
+)
+def test_labels(label, fits):
+    assert RecipeRule(label, {"sparse": 1.0}).fits("tabletop_goal", 3, "Open the drawer") is fits
+
+
+def test_lines_of_a_recipe():
+    rule = parse_rule(" *put the bowl* ->  sparse=1  my.rewards:smooth=-0.5 ")
+    assert rule == RecipeRule("*put the bowl*", {"sparse": 1.0, "my.rewards:smooth": -0.5})
+    for line, complaint in (
+        ("sparse=1", "write it as"),
+        ("-> sparse=1", "write it as"),
+        ("a ->", "write it as"),
+        ("a -> sparse", "'sparse' gives no weight"),
+        ("a -> sparse=much", "'sparse=much' gives no weight"),
+        ("a -> =1", "'=1' gives no weight"),
+        ("a -> sparse=nan", "'sparse=nan' gives no weight"),
+        ("a -> sparse=1 sparse=2", "weighs sparse twice"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            parse_rule(line)

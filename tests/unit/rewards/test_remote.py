@@ -1,0 +1,222 @@
+"""A reward service on the loopback: what is sent, what is paid, and every way the service can fail."""
+
+import base64
+import io
+import time
+
+import numpy as np
+import pytest
+from fakes.reward_service import RewardService, answers, length_of_each, send
+from PIL import Image
+
+from vlarl.errors import VlarlError
+from vlarl.rewards.base import RewardUnavailableError
+from vlarl.rewards.remote import RemoteReward, episode_json
+from vlarl.rewards.safe import SafeReward
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    running = RewardService()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def ask(service):
+    """ask(**options): a reward that asks the service and does not wait long."""
+    return lambda **options: RemoteReward(service.url, first_wait_s=0.01, **{"timeout_s": 2.0} | options)
+
+
+@pytest.fixture
+def episodes(trajectory):
+    return [trajectory([[0, 0]] * n, num_executed=[2] * (n - 1) + [1], seed=n) for n in (1, 2, 3)]
+
+
+def paid(trajectory):
+    return [t.rewards.tolist() for t in trajectory.transitions]
+
+
+def test_scores_are_paid_on_the_last_executed_step(ask, service, episodes):
+    scored = ask().score_all(episodes)
+    assert [paid(s)[-1] for s in scored] == [[1, 0], [3, 0], [5, 0]]
+    assert [s.env_return for s in scored] == [1, 3, 5]
+    (request,) = service.requests
+    assert request["version"] == 1 and request["scoring"] == "outcome" and len(request["episodes"]) == 3
+
+
+def test_scores_of_decisions(ask, service, episodes):
+    service.script = [answers({"rewards": [[1], [2, 3], [4, 5, 6.5]]})]
+    assert [paid(s) for s in ask(scoring="steps").score_all(episodes)] == [
+        [[1, 0]],
+        [[0, 2], [3, 0]],
+        [[0, 4], [0, 5], [6.5, 0]],
+    ]
+    assert service.requests[0]["scoring"] == "steps"
+    assert [paid(s)[-1] for s in ask(scoring="sum").score_all(episodes)] == [[1, 0], [5, 0], [15.5, 0]]
+
+
+def test_the_documented_format_of_an_episode(trajectory, observation):
+    episode = trajectory([[0, 0], [0, 0]], num_executed=[2, 1], terminated=True, success=True)
+    told = episode_json(episode, "none")
+    assert told["decisions"][0] == {
+        "proprio": pytest.approx(episode.transitions[0].observation.proprio.tolist()),
+        "num_executed": 2,
+    }
+    assert told["final"] == {"proprio": pytest.approx(episode.final_observation.proprio.tolist())}
+    del told["decisions"], told["final"]
+    assert told == {
+        "episode_id": episode.task.episode_id,
+        "suite": "tabletop_spatial",
+        "task_id": 0,
+        "init_state": 0,
+        "instruction": "open the drawer",
+        "success": True,
+        "terminated": True,
+        "truncated": False,
+        "length": 3,
+    }
+
+
+def test_pictures_travel_as_jpeg(trajectory):
+    episode = trajectory([[0], [0]])
+    last, everything = episode_json(episode, "last"), episode_json(episode, "all")
+    assert "image" not in last["decisions"][0]
+    assert last["final"]["image"] == everything["final"]["image"]
+    for told, seen in zip(
+        [*everything["decisions"], everything["final"]],
+        [*(t.observation for t in episode.transitions), episode.final_observation],
+        strict=True,
+    ):
+        picture = Image.open(io.BytesIO(base64.b64decode(told["image"])))
+        assert picture.format == "JPEG"
+        np.testing.assert_allclose(np.asarray(picture, dtype=int), seen.images[0], atol=8)
+
+
+def test_a_service_that_fails_and_recovers_is_asked_again(ask, service, episodes):
+    for trouble in (
+        answers(b"oops", 500),
+        answers(b"wait", 503),
+        answers(b"busy", 429),
+        lambda handler, _: handler.connection.close(),
+    ):
+        service.requests.clear()
+        service.script = [trouble, length_of_each]
+        assert [s.env_return for s in ask(retries=1).score_all(episodes)] == [1, 3, 5]
+        assert len(service.requests) == 2
+
+
+def test_waits_grow(ask, service, episodes, monkeypatch):
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    service.script = [answers(b"", 500)]
+    with pytest.raises(RewardUnavailableError, match=r"127.0.0.1.* did not answer in 4 attempts: HTTP 500"):
+        ask(retries=3).score_all(episodes)
+    assert waits == [0.01, 0.02, 0.04] and len(service.requests) == 4
+
+
+def test_a_slow_service_is_given_up(ask, service, episodes):
+    service.script = [lambda handler, question: time.sleep(1.0)]
+    start = time.monotonic()
+    with pytest.raises(RewardUnavailableError, match="timed out"):
+        ask(timeout_s=0.1, retries=1).score_all(episodes)
+    assert time.monotonic() - start < 0.9
+
+
+def test_an_answer_that_drips_in_is_given_up(ask, service, episodes):
+    """Each piece comes in time, the whole does not."""
+
+    def drip(handler, question):
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(40):
+            try:
+                handler.wfile.write(b" ")
+            except OSError:
+                return
+            time.sleep(0.05)
+
+    service.script = [drip]
+    start = time.monotonic()
+    with pytest.raises(RewardUnavailableError, match="took longer than reward.timeout_s"):
+        ask(timeout_s=0.2, retries=0).score_all(episodes)
+    assert time.monotonic() - start < 1.0
+
+
+def test_nobody_there(episodes, service):
+    service.stop()
+    with pytest.raises(RewardUnavailableError, match="did not answer in 2 attempts"):
+        RemoteReward(service.url, retries=1, first_wait_s=0.01).score_all(episodes)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"<html>", "not a JSON object with `rewards`: '<html>'"),
+        (b"\xff\xfe", "not a JSON object"),
+        (b"", "not a JSON object"),
+        (b"[1, 2, 3]", "not a JSON object"),
+        ({"scores": [1, 2, 3]}, "not a JSON object with `rewards`"),
+        ({"rewards": [1, 2]}, "must be a list of 3"),
+        ({"rewards": 5}, "must be a list of 3"),
+        ({"rewards": [1, 2, "3"]}, "must be 1 numbers, or null"),
+        ({"rewards": [1, 2, True]}, "must be 1 numbers, or null"),
+        ({"rewards": [1, 2, [3, 4]]}, "must be 1 numbers, or null"),
+    ],
+)
+def test_garbage_is_refused_with_its_beginning(ask, service, episodes, answer, complaint):
+    service.script = [answers(answer)]
+    with pytest.raises(VlarlError, match=complaint) as refusal:
+        ask().score_all(episodes)
+    assert not isinstance(refusal.value, RewardUnavailableError) and len(service.requests) == 1
+
+
+def test_an_answer_that_is_too_long_is_not_read(ask, service, episodes):
+    service.script = [answers(b" " * 10_000)]
+    with pytest.raises(VlarlError, match="longer than reward.max_response_bytes = 5000"):
+        ask(max_response_bytes=5000).score_all(episodes)
+
+
+def test_a_request_that_is_too_long_is_not_sent(ask, service, episodes):
+    with pytest.raises(
+        VlarlError, match=r"for 3 episodes exceeds reward.max_request_bytes = 100; lower reward.batch_size"
+    ):
+        ask(max_request_bytes=100).score_all(episodes)
+    assert service.requests == []
+
+
+@pytest.mark.parametrize("code", [400, 404, 413])
+def test_a_refusal_is_not_repeated(ask, service, episodes, code):
+    service.script = [answers(b"no such sample", code)]
+    with pytest.raises(VlarlError, match=f"refused a request: HTTP {code} .*no such sample"):
+        ask().score_all(episodes)
+    assert len(service.requests) == 1
+
+
+def test_a_redirect_is_not_followed(ask, service, episodes):
+    service.script = [lambda handler, question: send(handler, b"", 302, [("Location", service.url)])]
+    with pytest.raises(VlarlError, match="refused a request: HTTP 302"):
+        ask().score_all(episodes)
+    assert len(service.requests) == 1
+
+
+def test_null_and_nan_fail_their_episode_alone(ask, service, episodes):
+    service.script = [answers(b'{"rewards": [1, null, 3]}'), answers(b'{"rewards": [NaN]}')]
+    scored = SafeReward(ask(), retries=1).score_all(episodes)
+    assert [s.status for s in scored] == ["ok", "reward_failed", "ok"]
+    assert [len(r["episodes"]) for r in service.requests] == [3, 1, 1], "only the one is asked about again"
+
+
+def test_a_service_that_chokes_on_one_episode_costs_that_one(ask, service, episodes):
+    def picky(handler, question):
+        if any(episode["length"] == 3 for episode in question["episodes"]):
+            send(handler, b"I can't", 400)
+        else:
+            length_of_each(handler, question)
+
+    service.script = [picky]
+    scored = SafeReward(ask(batch_size=3), retries=0).score_all(episodes)
+    assert [(s.status, s.env_return) for s in scored] == [("ok", 1), ("reward_failed", 0), ("ok", 5)]
+    assert "HTTP 400" in scored[1].reward_error

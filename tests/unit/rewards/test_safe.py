@@ -1,0 +1,174 @@
+"""A reward that fails: asked again, logged, counted, replaced; and the run ends when it fails too often."""
+
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vlarl.errors import VlarlError
+from vlarl.rewards.base import Reward, RewardUnavailableError, pay_at_the_end
+from vlarl.rewards.combined import CombinedReward
+from vlarl.rewards.safe import RewardFailureError, SafeReward, is_device_fault
+from vlarl.rollout.statistics import rollout_metrics
+
+
+class Scripted(Reward):
+    """Pays 1. Episodes named in `broken` raise, or answer what is given there; `heals` after so many times."""
+
+    def __init__(self, broken=(), heals=math.inf, batch_size=1):
+        self.broken = dict(broken)
+        self.heals = heals
+        self.batch_size = batch_size
+        self.calls = []
+        self.on_cpu = False
+
+    def score_all(self, trajectories):
+        self.calls.append([t.task.group for t in trajectories])
+        return super().score_all(trajectories)
+
+    def score(self, trajectory):
+        answer = self.broken.get(trajectory.task.group, 1.0)
+        asked = sum(trajectory.task.group in call for call in self.calls)
+        if isinstance(answer, BaseException):
+            if asked <= self.heals and not (self.on_cpu and is_device_fault(answer)):
+                raise answer
+            answer = 1.0
+        return pay_at_the_end(trajectory, answer)
+
+    def move_to_cpu(self):
+        moved, self.on_cpu = not self.on_cpu, True
+        return moved
+
+
+@pytest.fixture
+def episodes(trajectory):
+    return lambda count: [trajectory([[0.5, 0.5]], group=n, seed=n) for n in range(count)]
+
+
+def test_a_healthy_reward_is_left_alone(episodes, caplog):
+    inner = Scripted()
+    reward = SafeReward(inner)
+    assert [t.env_return for t in reward.score_all(episodes(3))] == [1, 1, 1]
+    assert inner.calls == [[0], [1], [2]] and not caplog.records
+    assert reward.score(episodes(1)[0]).status == "ok"
+
+
+@pytest.mark.parametrize(("fallback", "status"), [("drop", "reward_failed"), ("zero", "ok")])
+def test_a_failure_is_retried_logged_with_its_traceback_counted_and_replaced(episodes, caplog, fallback, status):
+    inner = Scripted({2: ZeroDivisionError("no way")})
+    reward = SafeReward(inner, retries=2, fallback=fallback)
+    scored = reward.score_all(batch := episodes(10))
+    assert [t.env_return for t in scored] == [1, 1, 0, *[1] * 7]
+    assert [t.status for t in scored] == ["ok", "ok", status, *["ok"] * 7]
+    assert scored[2].reward_error == "ZeroDivisionError: no way"
+    assert inner.calls.count([2]) == 3 and len(inner.calls) == 12
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
+    assert batch[2].task.episode_id in record.getMessage()
+    assert record.exc_info[0] is ZeroDivisionError and record.exc_info[2] is not None, "the traceback is logged"
+    metrics = rollout_metrics(scored, seconds=1.0)
+    assert metrics["rollout/reward_failures"] == 1 and metrics["rollout/reward_failure_rate"] == 0.1
+    assert metrics["rollout/num_trajectories"] == (10 if fallback == "zero" else 9)
+    assert metrics["rollout/mean_return"] == pytest.approx(0.9 if fallback == "zero" else 1.0)
+    assert metrics["rollout/num_crashed"] == 0
+
+
+def test_a_failure_that_passes_is_none(episodes):
+    scored = SafeReward(Scripted({1: OSError("later")}, heals=2), retries=2).score_all(episodes(2))
+    assert [t.env_return for t in scored] == [1, 1] and all(t.reward_error is None for t in scored)
+
+
+@pytest.mark.parametrize("answer", [math.nan, math.inf])
+def test_an_answer_that_is_not_finite_is_a_failure(episodes, answer):
+    for batch_size in (1, 4):
+        inner = Scripted({1: answer}, batch_size=batch_size)
+        scored = SafeReward(inner, retries=1).score_all(episodes(4))
+        assert [t.status for t in scored] == ["ok", "reward_failed", "ok", "ok"]
+        assert "not finite" in scored[1].reward_error
+        assert inner.calls.count([1]) == 2
+        assert not scored[1].env_return
+
+
+def test_of_a_batch_only_those_at_fault_are_lost(episodes):
+    inner = Scripted({5: ValueError("odd")}, batch_size=4)
+    scored = SafeReward(inner, retries=0).score_all(episodes(10))
+    assert inner.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4], [5], [6], [7], [8, 9]]
+    assert [t.task.group for t in scored if t.status != "ok"] == [5]
+
+
+def test_when_nobody_answers_nobody_is_asked_one_by_one(episodes):
+    down = Scripted({n: RewardUnavailableError("down") for n in (0, 1)}, batch_size=2)
+    scored = SafeReward(down, retries=3).score_all(episodes(4))
+    assert down.calls == [[0, 1], [2, 3]]
+    assert [t.reward_error for t in scored] == ["RewardUnavailableError: down"] * 2 + [None] * 2
+
+
+def test_a_device_fault_moves_the_reward_to_the_cpu(episodes, caplog):
+    inner = Scripted(
+        {0: torch.OutOfMemoryError("CUDA out of memory"), 1: RuntimeError("CUDA error: unspecified")}, batch_size=2
+    )
+    combined = CombinedReward({"inner": inner}, {"inner": 1.0})
+    scored = SafeReward(combined, retries=0).score_all(episodes(2))
+    assert [t.env_return for t in scored] == [1, 1] and inner.on_cpu
+    assert inner.calls == [[0, 1], [0, 1]] and "goes on on the CPU" in caplog.text
+    assert is_device_fault(RuntimeError("cuDNN error: x")) and not is_device_fault(RuntimeError("shapes differ"))
+    assert not is_device_fault(ValueError("CUDA"))
+
+
+def test_a_crashed_episode_is_not_scored(episodes):
+    inner = Scripted()
+    crashed, fine = episodes(2)
+    crashed = replace(crashed, status="crashed")
+    assert SafeReward(inner).score_all([crashed, fine])[0] is crashed
+    assert inner.calls == [[1]]
+
+
+def test_more_than_the_share_stops_with_the_cause(episodes):
+    broken = {n: KeyError(f"sample {n}") for n in range(6)}
+    reward = SafeReward(Scripted(broken), retries=0, max_failure_rate=0.5)
+    with pytest.raises(RewardFailureError) as stopped:
+        reward.score_all(batch := episodes(10))
+    message = str(stopped.value)
+    assert "failed on 6 of 10 episodes" in message and "reward.max_failure_rate = 0.5" in message
+    assert batch[5].task.episode_id in message and "KeyError: 'sample 5'" in message
+    assert isinstance(stopped.value, VlarlError) and stopped.value.exit_code == 1
+    broken.pop(5)
+    scored = SafeReward(Scripted(broken), retries=0, max_failure_rate=0.5).score_all(batch)
+    assert sum(t.status == "reward_failed" for t in scored) == 5, "exactly the share is allowed"
+
+
+def test_it_stops_as_soon_as_the_share_is_certain(episodes):
+    inner = Scripted({n: ValueError("down") for n in range(20)})
+    with pytest.raises(RewardFailureError):
+        SafeReward(inner, retries=0, max_failure_rate=0.25).score_all(episodes(20))
+    assert len(inner.calls) == 6
+
+
+def test_a_few_episodes_are_judged_together_with_the_next_ones(episodes):
+    """One of two is half, and says nothing; but a reward that fails always is found out after a handful."""
+    reward = SafeReward(Scripted({0: ValueError("x")}), retries=0, max_failure_rate=0.25)
+    for _ in range(3):
+        reward.score_all(episodes(2))
+    with pytest.raises(RewardFailureError, match="4 of 8"):
+        reward.score_all(episodes(2))
+
+
+def test_a_good_past_does_not_excuse_an_iteration(episodes):
+    inner = Scripted()
+    reward = SafeReward(inner, retries=0, max_failure_rate=0.25)
+    for _ in range(10):
+        reward.score_all(episodes(8))
+    inner.broken = {n: ValueError("x") for n in range(3)}
+    with pytest.raises(RewardFailureError, match="3 of 8"):
+        reward.score_all(episodes(8))
+
+
+def test_with_a_share_of_zero_the_first_failure_stops(episodes):
+    with pytest.raises(RewardFailureError, match="1 of 8"):
+        SafeReward(Scripted({3: ValueError("x")}), retries=0, max_failure_rate=0.0).score_all(episodes(8))
+
+
+def test_an_interrupt_is_no_failure(episodes):
+    with pytest.raises(KeyboardInterrupt):
+        SafeReward(Scripted({0: KeyboardInterrupt()})).score_all(episodes(1))
