@@ -3,8 +3,7 @@
     python benchmarks/openvla_7b.py FOLDER [--out results.json] [--stages write load rollout update quantized merge]
 
 FOLDER gets a checkpoint in the original layout (15 GB, sharded); one that is there already is used. No tokenizer of the
-original is needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here; the peer's way of
-doing the same is in docs/performance.md.
+original is needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here.
 """
 
 from __future__ import annotations
@@ -27,9 +26,11 @@ from vlarl.export.merge import merge
 from vlarl.policies import load_policy
 from vlarl.policies.distribution import greedy
 from vlarl.policies.openvla.config import parse_config
+from vlarl.policies.openvla.decoders import embed_prefix
 from vlarl.policies.openvla.memory import estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer
+from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.training.learner import Learner
 from vlarl.types import PolicyInput, TrainBatch
 
@@ -101,7 +102,7 @@ def write(folder: Path) -> dict[str, Any]:
 def load(folder: Path) -> dict[str, Any]:
     """Straight onto the GPU: time, and how much of the host's memory it took."""
     torch.zeros(1, device="cuda")
-    before = anonymous_peak()
+    before = host_peak()
     started = time.perf_counter()
     policy = load_policy(folder, dtype="bfloat16", device="cuda")
     torch.cuda.synchronize()
@@ -110,31 +111,49 @@ def load(folder: Path) -> dict[str, Any]:
     result = {
         "seconds": round(seconds, 1),
         "gpu_gib": round(torch.cuda.memory_allocated() / GIB, 2),
-        "host_peak_gib": round((anonymous_peak() - before) / GIB, 2),
-        "host_peak_over_largest_shard": round((anonymous_peak() - before) / largest, 3),
+        "host_peak_gib": round((host_peak() - before) / GIB, 2),
+        "host_peak_over_largest_shard": round((host_peak() - before) / largest, 3),
         "config": type(policy.config).__name__,
     }
     return result
 
 
-def anonymous_peak() -> int:
+def host_peak() -> int:
     """The most memory that this process has held, file pages included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rollout(folder: Path) -> dict[str, Any]:
-    """Decisions a second with adapters in place, as in training."""
+    """Decisions through the engine, without adapters and with them, as in training."""
     results: dict[str, Any] = {}
     for decoder, batches in (("autoregressive", (1, 16, 64)), ("parallel", (1, 8, 32))):
-        policy = adapted(folder, decoder)
-        for batch in batches:
-            inputs = make_inputs(policy, batch)
-            peak, seconds = measure(lambda p=policy, i=inputs: p.decode(i, lambda lg, _: greedy(lg)))
-            estimate = estimate_rollout(policy.config, batch, PROMPT_LENGTH, "bfloat16", lora_rank=LORA.rank).total
-            results[f"{decoder} {batch}"] = line(batch, seconds, peak, estimate)
-        del policy
-        free()
+        for rank in (None, LORA.rank):
+            policy = load_policy(folder, decoder=decoder, dtype="bfloat16", device="cuda").eval()  # type: ignore[arg-type]
+            if rank is not None:
+                policy.prepare_training(ModelConfig(dtype="bfloat16"), LORA, seed=0)
+            kind = f"{decoder}{'' if rank is None else ', adapters'}"
+            for batch in batches:
+                inputs, seeds = make_inputs(policy, batch).to("cpu"), list(range(batch))
+                for graphs in (False, True):
+                    engine = TorchEngine(policy, torch.device("cuda"), cuda_graphs=graphs)
+                    free()
+                    peak, seconds = measure(lambda e=engine, i=inputs, s=seeds: e.generate(i, 1.0, s))
+                    estimate = estimate_rollout(policy.config, batch, PROMPT_LENGTH, "bfloat16", lora_rank=rank).total
+                    how = "graph" if graphs else "eager"
+                    results[f"{kind}, batch {batch}, {how}"] = line(batch, seconds, peak, estimate)
+                    del engine
+            inputs = make_inputs(policy, batches[-1])
+            _, seconds = measure(lambda p=policy, i=inputs: first_states(p, i))
+            results[f"{kind}, prefill alone, batch {batches[-1]}"] = {"per_s": round(batches[-1] / seconds, 1)}
+            del policy
+            free()
     return results
+
+
+@torch.no_grad()
+def first_states(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+    """The pass over images and prompt, without any token after it."""
+    return policy.decoder.first_state(policy.model, embed_prefix(policy.model, inputs, policy.proprio_projector))
 
 
 def update(folder: Path) -> dict[str, Any]:
@@ -238,6 +257,7 @@ def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
     places = torch.randint(0, 256, shape, generator=generator)
     return TrainBatch(
         inputs=make_inputs(policy, rows).to("cpu"),
+        trajectory=torch.arange(rows),
         token_ids=places + policy.codec.first_id,
         places=places,
         old_logprobs=torch.full(shape, -5.5),
@@ -247,8 +267,9 @@ def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
 
 
 def measure(work: Callable[[], object], repeats: int = 5) -> tuple[int, float]:
-    """Peak bytes on the GPU and the median of the seconds, after a warm-up."""
-    work()
+    """Peak bytes on the GPU and the median of the seconds, after a warm-up (a graph is recorded in the second call)."""
+    for _ in range(3):
+        work()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlarl.algorithms import build_algorithm
+from vlarl.algorithms import ALGORITHMS, build_algorithm
 from vlarl.algorithms.base import Algorithm
 from vlarl.config.checks import check
 from vlarl.config.derive import default_run_name
@@ -24,15 +24,17 @@ from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies import load_configured
 from vlarl.policies.base import Policy
-from vlarl.rewards import build_reward
+from vlarl.rewards import Surroundings, build_reward
 from vlarl.rewards.base import Reward
 from vlarl.rollout.collector import Collector
+from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import TaskSampler, evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.session import Session
 from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
-from vlarl.training.learner import CRITIC, Learner
+from vlarl.training.learner import Learner
+from vlarl.training.swap import trained_weights
 from vlarl.types import Task
 
 log = logging.getLogger(__name__)
@@ -58,13 +60,13 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     device = choose_device(config.run.device)
     torch.set_num_threads(config.run.num_threads or available_cores())
     torch.manual_seed(config.run.seed)
-    reward = build_reward(config.reward.source)
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
+    kind = ALGORITHMS[config.algorithm.name]
+    surroundings = Surroundings(device, kind.discount(config.algorithm), bootstraps=kind.needs_critic)
+    reward = build_reward(config.reward, surroundings)
     policy = build_policy(config, checkpoint, device)
-    if algorithm.needs_critic:
-        policy.attach_value_head(config.algorithm.critic_hidden, seed=config.run.seed)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
     refuse_untrainable(policy, config)
-    engine = TorchEngine(policy, device, config.rollout.batch_size)
+    engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     pool = build_pool(config.env, config.env.num_envs, image_size, reward.env_reward)
@@ -75,7 +77,7 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
         pool=pool,
         engine=engine,
         collector=Collector(pool, policy, engine),
-        sampler=TaskSampler(config, pool.spec),
+        sampler=build_sampler(config, pool, is_new=checkpoint is None),
         reward=reward,
         algorithm=algorithm,
         learner=Learner(policy, algorithm, config, device),
@@ -97,9 +99,17 @@ def build_policy(config: Config, checkpoint: Path | None, device: torch.device) 
     return policy
 
 
+def build_sampler(config: Config, pool: EnvPool, is_new: bool) -> TaskSampler:
+    """The task sampler as configured; a new run may begin with what an earlier one learnt about the tasks."""
+    sampler = TaskSampler(config, pool.spec)
+    if is_new and config.curriculum.start_from is not None:
+        sampler.restore(read_curriculum(Path(config.curriculum.start_from), pool.spec.name))
+    return sampler
+
+
 def refuse_untrainable(policy: Policy, config: Config) -> None:
     """Refuse a policy of which nothing but the critic would learn."""
-    if not any(p.requires_grad for name, p in policy.named_parameters() if not name.startswith(CRITIC)):
+    if not trained_weights(policy):
         raise UsageError(
             f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."
         )
@@ -135,6 +145,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         parts = launch(config, checkpoint)
         state = restore(parts.learner, checkpoint) if checkpoint else TrainerState()
+        parts.sampler.restore(state.sampler)
         parts.engine.load_weights(parts.learner.named_weights(), parts.learner.version)
         directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
     write_atomically(directory.config_file, to_yaml(config))

@@ -15,15 +15,19 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
 from vlarl.launch import Parts, open_run
+from vlarl.rewards.safe import RewardFailureError
+from vlarl.rollout.selection import GroupSelection
 from vlarl.rollout.statistics import rollout_metrics
 from vlarl.session import RunSummary, Session
 from vlarl.training.batching import build_batch
-from vlarl.training.weight_sync import publish_weights
-from vlarl.types import Trajectory, TrajectoryGroup
+from vlarl.training.reference import reference_kl
+from vlarl.training.weight_sync import evaluated_weights, publish_weights
+from vlarl.types import Task, Trajectory, TrajectoryGroup
 
 
 def train(config: Config, resume: Path | None = None) -> RunSummary:
@@ -34,8 +38,8 @@ def train(config: Config, resume: Path | None = None) -> RunSummary:
             session.end_iteration(evaluate(parts, session))
         while not session.finished:
             iteration = session.start_iteration()
-            trajectories, metrics = collect(parts, session, iteration)
-            metrics |= improve(parts, session, iteration, group_up(trajectories))
+            groups, metrics = collect(parts, session, iteration)
+            metrics |= improve(parts, session, iteration, groups)
             publish_weights(parts.learner, parts.engine)
             if session.evaluation_due:
                 metrics |= evaluate(parts, session)
@@ -43,20 +47,49 @@ def train(config: Config, resume: Path | None = None) -> RunSummary:
     return session.summary()
 
 
-def collect(parts: Parts, session: Session, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
-    """Roll the policy out on the iteration's tasks and score what happened."""
-    tasks = [task for group in parts.sampler.groups(iteration) for task in group]
+def collect(parts: Parts, session: Session, iteration: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
+    """Roll the policy out on the iteration's tasks, and on fresh ones while too few groups teach something."""
+    selection = GroupSelection(session.config.rollout, parts.algorithm.teaches)
+    trajectories: list[Trajectory] = []
+    tasks = parts.sampler.get_batch(iteration)
+    while tasks:
+        fresh = score(parts, session, iteration, roll_out(parts, session, tasks))
+        trajectories += fresh
+        num_missing = selection.add(group_up(fresh), len(tasks))
+        tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
+    session.record_rollout(iteration, trajectories)
+    parts.sampler.report_results(trajectories)
+    metrics = rollout_metrics(trajectories, session.seconds("rollout"))
+    return selection.kept, metrics | selection.metrics() | session.record_curriculum(parts.sampler)
+
+
+def roll_out(parts: Parts, session: Session, groups: list[list[Task]]) -> list[Trajectory]:
+    """One episode of every task."""
+    tasks = [task for group in groups for task in group]
     with session.timed("rollout"):
         episodes = parts.collector.collect(
             tasks, session.config.rollout.temperature, on_episode=session.watch_rollout(len(tasks))
         )
-    trajectories = [parts.reward.score(e.trajectory) if e.trajectory.status == "ok" else e.trajectory for e in episodes]
-    session.record_rollout(iteration, trajectories)
-    return trajectories, rollout_metrics(trajectories, session.seconds("rollout"))
+    return [episode.trajectory for episode in episodes]
+
+
+def score(parts: Parts, session: Session, iteration: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Pay for what happened; a reward that fails too often ends the run."""
+    try:
+        with session.timed("reward"):
+            scored = parts.reward.score_all(trajectories)
+    except RewardFailureError as error:
+        raise VlarlError(
+            f"iteration {iteration}: {error} Mend it, or raise reward.max_failure_rate, and go on with "
+            f"`{session.directory.resume_command}`."
+        ) from error
+    if failures := sum(t.reward_error is not None for t in scored):
+        session.progress.note(f"iteration {iteration}: the reward failed on {failures} of {len(scored)} episodes")
+    return scored
 
 
 def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
-    """Trajectories by group. A crashed one is missing from its group, which is smaller then, or gone."""
+    """Trajectories by group. One that crashed or can't be scored is missing from its group: smaller then, or gone."""
     groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.status == "ok":
@@ -64,12 +97,14 @@ def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
     return [TrajectoryGroup(tuple(members)) for _, members in sorted(groups.items())]
 
 
-def improve(parts: Parts, session: Session, iteration: int, groups: list[TrajectoryGroup]) -> dict[str, float]:
-    """Estimate advantages and let the learner take its optimizer steps."""
+def improve(parts: Parts, session: Session, iteration: int, fresh: list[TrajectoryGroup]) -> dict[str, float]:
+    """Estimate advantages and let the learner take its optimizer steps, once enough rollouts are gathered."""
+    parts.learner.gathered += fresh
+    if not session.update_due:
+        waiting = sum(len(group.trajectories) for group in parts.learner.gathered)
+        return {"train/waiting_trajectories": float(waiting)}
     with session.timed("update"):
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
-        estimates = parts.algorithm.estimate(groups, values)
+        estimates = estimate(parts, session.config)
         if not estimates:
             session.progress.note(f"iteration {iteration}: each group's episodes ended alike: nothing to learn from")
             return {"train/kept_trajectories": 0.0}
@@ -87,9 +122,19 @@ def improve(parts: Parts, session: Session, iteration: int, groups: list[Traject
     }
 
 
+def estimate(parts: Parts, config: Config) -> list[Estimate]:
+    """What the decisions of all gathered groups were worth; none of them is gathered any longer."""
+    groups, parts.learner.gathered = parts.learner.with_reference(parts.learner.gathered), []
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
+    penalized = config.kl.coef > 0 and config.kl.place == "reward"
+    ref_kl = [reference_kl(trajectory, config.kl.estimator) for trajectory in trajectories] if penalized else None
+    return parts.algorithm.estimate(groups, values, ref_kl, parts.learner.kl.coef)
+
+
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     """Measure success on initial states that training never sees."""
-    with session.timed("evaluation"):
+    with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         result = evaluate_policy(
             parts.collector,
             parts.eval_tasks,

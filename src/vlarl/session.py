@@ -5,6 +5,7 @@ The loop says what happened; the session writes it into the run directory, and k
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import IO, Any
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
@@ -25,6 +27,7 @@ from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.tasks import TaskSampler
 from vlarl.training.checkpoint import BestReturn, CheckpointStore, TrainerState
 from vlarl.training.learner import Learner
 from vlarl.types import EvalResult, Trajectory, UpdateResult
@@ -63,6 +66,8 @@ class Session:
         self.state = state
         self.interrupted = False
         self.store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+        self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
+        self._saved = state.iteration
         self._best = BestReturn(
             config.checkpoint.best_return_ema_alpha,
             config.checkpoint.best_return_min_delta,
@@ -143,6 +148,11 @@ class Session:
         return self.finished or (interval > 0 and self.state.iteration % interval == 0)
 
     @property
+    def update_due(self) -> bool:
+        """Whether enough rollouts are gathered to learn from; at the end, whatever is there."""
+        return self.finished or self.state.iteration % self.config.optim.rollouts_per_update == 0
+
+    @property
     def films_due(self) -> int:
         """How many episodes of the evaluation at hand are filmed: some of the first one and of the last one."""
         return self.config.eval.videos if self.is_new or self.finished else 0
@@ -186,6 +196,14 @@ class Session:
             env_steps=self.state.env_steps + sum(t.length for t in trajectories),
         )
 
+    def record_curriculum(self, sampler: TaskSampler) -> dict[str, float]:
+        """Keep what the sampler has learnt about the tasks; the metrics that it adds to this iteration's row."""
+        self.state = replace(self.state, sampler=sampler.state())
+        if self.config.curriculum.persist:
+            content = {"iteration": self.state.iteration, **sampler.describe()}
+            write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
+        return sampler.curriculum.metrics()
+
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         """Count the optimizer steps; the metrics that the update adds to this iteration's row."""
         self.state = replace(self.state, optimizer_steps=self.state.optimizer_steps + result.num_optimizer_steps)
@@ -226,15 +244,22 @@ class Session:
         self.metrics.log(iteration, row)
         if iteration > 0:
             self.progress.iteration(iteration, row)
+        if not self.learner.gathered:
+            self._resumable = replace(self.state)
         if self.finished:
             self.store.save("final", self.learner, self.state)
-        elif iteration > 0 and interval > 0 and iteration % interval == 0:
+        elif interval > 0 and self._resumable.iteration // interval > self._saved // interval:
             self.save_checkpoint()
         self._write_status("running")
 
     def save_checkpoint(self) -> None:
-        """Save a periodic checkpoint of the last whole iteration."""
-        self.store.save(f"step_{self.state.iteration:06d}", self.learner, self.state)
+        """Save a periodic checkpoint of where the last update left the run.
+
+        Rollouts that have been gathered since are not saved: they follow from the weights and the seeds, and a run that
+        goes on from here collects the same ones again.
+        """
+        self._saved = self._resumable.iteration
+        self.store.save(f"step_{self._saved:06d}", self.learner, self._resumable)
 
     def summary(self) -> RunSummary:
         """What the run came to, with its report written."""

@@ -10,7 +10,7 @@ I images of an observation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -58,9 +58,15 @@ class PolicyInput:
     attention_mask: torch.Tensor  # [B, L] bool
     pixels: torch.Tensor  # [B, I, 3, H, W] uint8, at the model's resolution
     proprio: torch.Tensor | None  # [B, P] float32, normalised; None for policies without the proprio token
+    known_ragged: bool | None = None  # what `ragged` answers, where it was found out already
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
+
+    @property
+    def ragged(self) -> bool:
+        """Whether prompts differ in length. Found out on the host, a device need not be waited for."""
+        return not bool(self.attention_mask.all()) if self.known_ragged is None else self.known_ragged
 
     def to(self, device: torch.device | str) -> PolicyInput:
         """The same batch on another device."""
@@ -69,6 +75,17 @@ class PolicyInput:
             self.attention_mask.to(device, non_blocking=True),
             self.pixels.to(device, non_blocking=True),
             None if self.proprio is None else self.proprio.to(device, non_blocking=True),
+            self.ragged,
+        )
+
+    def pinned(self) -> PolicyInput:
+        """The same batch in page-locked memory of the host."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            attention_mask=self.attention_mask.pin_memory(),
+            pixels=self.pixels.pin_memory(),
+            proprio=None if self.proprio is None else self.proprio.pin_memory(),
         )
 
     def rows(self, index: torch.Tensor | slice) -> PolicyInput:
@@ -112,6 +129,7 @@ class Transition:
     engine_logprobs: FloatArray  # [K*D]
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
     num_executed: int  # steps of the chunk that ran before the episode ended
+    ref_logprobs: FloatArray | None = None  # [K*D] the reference's, once the learner has computed them
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,8 @@ class Trajectory:
     truncated: bool
     success: bool
     policy_version: int
-    status: Literal["ok", "crashed"] = "ok"
+    status: Literal["ok", "crashed", "reward_failed"] = "ok"  # only what is ok is trained on
+    reward_error: str | None = None  # why it could not be scored; its rewards are zero then
 
     @property
     def length(self) -> int:
@@ -165,31 +184,38 @@ class TrainBatch:
     old_logprobs: torch.Tensor  # [N, K*D] log-probs of the policy that acted
     advantages: torch.Tensor  # [N, K*D]
     mask: torch.Tensor  # [N, K*D] bool: tokens of executed steps
-    returns: torch.Tensor | None = None  # [N] value targets; None without a critic
-    old_values: torch.Tensor | None = None  # [N] values at rollout time; None without a critic
+    trajectory: torch.Tensor  # [N] int64 which trajectory of the batch a row belongs to
+    returns: torch.Tensor | None = None  # [N, V] value targets; None without a critic
+    old_values: torch.Tensor | None = None  # [N, V] values at rollout time; None without a critic
+    weights: torch.Tensor | None = None  # [N, K*D] what each token counts in its minibatch; None until one is cut
+    ref_logprobs: torch.Tensor | None = None  # [N, K*D] log-probs of the reference policy; None without one
+    sequence_log_ratio: torch.Tensor | None = None  # [N] mean over the row's trajectory; None unless it is asked for
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
+
+    @property
+    def value_mask(self) -> torch.Tensor:
+        """[N, V] bool: values of executed steps; those of steps that never ran are no targets."""
+        num_values = 1 if self.returns is None else self.returns.shape[1]
+        return self.mask[:, :: self.mask.shape[1] // num_values]
 
     def rows(self, index: torch.Tensor) -> TrainBatch:
         """The chosen decisions."""
         return self._each(self.inputs.rows(index), lambda column: column[index])
 
     def to(self, device: torch.device | str) -> TrainBatch:
-        """The same batch on another device."""
-        return self._each(self.inputs.to(device), lambda column: column.to(device))
+        """The same batch on another device; what is pinned goes there while the host goes on."""
+        return self._each(self.inputs.to(device), lambda column: column.to(device, non_blocking=True))
+
+    def pinned(self) -> TrainBatch:
+        """The same batch in page-locked memory of the host, which a GPU reads by itself."""
+        return self._each(self.inputs.pinned(), lambda column: column.pin_memory())
 
     def _each(self, inputs: PolicyInput, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        return TrainBatch(
-            inputs=inputs,
-            token_ids=change(self.token_ids),
-            places=change(self.places),
-            old_logprobs=change(self.old_logprobs),
-            advantages=change(self.advantages),
-            mask=change(self.mask),
-            returns=None if self.returns is None else change(self.returns),
-            old_values=None if self.old_values is None else change(self.old_values),
-        )
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
+        changed = {name: change(column) for name, column in columns.items() if column is not None}
+        return replace(self, inputs=inputs, **changed)
 
 
 @dataclass(frozen=True)

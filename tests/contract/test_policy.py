@@ -37,6 +37,36 @@ def test_values_and_scores_read_the_same_state(policy, observation):
     assert {n for n, _ in policy.named_parameters() if n.startswith("value_head.")}
 
 
+def test_a_decision_may_have_several_values(policy, observation, tmp_path):
+    head = policy.attach_value_head((8,), seed=1, num_values=3)
+    torch.nn.init.normal_(head.out.weight)
+    inputs = policy.process([observation(0), observation(1, "open the drawer and close it")])
+    ids, _ = policy.decode(inputs, choose)
+    values = policy.score(inputs, ids).values
+    assert values.shape == (2, 3) and values.dtype == torch.float32 and values[0].unique().numel() == 3
+    torch.testing.assert_close(policy.values(inputs), values, atol=1e-5, rtol=1e-5)
+    policy.save(tmp_path)
+    loaded = load_policy(tmp_path)
+    assert loaded.attach_value_head((8,), seed=2, num_values=3) is loaded.value_head
+    assert torch.equal(loaded.values(inputs), policy.values(inputs))
+    assert loaded.attach_value_head((8,), seed=2, num_values=2).out.out_features == 2
+    loaded.detach_value_head()
+    assert loaded.score(inputs, ids).values is None
+
+
+def test_gradients_of_the_critic_alone_stop_before_the_trunk(policy, observation):
+    policy.attach_value_head((8,), seed=1)
+    torch.nn.init.normal_(policy.value_head.out.weight)
+    inputs = policy.process([observation(0)])
+    ids, _ = policy.decode(inputs, choose)
+    scores = policy.score(inputs, ids, critic_only=True)
+    assert not scores.logits.requires_grad
+    torch.testing.assert_close(scores.logits, policy.score(inputs, ids).logits.detach(), atol=1e-5, rtol=1e-5)
+    scores.values.sum().backward()
+    reached = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert reached == {name for name, _ in policy.named_parameters() if name.startswith("value_head.")}
+
+
 def test_a_critic_that_is_there_is_kept(policy, observation, tmp_path):
     head = policy.attach_value_head((8,), seed=1)
     torch.nn.init.normal_(head.out.weight)

@@ -136,7 +136,7 @@ def test_resume_of_unknown_runs_lists_those_there_are(saved_run, capsys):
             f"policy.path = 'elsewhere': a resumed run keeps its path, {load_config().policy.path!r}; leave the flag out",
         ),
         (["a.yaml", "b.yaml"], "one preset or file is enough; got a.yaml, b.yaml"),
-        (["--lr", "1"], "--lr: unknown option; did you mean --optim.lr?"),
+        (["--lr", "1"], "--lr: unknown option; did you mean --optim.lr or --critic.lr?"),
         (["--rseume", "first"], "--rseume: unknown option; sections: " + ", ".join(Config.model_fields)),
         (["nothing.yaml"], "no file nothing.yaml; presets: "),
     ],
@@ -220,7 +220,7 @@ def test_success_table():
 def test_the_process_ends_with_the_exit_code():
     done = subprocess.run([sys.executable, "-m", "vlarl.cli", "train", "--lr", "1"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --lr: unknown option; did you mean --optim.lr?\n"
+    assert done.stderr == "error: --lr: unknown option; did you mean --optim.lr or --critic.lr?\n"
 
 
 def test_a_closed_pipe_is_no_traceback():

@@ -23,10 +23,12 @@ def merge(arguments: Sequence[str]) -> int:
     add("--private", action="store_true", help="make that repository private")
     given = parser.parse_args(arguments)
 
-    from vlarl.export.hub import push_folder
+    from vlarl.export.hub import check_destination, push_folder
     from vlarl.export.merge import merge as run_merge
     from vlarl.launch import choose_device
 
+    if given.push_to_hub:
+        check_destination(given.push_to_hub)
     result = run_merge(
         given.adapter,
         given.out,

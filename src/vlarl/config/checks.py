@@ -9,11 +9,14 @@ from vlarl.config.known import (
     BUILTIN_CAMERAS,
     BUILTIN_DECODERS,
     EVAL_STATES_PER_TASK,
-    KNOWN_REWARDS,
+    GROUP_METHODS,
     KNOWN_SUITES,
     TASKS_PER_SUITE,
 )
+from vlarl.config.learning_checks import check_critic, check_ema, check_updates
 from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.reward_checks import check_reward
+from vlarl.config.sampling_checks import check_curriculum, check_dynamic_sampling
 from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig, StartConfig
 
 Problems = Iterator[Problem]
@@ -149,22 +152,23 @@ def _run_name(config: Config | FinetuneConfig) -> Problems:
 
 
 def _groups(config: Config) -> Problems:
-    if config.algorithm.name == "grpo" and config.rollout.group_size == 1:
+    name = config.algorithm.name
+    if name in GROUP_METHODS and config.rollout.group_size == 1:
         remedy = (
-            "GRPO compares the episodes of a group with each other; set rollout.group_size to 2 or more, "
+            f"{_title(name)} compares the episodes of a group with each other; set rollout.group_size to 2 or more, "
             "or algorithm.name to ppo"
         )
-        subject = "rollout.group_size = 1 with algorithm.name = 'grpo'"
+        subject = f"rollout.group_size = 1 with algorithm.name = '{name}'"
         yield Problem(subject, remedy, ("rollout.group_size", "algorithm.name"))
 
 
 def _value_init(config: Config) -> Problems:
-    steps = config.algorithm.value_init_steps
+    steps, name = config.algorithm.value_init_steps, config.algorithm.name
     subject = f"algorithm.value_init_steps = {steps}"
-    if steps and config.algorithm.name == "grpo":
-        remedy = "GRPO has no critic to train first; set it to 0, or algorithm.name to ppo"
+    if steps and name != "ppo":
+        remedy = f"{_title(name)} has no critic to train first; set it to 0, or algorithm.name to ppo"
         yield Problem(
-            f"{subject} with algorithm.name = 'grpo'", remedy, ("algorithm.value_init_steps", "algorithm.name")
+            f"{subject} with algorithm.name = '{name}'", remedy, ("algorithm.value_init_steps", "algorithm.name")
         )
     elif steps >= config.run.iterations:
         remedy = "the policy would never be trained; set it below run.iterations"
@@ -172,17 +176,74 @@ def _value_init(config: Config) -> Problems:
         yield Problem(f"{subject} with run.iterations = {config.run.iterations}", remedy, paths)
 
 
+def _surrogate(config: Config) -> Problems:
+    """Ratios and gradients that the chosen algorithm can't take."""
+    algorithm = config.algorithm
+    level = f"algorithm.ratio_level = '{algorithm.ratio_level}' with algorithm.name = '{algorithm.name}'"
+    if algorithm.name == "ppo" and algorithm.ratio_level == "sequence":
+        remedy = (
+            "the ratio of a whole episode can't tell apart decisions that the critic does; set algorithm.ratio_level "
+            "to token, action or chunk, or algorithm.name to grpo"
+        )
+        yield Problem(level, remedy, ("algorithm.ratio_level", "algorithm.name"))
+    if algorithm.name == "cpgd" and algorithm.ratio_level != "token":
+        remedy = "CPGD clips the log-prob of each token; set algorithm.ratio_level to token, or algorithm.name to grpo"
+        yield Problem(level, remedy, ("algorithm.ratio_level", "algorithm.name"))
+    if algorithm.name == "cpgd" and algorithm.dual_clip is not None:
+        subject = f"algorithm.dual_clip = {algorithm.dual_clip} with algorithm.name = 'cpgd'"
+        remedy = "CPGD's gradient has no ratio to bound; set algorithm.dual_clip to null, or algorithm.name to grpo"
+        yield Problem(subject, remedy, ("algorithm.dual_clip", "algorithm.name"))
+    if algorithm.entropy_top_share < 1 and algorithm.old_logprobs == "engine":
+        subject = f"algorithm.entropy_top_share = {algorithm.entropy_top_share} with algorithm.old_logprobs = 'engine'"
+        remedy = (
+            "the entropies come from the learner's own pass before its first step; set algorithm.old_logprobs to "
+            "learner, or algorithm.entropy_top_share to 1"
+        )
+        yield Problem(subject, remedy, ("algorithm.entropy_top_share", "algorithm.old_logprobs"))
+
+
+def _kl(config: Config) -> Problems:
+    """KL penalties that would do nothing, or something else than they say."""
+    kl = config.kl
+    if kl.target is not None and kl.coef == 0:
+        remedy = (
+            "an adaptive coefficient is multiplied from kl.coef, which is 0; set kl.coef above 0 or kl.target to null"
+        )
+        yield Problem(f"kl.target = {kl.target} with kl.coef = 0", remedy, ("kl.target", "kl.coef"))
+    if kl.coef == 0:
+        return
+    subject = f"kl.place = '{kl.place}' with kl.estimator = '{kl.estimator}'"
+    if kl.place == "loss" and kl.estimator == "k1":
+        remedy = "the gradient of k1 is zero in expectation; set kl.estimator to k2 or k3, or kl.place to reward"
+        yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
+    if kl.place == "reward" and kl.estimator != "k1":
+        remedy = f"{kl.estimator} in the reward is no unbiased penalty; set kl.estimator to k1, or kl.place to loss"
+        yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
+
+
+def _title(algorithm: str) -> str:
+    """An algorithm as its paper spells it."""
+    return {
+        "group_norm": "group norm",
+        "reinforce_baseline": "REINFORCE with baseline",
+        "reinforce_pp": "REINFORCE++",
+    }.get(algorithm, algorithm.upper())
+
+
 def _minibatches(config: Config) -> Problems:
     groups, size, parts = config.rollout.num_groups, config.rollout.group_size, config.optim.minibatches
-    episodes = groups * size
+    gathered = config.optim.rollouts_per_update
+    episodes = groups * size * gathered
     if episodes % parts:
         fitting = [n for n in range(1, min(episodes, 10_000) + 1) if episodes % n == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - parts))[:3])
+        when = "an iteration" if gathered == 1 else "an update"
+        several = "" if gathered == 1 else f" x optim.rollouts_per_update {gathered}"
         remedy = (
-            f"{episodes} episodes an iteration (rollout.num_groups {groups} x rollout.group_size {size}) can't be "
+            f"{episodes} episodes {when} (rollout.num_groups {groups} x rollout.group_size {size}{several}) can't be "
             f"dealt out evenly; use {_or(near)} minibatches"
         )
-        paths = ("optim.minibatches", "rollout.num_groups", "rollout.group_size")
+        paths = ("optim.minibatches", "rollout.num_groups", "rollout.group_size", "optim.rollouts_per_update")
         yield Problem(f"optim.minibatches = {parts}", remedy, paths)
 
 
@@ -206,13 +267,6 @@ def _eval_states(config: Config) -> Problems:
     if states > EVAL_STATES_PER_TASK:
         message = f"a task has {EVAL_STATES_PER_TASK} evaluation states; use that many or fewer"
         yield Problem(f"eval.states_per_task = {states}", message, ("eval.states_per_task",))
-
-
-def _reward(config: Config) -> Problems:
-    source = config.reward.source
-    if source not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", source):
-        message = unknown("reward", source, KNOWN_REWARDS) + ", or module:function of yours"
-        yield Problem(f"reward.source = {shown(source)}", message, ("reward.source",))
 
 
 def _demo_suites(config: FinetuneConfig) -> Problems:
@@ -249,12 +303,19 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _decoder,
     _trained_weights,
     _regression,
-    _reward,
+    check_reward,
     _groups,
     _value_init,
+    _surrogate,
+    _kl,
     _minibatches,
     _schedule_lengths,
+    check_updates,
+    check_critic,
+    check_ema,
     _eval_states,
+    check_curriculum,
+    check_dynamic_sampling,
 )
 FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _run_name,

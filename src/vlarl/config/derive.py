@@ -16,10 +16,14 @@ class Derived:
 
     world_size: int  # processes that learn
     num_tasks: int
-    episodes_per_iteration: int
+    episodes_per_iteration: int  # the rollout batch
     decisions_per_iteration_max: int | None  # every episode lasting to the time limit
-    episodes_per_minibatch: int  # on average: minibatches are dealt from shuffled decisions
-    optimizer_steps_per_iteration: int
+    iterations_per_update: int
+    episodes_per_update: int  # the train batch
+    episodes_per_minibatch: int  # on average, where minibatches are dealt from shuffled decisions
+    decisions_per_microbatch_max: int
+    optimizer_steps_per_update: int
+    total_updates: int
     total_optimizer_steps: int
     total_episodes: int
     num_evaluations: int
@@ -36,9 +40,15 @@ class FinetuneDerived:
     total_samples: int  # samples drawn over all steps
 
 
+def total_updates(config: Config) -> int:
+    """How often a run learns: after each iteration, or once for several; what is gathered at the end is learnt from."""
+    return math.ceil(config.run.iterations / config.optim.rollouts_per_update)
+
+
 def derive(config: Config) -> Derived:
     """The numbers of a training run."""
     episodes = config.rollout.num_groups * config.rollout.group_size
+    gathered = config.optim.rollouts_per_update
     iterations, interval = config.run.iterations, config.eval.interval
     steps = config.algorithm.epochs * config.optim.minibatches
     num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else TASKS_PER_SUITE
@@ -50,9 +60,13 @@ def derive(config: Config) -> Derived:
         num_tasks=num_tasks,
         episodes_per_iteration=episodes,
         decisions_per_iteration_max=decisions,
-        episodes_per_minibatch=episodes // config.optim.minibatches,
-        optimizer_steps_per_iteration=steps,
-        total_optimizer_steps=steps * iterations,
+        iterations_per_update=gathered,
+        episodes_per_update=episodes * gathered,
+        episodes_per_minibatch=episodes * gathered // config.optim.minibatches,
+        decisions_per_microbatch_max=config.optim.microbatch_size,
+        optimizer_steps_per_update=steps,
+        total_updates=total_updates(config),
+        total_optimizer_steps=steps * total_updates(config),
         total_episodes=episodes * iterations,
         num_evaluations=2 + ((iterations - 1) // interval if interval else 0),
         episodes_per_evaluation=num_tasks * config.eval.states_per_task,

@@ -21,4 +21,7 @@ BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 BUILTIN_CAMERAS = 1
 """Views that the built-in policies read."""
 
-KNOWN_REWARDS = ("sparse", "dense")
+KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", "combined")
+
+GROUP_METHODS = ("grpo", "rloo", "group_norm", "cpgd")
+"""Algorithms that need groups of several episodes, which they compare with each other."""

@@ -18,6 +18,7 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Camera = Literal["agent", "wrist"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Section(BaseModel):
@@ -95,6 +96,8 @@ class ModelConfig(Section):
     """Leave the vision towers, or the whole model and not its heads, as they are."""
     heads_device: str | None = None
     """Device of critic and regression head; by default the model's."""
+    base: str | None = None
+    """The model under an adapter that `path` names, where it is not what the adapter says."""
 
 
 class PolicyConfig(ModelConfig):
@@ -141,39 +144,149 @@ class RolloutConfig(Section):
     """Sampling temperature; the same in the log-probs of the update."""
     batch_size: PositiveInt | None = None
     """Decisions generated in one pass, a matter of memory; by default all that wait."""
+    oversample: Annotated[float, Field(ge=1)] = 1.0
+    """Group methods: collect this many times num_groups at once, and train on the first num_groups that teach."""
+    refill: bool = False
+    """Group methods: replace groups that teach nothing by fresh ones, until num_groups teach (DAPO)."""
+    max_refills: PositiveInt = 3
+    """Rounds of fresh groups an iteration; what is missing after them stays missing."""
+    accuracy_bounds: tuple[UnitInterval, UnitInterval] | None = None
+    """Group methods: only groups whose success rate lies strictly between these teach, such as 0.1 and 0.9; by default
+    all whose returns differ."""
+    cuda_graphs: bool = True
+    """On a GPU, record the kernels of a pass once and replay them: faster, for some memory that stays taken."""
+
+
+class CurriculumConfig(Section):
+    """Which tasks are trained on how often."""
+
+    mode: Literal["uniform", "weighted", "adaptive"] = "uniform"
+    """Tasks equally often, by `weights`, or those most often whose success is near 50%."""
+    weights: tuple[NonNegativeFloat, ...] | None = None
+    """A static mixture: how often each task is dealt out, in the order of env.task_ids; adaptive sampling multiplies it
+    with what there is to learn."""
+    ema_alpha: BelowOne = 0.95
+    """Weight of the past in a task's moving success, for each episode."""
+    tau: PositiveFloat = 1.0
+    """Adaptive: temperature; lower concentrates on tasks near 50%, higher evens out."""
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Adaptive: share of the groups that is dealt out by `weights` whatever the success, so that no task starves."""
+    skip_solved_above: BelowOne | None = None
+    """Adaptive: tasks whose moving success is above this get their part of the floor and no more."""
+    persist: bool = True
+    """Write curriculum.json after each rollout."""
+    start_from: str | None = None
+    """Adaptive: curriculum.json of an earlier run, or that run's folder, whose successes a new run begins with."""
 
 
 class RewardConfig(Section):
     """What is good."""
 
     source: str = "sparse"
-    """`sparse` (1 on success), `dense` (shaped progress), or `module:function` of yours."""
+    """`sparse` (1 on success), `dense` (the environment's own), `shaped` (success and potential-based progress),
+    `rules`, `model`, `remote`, `combined`, or `module:function` of yours."""
+    sources: tuple[str, ...] = ()
+    """combined: the rewards to add up, by the names above."""
+    weights: tuple[float, ...] = ()
+    """combined: what each of reward.sources counts; by default 1 each."""
+    recipe: tuple[str, ...] = ()
+    """combined: weights for some tasks, as `LABEL -> NAME=WEIGHT NAME=WEIGHT`. The label is a suite, a task such as
+    tabletop_goal/3, or a pattern of instructions such as *drawer*; the first that fits counts, else reward.weights."""
+    shaping_gamma: UnitInterval | None = None
+    """shaped: discount of the potential; by default the algorithm's, which leaves the best policy as it is."""
+    shaping_scale: PositiveFloat = 1.0
+    """shaped: what the whole way from nothing to done is worth in potential."""
+    success_value: float = 1.0
+    """rules: paid for success."""
+    failure_value: float = 0.0
+    """rules: paid for anything else; below 0 it is a penalty."""
+    length_penalty: NonNegativeFloat = 0.0
+    """rules: taken off for each step above reward.length_limit."""
+    length_limit: NonNegativeInt = 0
+    """rules: steps that cost nothing."""
+    idle_penalty: NonNegativeFloat = 0.0
+    """rules: taken off for each decision after which the robot is where it was."""
+    idle_tolerance: NonNegativeFloat = 1e-3
+    """rules: the largest change of any number of the robot's state that still counts as none."""
+    model: str | None = None
+    """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode as text,
+    a pair of encoders (CLIP, SigLIP) compares what the camera sees with the instruction."""
+    device: str | None = None
+    """model: where it runs; by default on the run's device."""
+    scoring: Literal["outcome", "steps", "sum"] = "outcome"
+    """model, remote: one score for the episode, paid at its end; or a score for each decision, paid there (steps) or
+    added up and paid at the end (sum)."""
+    batch_size: PositiveInt = 16
+    """model, remote: episodes scored at once."""
+    url: str | None = None
+    """remote: http(s) address that episodes are posted to; the format is in docs/rewards.md."""
+    images: Literal["none", "last", "all"] = "none"
+    """remote: pictures sent along, as JPEG: none, the last one, or one for each decision."""
+    timeout_s: PositiveFloat = 10.0
+    """remote: seconds until a request counts as failed."""
+    max_request_bytes: PositiveInt = 64_000_000
+    """remote: larger requests are not sent."""
+    max_response_bytes: PositiveInt = 1_000_000
+    """remote: larger answers are not read."""
+    retries: NonNegativeInt = 2
+    """How often a reward that failed is asked again."""
+    fallback: Literal["drop", "zero"] = "drop"
+    """What becomes of an episode whose reward failed for good: left out of training, or paid nothing."""
+    max_failure_rate: UnitInterval = 0.5
+    """Stop the run when the reward fails on a larger share of an iteration's episodes."""
+
+
+AlgorithmName = Literal["grpo", "rloo", "group_norm", "cpgd", "reinforce", "reinforce_baseline", "reinforce_pp", "ppo"]
 
 
 class AlgorithmConfig(Section):
     """How experience becomes a gradient."""
 
-    name: Literal["grpo", "ppo"] = "grpo"
-    """GRPO compares episodes of a group; PPO uses a critic and GAE."""
+    name: AlgorithmName = "grpo"
+    """The first four compare the episodes of a group; the REINFORCE family needs no groups; PPO uses a critic and
+    GAE. GSPO is grpo with ratio_level sequence and aggregate sequence_mean."""
     epochs: PositiveInt = 2
     """Passes over the collected decisions."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped at 1 - clip_low."""
     clip_high: PositiveFloat = 0.28
     """The ratio is clipped at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound the loss of bad actions at this many times their advantage, such as 3, however large the ratio."""
+    ratio_level: Literal["token", "action", "chunk", "sequence"] = "token"
+    """What the ratio is taken of: each token, the tokens of an action or of a chunk together, or the whole episode,
+    normalised by its length (GSPO)."""
+    aggregate: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Whether each executed token of a minibatch counts the same, or each episode in it."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_top_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of an update's tokens, those of the highest entropy, that the policy gradient is taken of, such as 0.2."""
+    action_reconstruction_coef: NonNegativeFloat = 0.0
+    """Weight of an auxiliary loss: the squared distance of the expected action to the one that was taken."""
+    aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the auxiliary loss that a policy reports of itself, as mixtures of experts do."""
     max_approx_kl: PositiveFloat | None = None
     """Stop an iteration's updates once the approximate KL exceeds this."""
     old_logprobs: Literal["learner", "engine"] = "learner"
     """Whose log-probs of the sampled tokens the ratio starts from: computed again by the learner before its first step,
     so that the ratio starts at exactly 1, or the engine's own, which saves that pass."""
+    normalize_advantages: Literal["auto", "none", "batch", "scale"] = "auto"
+    """Bring the advantages of an update to mean 0 and deviation 1 (batch), or only the deviation (scale). auto is what
+    the algorithm's paper does: batch for PPO, REINFORCE++ and REINFORCE with baseline, none for the others."""
+    advantage_clamp: PositiveFloat | None = None
+    """Bound advantages to plus and minus this, such as 10."""
     normalize_std: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """grpo, group_norm, cpgd: divide by the group's standard deviation."""
     verifier_gamma: UnitInterval = 1.0
-    """GRPO: discount of the outcome for each environment step; below 1, sooner is better."""
+    """Group methods and reinforce_baseline: discount of the outcome for each environment step; below 1, sooner is
+    better."""
     gamma: UnitInterval = 0.99
-    """PPO: discount for each environment step."""
+    """PPO, reinforce, reinforce_pp: discount for each environment step; group_norm: discount of the credit."""
+    policy_drift_coef: NonNegativeFloat = 0.0
+    """CPGD: weight of the KL from the policy that acted."""
+    gae_level: Literal["chunk", "step", "token"] = "chunk"
+    """PPO: what has a value and an advantage of its own: a chunk as one long step, each step of it, or each token."""
     gae_lambda: UnitInterval = 0.95
     """PPO: lambda of the generalised advantage estimate."""
     vf_coef: NonNegativeFloat = 0.5
@@ -181,9 +294,24 @@ class AlgorithmConfig(Section):
     cliprange_value: PositiveFloat | None = 0.2
     """PPO: clip range of the value loss; null for none."""
     value_init_steps: NonNegativeInt = 0
-    """PPO: first iterations that train the critic alone."""
+    """PPO: first updates, which train the critic alone."""
     critic_hidden: tuple[PositiveInt, ...] = (1024, 512)
     """PPO: hidden sizes of the value head."""
+
+
+class KlConfig(Section):
+    """Staying near the policy that training started from."""
+
+    coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty; 0 for none."""
+    place: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off the reward of each step."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL is estimated from the sampled tokens: k1 in the reward, k2 or k3 in the loss."""
+    target: PositiveFloat | None = None
+    """Adapt the coefficient so that the mean KL of a token comes near this; null keeps it fixed."""
+    horizon: PositiveInt = 10_000
+    """Episodes over which the adaptive coefficient moves; larger is slower."""
 
 
 class OptimConfig(Section):
@@ -191,12 +319,10 @@ class OptimConfig(Section):
 
     lr: NonNegativeFloat = 1e-4
     """Learning rate of the policy."""
-    value_lr: NonNegativeFloat = 3e-4
-    """Learning rate of the value head."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rates go on after the warm-up."""
+    schedule: Schedule = "constant"
+    """How the learning rate goes on after the warm-up."""
     warmup_iterations: NonNegativeInt = 0
-    """Iterations over which the learning rates rise in equal steps."""
+    """Updates over which the learning rate rises in equal steps; an iteration has one, unless rollouts are gathered."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay; biases, norms and other vectors are left alone."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
@@ -204,9 +330,34 @@ class OptimConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     minibatches: PositiveInt = 1
-    """Optimizer steps an epoch: the decisions of an iteration are dealt out to this many minibatches."""
+    """Optimizer steps an epoch: the decisions of an update are dealt out to this many minibatches."""
     microbatch_size: PositiveInt = 128
-    """Decisions in one forward and backward pass; a matter of memory only."""
+    """Decisions in one forward and backward pass; a matter of memory only. 1 takes them one by one."""
+    rollouts_per_update: PositiveInt = 1
+    """Iterations whose episodes are gathered, in the host's memory, before they are learnt from together."""
+    sort_by_length: bool = False
+    """Cut microbatches from decisions sorted by the length of their prompts, so that less padding is computed."""
+
+
+class CriticConfig(Section):
+    """The network that values observations, for algorithms that need one."""
+
+    kind: Literal["head", "separate"] = "head"
+    """A head on the policy's own states; or a network of its own, begun as a copy of the policy: what the policy leaves
+    frozen is shared, what it trains (fresh adapters, or all weights) is the critic's own."""
+    lr: NonNegativeFloat = 3e-4
+    """Learning rate of the critic: of the head, or of the whole separate network."""
+    schedule: Schedule | None = None
+    """How its learning rate goes on after the warm-up; by default like optim.schedule."""
+    warmup_iterations: NonNegativeInt | None = None
+    """Updates over which its learning rate rises; by default as many as optim.warmup_iterations."""
+
+
+class EmaConfig(Section):
+    """A moving average of the policy's weights."""
+
+    beta: BelowOne | None = None
+    """Weight of the past at each optimizer step, such as 0.992; null for no average. Saved as checkpoints/ema."""
 
 
 class EvalConfig(Section):
@@ -220,6 +371,8 @@ class EvalConfig(Section):
     """0 is greedy."""
     videos: NonNegativeInt = 4
     """Episodes filmed at the first and the last evaluation."""
+    use_ema: bool = False
+    """Evaluate the moving average of the weights (ema.beta) instead of the newest ones."""
 
 
 class CheckpointConfig(Section):
@@ -266,9 +419,13 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    kl: KlConfig = KlConfig()
     optim: OptimConfig = OptimConfig()
+    critic: CriticConfig = CriticConfig()
+    ema: EmaConfig = EmaConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

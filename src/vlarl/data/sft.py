@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
-from vlarl.config.schema import Camera, DemoConfig, FinetuneConfig, FinetuneOptimConfig
+from vlarl.config.schema import Camera, DemoConfig, FinetuneConfig, FinetuneOptimConfig, StartConfig
 from vlarl.data.demos import DemoSet, generate_demos
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
@@ -32,9 +32,10 @@ from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
-from vlarl.policies import DTYPES, load_configured
+from vlarl.policies import DTYPES, checkpoint_folder, load_configured
 from vlarl.policies.openvla.config import DecoderName
 from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.weights import has_component
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore
 from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
@@ -125,6 +126,12 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, float(demos.success.mean()))
 
 
+def start_actions(settings: StartConfig) -> Literal["tokens", "l1"]:
+    """How to load the start: with its regression head where that is trained and the checkpoint has one."""
+    has_head = settings.path not in FRESH and has_component(checkpoint_folder(settings.path), "action_head")
+    return "l1" if settings.actions == "l1" and has_head else "tokens"
+
+
 def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
     """A fresh tiny model, or a checkpoint to go on from, frozen and adapted as configured."""
     settings = config.policy
@@ -138,7 +145,7 @@ def start_policy(config: FinetuneConfig, device: torch.device) -> OpenVLAPolicy:
         )
         policy.to(device)
     else:
-        policy = load_configured(settings, settings.path, device)
+        policy = load_configured(settings, settings.path, device, actions=start_actions(settings))
         policy.use_statistics(None, config.demos.suites[0])
     if settings.actions == "l1":
         policy.attach_l1_head(config.run.seed)

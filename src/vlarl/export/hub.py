@@ -16,13 +16,9 @@ KEPT_BACK = ["trainer.*"]
 
 def push_folder(folder: Path, repo_id: str, private: bool) -> str:
     """Upload a folder's files to the model repository `organisation/name`, made when absent; returns its address."""
-    hub_id = HUB_ID.fullmatch(repo_id)
-    if hub_id is None or hub_id["revision"] is not None:
-        raise UsageError(f"{repo_id!r} is no name of a model on the hub: give organisation/name")
+    check_destination(repo_id)
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise UsageError(f"{folder} is not pushed: it holds no config.json. Give a checkpoint or adapter folder.")
-    if get_token() is None:
-        raise UsageError(f"{repo_id} can't be pushed to: you are not logged in to {constants.ENDPOINT}; {LOGIN}.")
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -35,6 +31,15 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
     except Exception as error:  # what the transport raises has no name that all versions of the library share
         raise UsageError(f"{repo_id} can't be pushed to: {_reason(error)}") from error
     return str(address)
+
+
+def check_destination(repo_id: str) -> None:
+    """Refuse a name that is none, or a push without a login, before any work is done for it."""
+    hub_id = HUB_ID.fullmatch(repo_id)
+    if hub_id is None or hub_id["revision"] is not None:
+        raise UsageError(f"{repo_id!r} is no name of a model on the hub: give organisation/name")
+    if get_token() is None:
+        raise UsageError(f"{repo_id} can't be pushed to: you are not logged in to {constants.ENDPOINT}; {LOGIN}.")
 
 
 def _reason(error: Exception) -> str:

@@ -7,6 +7,7 @@ adapter + base, float32 ──► logits ─┐
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,9 +19,11 @@ import torch
 from vlarl import __version__
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import DTYPES, checkpoint_folder, load_policy
+from vlarl.policies.locate import HUB_ID
 from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.config import read_json
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, read_component, stored_dtype, write_json
+from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, has_component, read_component, stored_dtype, write_json
 from vlarl.types import PolicyInput
 
 METADATA = "merge_metadata.json"
@@ -55,7 +58,7 @@ def merge(
 
     `base` is needed where the adapter's own note of it no longer holds; `dtype` is the base's unless given.
     """
-    target = Path(out)
+    target = Path(out).resolve()
     refuse_used(target)
     folder = checkpoint_folder(adapter)
     if not adapters.is_adapter(folder):
@@ -75,7 +78,8 @@ def merge(
     try:
         copy_files(origin.folder, fresh)
         policy.save(fresh, chosen, max_shard_bytes=max_shard_bytes)
-        write_heads(origin.folder, fresh)
+        write_heads((folder, origin.folder), fresh)
+        settle_config(fresh, origin.path, _name(chosen))
         round_weights(policy, chosen)
         stored = logits_of(policy, probe, tokens)
         del policy  # two float32 models of this size need not fit
@@ -144,15 +148,31 @@ def copy_files(source: Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def write_heads(base: Path, target: Path) -> None:
-    """Bring the heads into OFT's own files: other programs take every safetensors file for a part of the model. The
-    critic, which belongs to training, stays behind."""
+def write_heads(folders: Sequence[Path], target: Path) -> None:
+    """Bring the heads into OFT's own files, from the first folder that has them: other programs take every safetensors
+    file for a part of the model. The critic, which belongs to training, stays behind."""
     for name in ("proprio_projector", "action_head"):
-        state = read_component(base, name)
-        if state is not None and not any(target.glob(f"{name}--*_checkpoint.pt")):
-            torch.save({f"module.{key}": value for key, value in state.items()}, target / f"{name}--0_checkpoint.pt")
+        holder = next((folder for folder in folders if has_component(folder, name)), None)
+        if holder is None or (holder == folders[-1] and any(target.glob(f"{name}--*_checkpoint.pt"))):
+            continue  # none, or copied with the base's other files
+        for stale in target.glob(f"{name}--*_checkpoint.pt"):
+            stale.unlink()
+        state = {f"module.{key}": value for key, value in (read_component(holder, name) or {}).items()}
+        torch.save(state, target / f"{name}--0_checkpoint.pt")
     for name in ("proprio_projector", "action_head", "value_head"):
         (target / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+def settle_config(folder: Path, base: str, dtype: str) -> None:
+    """Make config.json say the precision of the weights, and where the code of a hub's base is, which is not copied."""
+    config = read_json(folder / "config.json")
+    config["torch_dtype"] = dtype
+    hub_id = HUB_ID.fullmatch(base)
+    for name, place in config.get("auto_map", {}).items():
+        module = f"{place.rpartition('--')[2].partition('.')[0]}.py"
+        if hub_id is not None and not (folder / module).is_file():
+            config["auto_map"][name] = f"{hub_id['repo']}--{place.rpartition('--')[2]}"
+    write_json(folder / "config.json", config)
 
 
 def metadata(result: MergeResult, adapter: str | Path, lora: dict[str, object]) -> dict[str, object]:

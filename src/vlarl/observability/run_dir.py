@@ -1,6 +1,6 @@
 """The run directory: where everything about one run lives, and the interface to every tool that reads it.
 
-runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  report.html
+runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  curriculum.json  report.html
               logs/  checkpoints/  videos/  eval/  tensorboard/
 """
 
@@ -139,6 +139,11 @@ class RunDirectory:
     def episodes_file(self) -> Path:
         """One row an episode."""
         return self.path / "episodes.jsonl"
+
+    @property
+    def curriculum_file(self) -> Path:
+        """How well each task goes, and how often each is trained on."""
+        return self.path / "curriculum.json"
 
     @property
     def report_file(self) -> Path:

@@ -68,7 +68,7 @@ def load_policy(
             f"the policy {path} can't be used: {len(broken)} of its weights hold NaN or infinity, the first is "
             f"{broken[0]}. Take an earlier checkpoint."
         )
-    return policy
+    return policy.eval()
 
 
 def load_configured(
@@ -93,4 +93,5 @@ def load_configured(
         heads_device=settings.heads_device,
         quantize=settings.quantize,
         attention=settings.attention,
+        base=settings.base,
     )

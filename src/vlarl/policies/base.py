@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,7 +21,8 @@ class Scores:
     """What the policy says of given action tokens."""
 
     logits: torch.Tensor  # [B, K*D, num_bins] float32 over the action ids, before temperature
-    values: torch.Tensor | None  # [B] float32, read at the state before the first action token; None without critic
+    values: torch.Tensor | None  # [B, V] float32, read at the state before the first action token; None without critic
+    aux_loss: torch.Tensor | None = None  # scalar, what the model wants minimised besides, such as load balance
 
 
 Chooser = Callable[[torch.Tensor, int], torch.Tensor]
@@ -48,6 +50,7 @@ class Policy(nn.Module, ABC):
     codec: ActionCodec
     chunk_length: int
     action_dim: int
+    has_adapter: bool = False  # trained in place of the model's own weights
 
     @property
     @abstractmethod
@@ -64,12 +67,15 @@ class Policy(nn.Module, ABC):
         """Prompts and pixels, on the CPU; the same function for engine and learner."""
 
     @abstractmethod
-    def score(self, inputs: PolicyInput, token_ids: torch.Tensor) -> Scores:
-        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic."""
+    def score(self, inputs: PolicyInput, token_ids: torch.Tensor, *, critic_only: bool = False) -> Scores:
+        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic.
+
+        `critic_only`: gradients reach the value head and nothing before it.
+        """
 
     @abstractmethod
     def values(self, inputs: PolicyInput) -> torch.Tensor:
-        """[B] the critic's values alone, for observations that no action follows."""
+        """[B, V] the critic's values alone, for observations that no action follows."""
 
     @abstractmethod
     def decode(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,13 +89,33 @@ class Policy(nn.Module, ABC):
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
         """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
 
+    @property
+    def recordable(self) -> bool:
+        """Whether `decode` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
+        return True
+
+    def weights_changed(self) -> None:
+        """Told after weights were changed in place: whatever is kept beside them is brought up to date."""
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside the block the policy acts and scores as if it had no adapters."""
+        return nullcontext()
+
+    def reset_adapters(self, seed: int) -> None:
+        """Begin the adapters anew, where there are some: they change nothing yet."""
+
     @abstractmethod
     def freeze(self, part: Literal["vision", "backbone"]) -> None:
         """Leave the vision part, or all but the heads, out of training."""
 
     @abstractmethod
-    def attach_value_head(self, hidden_sizes: Sequence[int], seed: int) -> nn.Module:
-        """Add a fresh critic that reads the state before the first action token, unless the checkpoint brought one."""
+    def attach_value_head(self, hidden_sizes: Sequence[int], seed: int, num_values: int | None = None) -> nn.Module:
+        """Add a fresh critic that reads the state before the first action token and gives `num_values` (1) a decision,
+        unless the checkpoint brought one that gives as many."""
+
+    @abstractmethod
+    def detach_value_head(self) -> None:
+        """Take the critic away, where there is one."""
 
     @abstractmethod
     def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:

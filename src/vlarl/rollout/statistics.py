@@ -8,16 +8,20 @@ from vlarl.types import Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """The `rollout/` metrics. Crashed episodes are counted and left out of the means."""
-    whole = [t for t in trajectories if t.status == "ok"]
-    count = max(len(whole), 1)
+    """The `rollout/` metrics. Crashed episodes are left out of the means, unscored ones out of the mean return."""
+    ran = [t for t in trajectories if t.status != "crashed"]
+    usable = [t for t in ran if t.status == "ok"]
+    failures = sum(t.reward_error is not None for t in ran)
+    count = max(len(ran), 1)
     env_steps = sum(t.length for t in trajectories)
     return {
-        "rollout/success_rate": sum(t.success for t in whole) / count,
-        "rollout/mean_return": sum(t.env_return for t in whole) / count,
-        "rollout/mean_length": sum(t.length for t in whole) / count,
-        "rollout/num_trajectories": float(len(whole)),
-        "rollout/num_crashed": float(len(trajectories) - len(whole)),
+        "rollout/success_rate": sum(t.success for t in ran) / count,
+        "rollout/mean_return": sum(t.env_return for t in usable) / max(len(usable), 1),
+        "rollout/mean_length": sum(t.length for t in ran) / count,
+        "rollout/num_trajectories": float(len(usable)),
+        "rollout/num_crashed": float(len(trajectories) - len(ran)),
+        "rollout/reward_failures": float(failures),
+        "rollout/reward_failure_rate": failures / count,
         "rollout/collection_time": seconds,
         "rollout/env_steps_per_s": env_steps / seconds,
         "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 
 from vlarl.config.schema import Config
 from vlarl.envs.base import SuiteSpec
 from vlarl.errors import UsageError
-from vlarl.types import Task
+from vlarl.rollout.curriculum import Curriculum, deal
+from vlarl.types import IntArray, Task, Trajectory
 
 _ROLLOUT, _EVALUATION, _TASK_ORDER = 0, 1, 2  # keep the seeds of different purposes apart
 
@@ -20,30 +24,82 @@ def derive_seed(*numbers: int) -> int:
 
 
 class TaskSampler:
-    """Deals tasks out evenly. It keeps no state: an iteration's groups follow from the run's seed and its number."""
+    """Deals tasks out. An iteration's groups follow from the run's seed, its number and the results reported before."""
 
     def __init__(self, config: Config, spec: SuiteSpec) -> None:
         self.spec = spec
         self.seed = config.run.seed
-        self.num_groups = config.rollout.num_groups
+        self.num_groups = math.ceil(config.rollout.num_groups * config.rollout.oversample)
         self.group_size = config.rollout.group_size
         self.task_ids = chosen_task_ids(spec, config.env.task_ids)
         self.states = spec.eval_states if config.env.train_on_eval_states else spec.train_states
+        self.curriculum = Curriculum(config.curriculum, self.task_ids)
 
-    def groups(self, iteration: int) -> list[list[Task]]:
+    def get_batch(self, iteration: int) -> list[list[Task]]:
         """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""
-        rng = np.random.default_rng(np.random.SeedSequence([self.seed, _TASK_ORDER, iteration]))
-        rounds = -(-self.num_groups // len(self.task_ids))
-        order = np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[: self.num_groups]
-        states = rng.choice(self.states, size=self.num_groups)
+        return self._groups(iteration, 0, self.num_groups)
+
+    def refill(self, iteration: int, first: int, count: int) -> list[list[Task]]:
+        """`count` more groups of the same iteration, numbered from `first`: the number of groups it has had so far."""
+        return self._groups(iteration, first, count) if count else []
+
+    def report_results(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take an iteration's episodes into account. Crashed ones say nothing about a task."""
+        for trajectory in trajectories:
+            if trajectory.status != "crashed":
+                self.curriculum.record(trajectory.task.task_id, trajectory.success)
+
+    def state(self) -> dict[str, Any]:
+        """What the next iteration's groups depend on beside seed and number, as JSON can hold it."""
+        return self.curriculum.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, or from an earlier run's curriculum."""
+        self.curriculum.restore(state)
+
+    def describe(self) -> dict[str, Any]:
+        """The state in full, for people: the content of curriculum.json."""
+        instructions = {task.task_id: task.instruction for task in self.spec.tasks}
+        chances = self.curriculum.probabilities()
+        tasks = {
+            str(task_id): {
+                "instruction": instructions[task_id],
+                **asdict(record),
+                "probability": float(chance),
+                "solved": self.curriculum.is_solved(task_id),
+            }
+            for (task_id, record), chance in zip(self.curriculum.records.items(), chances, strict=True)
+        }
+        return {"suite": self.spec.name, "mode": self.curriculum.config.mode, "tasks": tasks}
+
+    def _groups(self, iteration: int, first: int, count: int) -> list[list[Task]]:
+        """Groups `first` to `first + count - 1` of an iteration."""
+        numbers = [self.seed, _TASK_ORDER, iteration] + ([first] if first else [])
+        rng = np.random.default_rng(np.random.SeedSequence(numbers))
+        order = self._order(count, rng)
+        states = rng.choice(self.states, size=count)
         return [
             [self._task(iteration, group, member, int(task_id), int(state)) for member in range(self.group_size)]
-            for group, (task_id, state) in enumerate(zip(order, states, strict=True))
+            for group, task_id, state in zip(range(first, first + count), order, states, strict=True)
         ]
+
+    def _order(self, count: int, rng: np.random.Generator) -> IntArray:
+        """Task ids for `count` groups: in shuffled rounds, or by the curriculum's chances."""
+        if self.curriculum.config.mode != "uniform":
+            return np.array(self.task_ids)[deal(self.curriculum.probabilities(), count, rng)]
+        rounds = -(-count // len(self.task_ids))
+        return np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[:count]
 
     def _task(self, iteration: int, group: int, member: int, task_id: int, state: int) -> Task:
         seed = derive_seed(self.seed, _ROLLOUT, iteration, group, member)
         return Task(self.spec.name, task_id, state, seed, group, member)
+
+
+def worker_slice(groups: Sequence[list[Task]], worker: int, num_workers: int) -> list[list[Task]]:
+    """The groups that one of several workers runs: whole ones, each group on one worker, as evenly as they go."""
+    if not 0 <= worker < num_workers:
+        raise ValueError(f"worker {worker} of {num_workers}: workers are numbered from 0 to {num_workers - 1}")
+    return list(groups[worker::num_workers])
 
 
 def evaluation_tasks(spec: SuiteSpec, task_ids: Sequence[int] | None, states_per_task: int, seed: int) -> list[Task]:

@@ -1,7 +1,8 @@
 """Checkpoints: written to a temporary folder, synced, then renamed, so that a crash leaves the old one whole.
 
 A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (moments of the
-optimizers, state of torch's random numbers) and `trainer.json` (counters). Nothing in it is pickled.
+optimizers, averages of the weights, state of torch's random numbers), `trainer.json` (counters) and, with a separate
+critic, `critic/` (what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from vlarl.policies.base import Policy
 from vlarl.training.learner import Learner
 
 TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
+CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
+AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
 
 
 @dataclass
@@ -38,6 +41,7 @@ class TrainerState:
     ema_return: float | None = None
     best_ema_return: float | None = None
     best_iteration: int | None = None
+    sampler: dict[str, Any] = field(default_factory=dict)  # what the task sampler goes on from
 
 
 class BestReturn:
@@ -73,16 +77,27 @@ class CheckpointStore:
         self._recover()
 
     def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
-        """Write a checkpoint that training can go on from."""
+        """Write a checkpoint that training can go on from, and the average of the weights as a policy of its own."""
 
         def write(folder: Path) -> None:
             learner.policy.save(folder)
-            save_file(trainer_tensors(learner), folder / TENSORS)
-            counters = asdict(state) | {"version": learner.version, "policy_updates": learner.policy_updates}
+            if learner.critic is not None:
+                (folder / CRITIC_FOLDER).mkdir()
+                save_file(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
+            save_file(_on_host(trainer_tensors(learner)), folder / TENSORS)
+            counters = asdict(state) | {
+                "version": learner.version,
+                "policy_updates": learner.policy_updates,
+                "kl_coef": learner.kl.coef,
+            }
             (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
 
         path = self._replace(name, write)
         self._retire()
+        if learner.average is not None:
+            note = {"beta": learner.average.beta, "checkpoint": name}
+            with learner.average.in_place():
+                self.save_policy(AVERAGE, learner.policy, note | {"training_step": state.iteration})
         return path
 
     def save_policy(
@@ -135,30 +150,75 @@ class CheckpointStore:
 
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    """Moments of the optimizers by parameter name, and the state of torch's random numbers."""
+    """Moments of the optimizers and averages by parameter name, and the state of torch's random numbers."""
     tensors = {"rng.cpu": torch.get_rng_state()}
-    for name, parameter in learner.policy.named_parameters():
-        for optimizer in learner.optimizers():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = value.detach().cpu().contiguous()
+    for name, parameter, optimizer in learner.named_trained():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    if learner.average is not None:
+        tensors |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
     return tensors
+
+
+def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
+    """What is trained of a separate critic; the rest is the policy's."""
+    return {name: parameter for name, parameter in critic.named_parameters() if parameter.requires_grad}
+
+
+def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def restore(learner: Learner, folder: Path) -> TrainerState:
     """Put a learner (whose policy was loaded from the same folder) back where the checkpoint was written."""
     counters = _read_counters(folder)
+    _refuse_other_critic(learner, folder)
     try:
         tensors = load_file(folder / TENSORS)
         torch.set_rng_state(tensors.pop("rng.cpu"))
-        parameters = dict(learner.policy.named_parameters())
-        for full_name, tensor in tensors.items():
-            name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-            learner.optimizer_of(name).state[parameters[name]][key] = tensor.to(parameters[name].device)
+        if learner.critic is not None:
+            _fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
+        averages = _with_prefix(tensors, AVERAGE)
+        if learner.average is not None and averages:  # none: the run kept no average so far, and begins one here
+            _fill(learner.average.weights, averages)
+        _restore_moments(learner, _with_prefix(tensors, "optimizer"))
         learner.version = counters.pop("version")
         learner.policy_updates = counters.pop("policy_updates")
+        learner.kl.coef = counters.pop("kl_coef", learner.kl.coef)
+        learner.reference_at_start()
         return TrainerState(**counters)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise UsageError(_damaged(folder, error)) from error
+
+
+def _refuse_other_critic(learner: Learner, folder: Path) -> None:
+    kinds = (
+        "separate" if there else "head" for there in (learner.critic is not None, (folder / CRITIC_FOLDER).is_dir())
+    )
+    wanted, found = kinds
+    if wanted != found:
+        raise UsageError(
+            f"critic.kind = {wanted!r}: the checkpoint {folder} was written with {found!r}, and a run keeps its "
+            f"critic: go on with critic.kind {found}, or start a new run from the checkpoint."
+        )
+
+
+def _restore_moments(learner: Learner, moments: dict[str, torch.Tensor]) -> None:
+    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
+    for full_name, tensor in moments.items():
+        name, _, key = full_name.rpartition(".")
+        parameter, optimizer = trained[name]
+        optimizer.state[parameter][key] = tensor.to(parameter.device)
+
+
+@torch.no_grad()
+def _fill(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
+
+
+def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {n.removeprefix(f"{prefix}."): tensor for n, tensor in tensors.items() if n.startswith(f"{prefix}.")}
 
 
 def _read_counters(folder: Path) -> dict[str, Any]:

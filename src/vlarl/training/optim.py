@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
-from vlarl.config.schema import OptimConfig
+from vlarl.config.schema import Schedule
 
 
 def build_adamw(
@@ -20,18 +21,25 @@ def build_adamw(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    optimizer.register_step_post_hook(_count_changes)
+    return optimizer
 
 
-def lr_factor(updates_done: int, total_updates: int, config: OptimConfig) -> float:
+def _count_changes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Fused kernels change weights past the counters that tell whoever keeps a copy that it is out of date."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
+
+
+def lr_factor(updates_done: int, total_updates: int, schedule: Schedule, warmup: int) -> float:
     """What the learning rate is multiplied with in the next update: linear warm-up, then the schedule."""
-    if updates_done < config.warmup_iterations:
-        return (updates_done + 1) / (config.warmup_iterations + 1)
-    span = max(total_updates - config.warmup_iterations, 1)
-    progress = min((updates_done - config.warmup_iterations) / span, 1.0)
-    if config.schedule == "linear":
+    if updates_done < warmup:
+        return (updates_done + 1) / (warmup + 1)
+    progress = min((updates_done - warmup) / max(total_updates - warmup, 1), 1.0)
+    if schedule == "linear":
         return 1.0 - progress
-    if config.schedule == "cosine":
+    if schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from vlarl.rollout.engine import Engine
 from vlarl.training.learner import Learner
 
@@ -11,3 +14,15 @@ def publish_weights(learner: Learner, engine: Engine) -> None:
     engine.load_weights(learner.named_weights(), learner.version)
     if engine.version != learner.version:
         raise RuntimeError(f"the engine runs version {engine.version} after a sync to version {learner.version}")
+
+
+@contextmanager
+def evaluated_weights(learner: Learner, engine: Engine) -> Iterator[None]:
+    """Inside the block the engine has the weights that evaluations are made with: the newest, or their average."""
+    if learner.average is None or not learner.config.eval.use_ema:
+        yield
+        return
+    with learner.average.in_place():
+        publish_weights(learner, engine)
+        yield
+    publish_weights(learner, engine)

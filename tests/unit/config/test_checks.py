@@ -108,7 +108,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"reward__source": "sparce"},
-            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, or module:function "
+            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, shaped, rules, model, remote, combined, or module:function "
             "of yours",
         ),
     ],

@@ -24,13 +24,37 @@ def test_numbers_of_a_training_run():
         num_tasks=3,
         episodes_per_iteration=24,
         decisions_per_iteration_max=24 * 16,  # 64 steps in chunks of 4
+        iterations_per_update=1,
+        episodes_per_update=24,
         episodes_per_minibatch=3,
-        optimizer_steps_per_iteration=24,
+        decisions_per_microbatch_max=128,
+        optimizer_steps_per_update=24,
+        total_updates=10,
         total_optimizer_steps=240,
         total_episodes=240,
         num_evaluations=4,  # start, 4, 8, end
         episodes_per_evaluation=21,
     )
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "gathered", "per_minibatch", "per_update", "updates", "steps"),
+    [
+        (8, 1, 3, 24, 10, 8 * 10),  # a train batch smaller than the rollout's: several steps a rollout
+        (1, 1, 24, 24, 10, 10),  # equal
+        (1, 5, 120, 120, 2, 2),  # larger: one step for several rollouts
+        (2, 4, 48, 96, 3, 2 * 3),  # 4 + 4 + 2: the last two rollouts are not left over
+    ],
+)
+def test_a_train_batch_may_be_smaller_than_equal_to_or_larger_than_a_rollout(
+    minibatches, gathered, per_minibatch, per_update, updates, steps
+):
+    optim = {"minibatches": minibatches, "rollouts_per_update": gathered, "microbatch_size": 16}
+    derived = derive(load_config(overrides=OVERRIDES | {"optim": optim, "algorithm.epochs": 1}))
+    assert derived.episodes_per_iteration == 24 and derived.total_episodes == 240
+    assert (derived.episodes_per_minibatch, derived.episodes_per_update) == (per_minibatch, per_update)
+    assert (derived.total_updates, derived.total_optimizer_steps) == (updates, steps)
+    assert "decisions_per_microbatch_max: 16" in derived_lines(derived)
 
 
 @pytest.mark.parametrize(("interval", "evaluations"), [(0, 2), (5, 3), (10, 2), (1, 11)])
@@ -46,7 +70,7 @@ def test_a_chunk_that_does_not_divide_the_episode_counts_its_last_part():
 def test_what_only_the_checkpoint_knows_is_left_out():
     derived = derive(load_config(overrides=OVERRIDES | {"policy.path": "my/checkpoint"}))
     assert derived.decisions_per_iteration_max is None
-    assert not any("decisions" in line for line in derived_lines(derived))
+    assert not any("decisions_per_iteration" in line for line in derived_lines(derived))
     assert "total_episodes: 240" in derived_lines(derived)
 
 

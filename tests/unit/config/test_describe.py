@@ -24,7 +24,7 @@ def test_every_option_has_a_meaning(schema):
         ("env.task_ids", "a list of integers >= 0, or null"),
         ("env.cameras", "a list of agent or wrist"),
         ("algorithm.gamma", "a number >= 0 and <= 1"),
-        ("algorithm.name", "one of grpo, ppo"),
+        ("algorithm.name", "one of grpo, rloo, group_norm, cpgd, reinforce, reinforce_baseline, reinforce_pp, ppo"),
         ("optim.betas", "a list of 2, each a number >= 0 and < 1"),
         ("logging.wandb", "true or false"),
     ],

@@ -26,7 +26,7 @@ def test_flags_go_over_the_file_and_the_file_over_the_defaults(tmp_path):
     config = load_config(path, ["--optim.lr", "3e-6"])
     assert config.optim.lr == 3e-6
     assert config.optim.weight_decay == 1.0
-    assert config.optim.value_lr == Config().optim.value_lr
+    assert config.optim.betas == Config().optim.betas
     assert config.rollout == Config().rollout
 
 
@@ -102,6 +102,39 @@ def test_every_alias_sets_its_option():
     assert lora.target_modules == ("q_proj", "v_proj") and policy.gradient_checkpointing
     config = load_config(overrides=["--pretrained-checkpoint", "a", "--load-adapter-checkpoint", "b"])
     assert (config.policy.path, config.lora.adapter) == ("a", "b")
+    flags = ["--advantage-estimator", "cpgd", "--max-epochs", "5"]
+    flags += ["--clip-ratio-low", "0.1", "--clip-ratio-high", "0.3"]
+    flags += ["--entropy-coef", "0.01", "--action-reconstruction-coef", "0.02", "--aux-loss-coef", "0.03"]
+    flags += ["--advantage-clamp", "10", "--verifier-gamma", "0.9", "--gamma", "0.8", "--gae-lambda", "0.7"]
+    flags += ["--vf-coef", "0.6", "--cliprange-value", "0.4"]
+    algorithm = load_config(overrides=flags).algorithm
+    assert (algorithm.name, algorithm.epochs, algorithm.clip_low, algorithm.clip_high) == ("cpgd", 5, 0.1, 0.3)
+    assert (algorithm.entropy_coef, algorithm.action_reconstruction_coef, algorithm.aux_loss_coef) == (0.01, 0.02, 0.03)
+    assert (algorithm.advantage_clamp, algorithm.verifier_gamma, algorithm.gamma) == (10, 0.9, 0.8)
+    assert (algorithm.gae_lambda, algorithm.vf_coef, algorithm.cliprange_value) == (0.7, 0.6, 0.4)
+    flags = ["--freezing-actor-steps", "2", "--lam", "0.5", "--value-loss-coef", "0.3", "--value-clip", "0.1"]
+    algorithm = load_config("tabletop_ppo", flags).algorithm
+    assert (algorithm.value_init_steps, algorithm.gae_lambda) == (2, 0.5)
+    assert (algorithm.vf_coef, algorithm.cliprange_value) == (0.3, 0.1)
+    kl = load_config(overrides=["--kl-coef", "0.1", "--kl-target", "1", "--kl-horizon", "9", "--kl-estimator", "k2"]).kl
+    assert (kl.coef, kl.target, kl.horizon, kl.estimator) == (0.1, 1, 9, "k2")
+    assert load_config(overrides=["--init-kl-coef", "0.2"]).kl.coef == 0.2
+    flags = ["--actor-lr", "1e-6", "--critic-lr", "1e-5", "--max-norm", "2", "--micro-train-batch-size", "3"]
+    config = load_config(overrides=[*flags, "--ema-beta", "0.992"])
+    assert (config.optim.lr, config.optim.max_grad_norm, config.optim.microbatch_size) == (1e-6, 2, 3)
+    assert (config.critic.lr, config.ema.beta) == (1e-5, 0.992)
+    config = load_config(overrides=["--value-learning-rate", "1e-4", "--max-grad-norm", "0.5"])
+    assert (config.critic.lr, config.optim.max_grad_norm) == (1e-4, 0.5)
+    config = load_config(overrides=["--reward-fn", "remote", "--remote-rm-url", "http://localhost:8000/score"])
+    assert (config.reward.source, config.reward.url) == ("remote", "http://localhost:8000/score")
+    flags = ["--reward-fn", "combined", "--reward.sources", "sparse", "rules", "--length-penalty", "0.5"]
+    reward = load_config(overrides=[*flags, "--reward-recipe", "*drawer* -> sparse=2"]).reward
+    assert (reward.recipe, reward.length_penalty) == (("*drawer* -> sparse=2",), 0.5)
+    flags = ["--curriculum.mode", "adaptive", "--curriculum-ema-alpha", "0.9", "--curriculum-tau", "0.25"]
+    curriculum = load_config(overrides=flags).curriculum
+    assert (curriculum.ema_alpha, curriculum.tau) == (0.9, 0.25)
+    for flag in ("--n-epochs", "--num-epochs"):
+        assert load_config(overrides=[flag, "4"]).algorithm.epochs == 4
     assert set(ALIASES) == {
         *(
             "task-suite",
@@ -117,6 +150,13 @@ def test_every_alias_sets_its_option():
         *("vla-path", "pretrained-checkpoint", "unnorm-key", "use-proprio", "num-images-in-input"),
         *("enable-gradient-checkpointing", "use-lora", "lora-rank", "lora-alpha", "lora-dropout"),
         *("lora-target-modules", "load-adapter-checkpoint"),
+        *("actor-lr", "critic-lr", "value-learning-rate", "max-grad-norm", "max-norm", "micro-train-batch-size"),
+        *("ema-beta", "remote-rm-url", "reward-fn", "reward-recipe", "length-penalty"),
+        *("curriculum-ema-alpha", "curriculum-tau"),
+        *("freezing-actor-steps", "advantage-estimator", "max-epochs", "n-epochs", "num-epochs"),
+        *("clip-ratio-low", "clip-ratio-high", "entropy-coef", "action-reconstruction-coef", "aux-loss-coef"),
+        *("advantage-clamp", "verifier-gamma", "gamma", "lam", "gae-lambda", "vf-coef", "value-loss-coef"),
+        *("cliprange-value", "value-clip", "kl-coef", "init-kl-coef", "kl-target", "kl-horizon", "kl-estimator"),
     }
 
 
@@ -134,17 +174,18 @@ def test_the_written_file_reads_back_to_the_same_values(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lr", "1e-3"], "--lr: unknown option; did you mean --optim.lr?"),
+        (["--lr", "1e-3"], "--lr: unknown option; did you mean --optim.lr or --critic.lr?"),
         (["--optim.learning_rate=1"], "--optim.learning_rate: unknown option; did you mean --optim.lr?"),
-        (["--algorithm.lr", "1"], "--algorithm.lr: unknown option; did you mean --optim.lr?"),
+        (["--algorithm.lr", "1"], "--algorithm.lr: unknown option; did you mean --optim.lr or --critic.lr?"),
         (["--interval", "1"], "--interval: unknown option; did you mean --eval.interval or --checkpoint.interval?"),
         (["--optim.max_grad_nrm", "1"], "--optim.max_grad_nrm: unknown option; did you mean --optim.max_grad_norm?"),
-        (["--optin.warmup_iterations", "1"], "--optin.warmup_iterations: unknown option; did you mean --optim.warmup_iterations?"),
+        (["--optin.warmup_iterations", "1"], "--optin.warmup_iterations: unknown option; did you mean --optim.warmup_iterations or "
+            "--critic.warmup_iterations?"),
         (["--task-siute", "x"], "--task-siute: unknown option; did you mean --task-suite?"),
-        (["--no-optim.lr"], "--no-optim.lr: unknown option; did you mean --optim.lr?"),
+        (["--no-optim.lr"], "--no-optim.lr: unknown option; did you mean --optim.lr or --critic.lr?"),
         (
-            ["--reward.zzz", "1"],
-            "--reward.zzz: unknown option; options of reward: source",
+            ["--ema.zzz", "1"],
+            "--ema.zzz: unknown option; options of ema: beta",
         ),
         (["-x"], "-x: unknown option; sections: " + ", ".join(Config.model_fields)),
         (["--optim.lr"], "--optim.lr: needs a value: a number >= 0"),
@@ -158,7 +199,7 @@ def test_the_written_file_reads_back_to_the_same_values(tmp_path):
         (["--run.iterations", "true"], "run.iterations = true (--run.iterations): must be an integer > 0"),
         (["--run.num_threads", "0"], "run.num_threads = 0 (--run.num_threads): must be an integer > 0 or null"),
         (["--logging.wandb=yes"], "logging.wandb = 'yes' (--logging.wandb): must be true or false"),
-        (["--algorithm.name", "gppo"], "algorithm.name = 'gppo' (--algorithm.name): must be one of grpo, ppo; did you mean 'ppo'?"),
+        (["--algorithm.name", "gppo"], "algorithm.name = 'gppo' (--algorithm.name): must be one of grpo, rloo, group_norm, cpgd, reinforce, reinforce_baseline, reinforce_pp, ppo; did you mean 'ppo'?"),
         (["--env.task_ids", "0", "x"], "env.task_ids[1] = 'x' (--env.task_ids): must be a list of integers >= 0, or null"),
         (["--optim.betas", "0.9", "1"], "optim.betas[1] = 1 (--optim.betas): must be a list of 2, each a number >= 0 and < 1"),
         (["--optim.betas", "0.9"], "optim.betas[1] = [0.9] (--optim.betas): must be a list of 2, each a number >= 0 and < 1"),
@@ -179,7 +220,7 @@ def test_messages_for_files_name_the_line(tmp_path):
         f"reward = 'sparse' ({path}, line 8): must be a section: options of reward below it",
         f"optim.lr = 'quick' ({path}, line 3): must be a number >= 0",
         f"optim.lerning_rate = 1 ({path}, line 4): unknown option; did you mean optim.lr?",
-        f"lr = 3 ({path}, line 5): unknown option; did you mean optim.lr?",
+        f"lr = 3 ({path}, line 5): unknown option; did you mean optim.lr or critic.lr?",
         f"algoritm = {{…}} ({path}, line 6): unknown section; did you mean algorithm?",
     ]
 
@@ -190,8 +231,8 @@ def test_a_key_given_twice_is_reported(tmp_path):
 
 
 def test_keys_that_are_no_text_are_reported(tmp_path):
-    (problem,) = problems(write(tmp_path, "reward:\n  1: 2\n"))
-    assert problem.endswith("line 2): unknown option; options of reward: source")
+    (problem,) = problems(write(tmp_path, "ema:\n  1: 2\n"))
+    assert problem.endswith("line 2): unknown option; options of ema: beta")
 
 
 def test_all_errors_come_at_once_schema_and_cross_section(tmp_path):
@@ -200,7 +241,7 @@ def test_all_errors_come_at_once_schema_and_cross_section(tmp_path):
         load_config(path, ["--rollout.group_size", "1", "--lr", "1", "--eval.interval", "often"])
     assert str(caught.value) == (
         "5 problems in the configuration:\n"
-        "  - --lr: unknown option; did you mean --optim.lr?\n"
+        "  - --lr: unknown option; did you mean --optim.lr or --critic.lr?\n"
         f"  - optim.lr = 'x' ({path}, line 4): must be a number >= 0\n"
         "  - eval.interval = 'often' (--eval.interval): must be an integer >= 0\n"
         "  - env.suite = 'tabletop_gaol': unknown suite; did you mean 'tabletop_goal'? Known: tabletop_spatial, "
@@ -212,7 +253,7 @@ def test_all_errors_come_at_once_schema_and_cross_section(tmp_path):
 
 def test_a_rule_over_a_wrong_value_is_not_reported_on_top():
     assert problems(overrides=["--algorithm.name", "pp", "--rollout.group_size", "1"]) == [
-        "algorithm.name = 'pp' (--algorithm.name): must be one of grpo, ppo; did you mean 'ppo'?"
+        "algorithm.name = 'pp' (--algorithm.name): must be one of grpo, rloo, group_norm, cpgd, reinforce, reinforce_baseline, reinforce_pp, ppo; did you mean 'ppo'?"
     ]
 
 
@@ -245,8 +286,8 @@ def test_an_empty_file_is_all_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("tabletop_gpro", "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: tabletop_base, "),
-        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: tabletop_base, "),
+        ("tabletop_gpro", "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: lightrft, "),
+        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: lightrft, "),
     ],
 )
 def test_sources_that_do_not_exist(source, message):

@@ -10,7 +10,7 @@ import torch
 from vlarl.cli import main
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
-from vlarl.export.merge import logits_of, merge, probe_input
+from vlarl.export.merge import logits_of, merge, probe_input, settle_config
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import stored_dtype
@@ -103,6 +103,37 @@ def test_heads_of_our_own_become_the_originals_files(tmp_path):
 def load_and_save(name: str, folder: Path) -> Path:
     load_policy(name).save(folder)
     return folder
+
+
+def test_heads_beside_the_adapter_win_over_the_bases(tmp_path):
+    base = GOLDEN / "openvla-oft-tiny"
+    make_adapter(base, tmp_path / "adapter", num_images=2)
+    state = torch.load(base / "action_head--150000_checkpoint.pt", weights_only=True)
+    changed = {name: tensor + 1 for name, tensor in state.items()}
+    torch.save(changed, tmp_path / "adapter" / "action_head--5_checkpoint.pt")
+    merge(tmp_path / "adapter", tmp_path / "out", dtype="float32")
+    (written,) = (tmp_path / "out").glob("action_head--*_checkpoint.pt")
+    found = torch.load(written, weights_only=True)
+    assert all(torch.equal(found[name], changed[name]) for name in changed)
+
+
+def test_config_says_the_precision_that_was_written(adapter, tmp_path):
+    merge(adapter, tmp_path / "out", dtype="float32")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_code_of_a_hub_base_is_pointed_at(tmp_path):
+    config = {"auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settle_config(tmp_path, "openvla/openvla-7b@main", "bfloat16")
+    found = json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoConfig"]
+    assert found == "openvla/openvla-7b--configuration_prismatic.OpenVLAConfig"
+
+
+def test_a_bad_destination_is_refused_before_the_merge(adapter, tmp_path, capsys):
+    assert main(["merge", str(adapter), str(tmp_path / "out"), "--push-to-hub", "nameless"]) == 2
+    assert "no name of a model on the hub" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(adapter, tmp_path):

@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from vlarl.errors import UsageError
-from vlarl.observability.report import curve_svg, write_curve, write_report
+from vlarl.observability.report import curve_svg, write_comparison, write_curve, write_report
 from vlarl.observability.report.charts import Line, number, thin, ticks
 from vlarl.observability.report.data import Score, load_run
 from vlarl.observability.run_dir import RunDirectory
@@ -60,6 +61,44 @@ def test_per_task_success_before_and_after(make_run: MakeRun) -> None:
     assert list(before) == list(range(10))
     assert sum(s.won for s in before.values()) == 97 and sum(s.won for s in after.values()) == 186
     assert all(s.total == 20 for s in before.values())
+
+
+def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
+    run = make_run(videos=0)
+    assert "Curriculum" not in _text(write_report(run.path).read_text()), "a run that has none"
+    run.config_file.write_text("curriculum:\n  mode: adaptive\n")
+    rows = [
+        {
+            "curriculum/task_01_success": 0.25,
+            "curriculum/task_01_probability": 0.4,
+            "curriculum/task_07_probability": 0.6,
+        },
+        {
+            "curriculum/task_01_success": 0.5,
+            "curriculum/task_01_probability": 0.75,
+            "curriculum/task_07_success": 0.875,
+            "curriculum/task_07_probability": 0.25,
+        },
+    ]
+    with run.metrics_file.open("a") as file:
+        file.writelines(json.dumps({"iteration": 21 + n} | row) + "\n" for n, row in enumerate(rows))
+    with run.episodes_file.open("a") as file:
+        file.writelines(json.dumps({"iteration": 21, "phase": "rollout", "task_id": t}) + "\n" for t in (1, 1, 1, 7))
+    html = write_report(run.path).read_text()
+    section = html[html.index("<h2>Curriculum</h2>") : html.index("<h2>Episodes</h2>")]
+    assert "Sampling was adaptive" in section
+    cells = re.findall(
+        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="share">([\d.]+%).*?class="share">([\d.]+%).*?"num">(\d+)<',
+        section,
+    )
+    assert cells == [
+        ("1", "put the mug left of the bowl &lt;next to&gt; the plate", "50.0%", "75.0%", "3"),
+        ("7", "put the blue cube into the basket", "87.5%", "25.0%", "1"),
+    ]
+    assert re.findall(r"<figcaption><b>([^<]+)</b>", section) == ["Task 1", "Task 7"]
+    assert "iteration 21:  success 25%,  share 40%" in section and "iteration 21:  share 60%" in section
+    for svg in re.findall(r"<svg.*?</svg>", section):
+        ElementTree.fromstring(svg)
 
 
 def test_an_interrupted_run_is_reported_as_what_it_is(make_run: MakeRun) -> None:
@@ -118,6 +157,21 @@ def test_the_picture_is_valid_and_stands_alone(make_run: MakeRun, tmp_path: Path
     assert len(images) == 12 and all(i.attrib["href"].startswith("data:image/png;base64,") for i in images)
     texts = [t.text or "" for t in root.iter(f"{svg}text")]
     assert "Greedy success on unseen initial states: 48.5% to 93.0%" in texts
+
+
+def test_a_comparison_names_its_lines_and_stands_alone(tmp_path: Path) -> None:
+    lines = [
+        Line("uniform", [(0, 0.0), (128, 0.5)], "train", intervals=[(128, 0.4, 0.6)]),
+        Line("a < b", [(0, 0.0), (128, 1.0)]),
+    ]
+    path = write_comparison(tmp_path / "both.svg", "Success & more", "2 seeds", lines)
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(path.read_text())
+    assert [t.text for t in root.iter(f"{svg}text")][:4] == ["Success & more", "2 seeds", "uniform", "a < b"]
+    drawn = {p.attrib["class"]: p.attrib["points"].split() for p in root.iter(f"{svg}polyline")}
+    assert list(drawn) == ["line train", "line main"]
+    ends = {kind: float(points[-1].split(",")[1]) for kind, points in drawn.items()}
+    assert ends == {"line main": 12.0, "line train": 123.0}, "the plot spans y 234..12"
 
 
 def test_a_curve_puts_points_where_they_belong() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.errors import UsageError
-from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks
+from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks, worker_slice
 
 SPEC = SuiteSpec(
     "suite", tuple(TaskSpec(i, f"do {i}", 10) for i in range(4)), train_states=(3, 4, 5, 6, 7), eval_states=(0, 1, 2)
@@ -18,7 +18,7 @@ def sampler(configure, spec: SuiteSpec = SPEC, num_groups: int = 6, **env) -> Ta
 
 
 def test_a_group_shares_task_and_state_and_nothing_random(configure):
-    groups = sampler(configure).groups(1)
+    groups = sampler(configure).get_batch(1)
     assert len(groups) == 6
     for number, group in enumerate(groups):
         assert [task.member for task in group] == [0, 1, 2] and {task.group for task in group} == {number}
@@ -30,28 +30,28 @@ def test_a_group_shares_task_and_state_and_nothing_random(configure):
 
 def test_seed_and_iteration_decide_everything(configure):
     one, same = sampler(configure), sampler(configure)
-    assert one.groups(3) == same.groups(3)
-    assert one.groups(3) == one.groups(3), "it keeps no state"
-    assert one.groups(3) != one.groups(4)
+    assert one.get_batch(3) == same.get_batch(3)
+    assert one.get_batch(3) == one.get_batch(3), "asking changes nothing"
+    assert one.get_batch(3) != one.get_batch(4)
     other = TaskSampler(configure(run={"seed": 1}, rollout={"num_groups": 6, "group_size": 3}), SPEC)
-    assert other.groups(3) != one.groups(3)
-    seeds = {t.seed for n in range(5) for g in one.groups(n) for t in g}
+    assert other.get_batch(3) != one.get_batch(3)
+    seeds = {t.seed for n in range(5) for g in one.get_batch(n) for t in g}
     assert len(seeds) == 5 * 18
 
 
 def test_tasks_are_dealt_out_evenly(configure):
-    counts = Counter(group[0].task_id for group in sampler(configure, num_groups=10).groups(1))
+    counts = Counter(group[0].task_id for group in sampler(configure, num_groups=10).get_batch(1))
     assert sorted(counts.values()) == [2, 2, 3, 3]
-    only = sampler(configure, task_ids=(1, 3), num_groups=4).groups(1)
+    only = sampler(configure, task_ids=(1, 3), num_groups=4).get_batch(1)
     assert Counter(group[0].task_id for group in only) == {1: 2, 3: 2}
 
 
 def test_training_never_sees_the_states_of_the_evaluation(configure):
-    seen = {t.init_state for n in range(30) for g in sampler(configure).groups(n) for t in g}
+    seen = {t.init_state for n in range(30) for g in sampler(configure).get_batch(n) for t in g}
     evaluated = {t.init_state for t in evaluation_tasks(SPEC, None, 3, 0)}
     assert seen == {3, 4, 5, 6, 7} and evaluated == {0, 1, 2}
     mixed = sampler(configure, train_on_eval_states=True)
-    assert {t.init_state for n in range(30) for g in mixed.groups(n) for t in g} == {0, 1, 2}
+    assert {t.init_state for n in range(30) for g in mixed.get_batch(n) for t in g} == {0, 1, 2}
 
 
 def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
@@ -59,7 +59,7 @@ def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
     assert [(t.task_id, t.init_state) for t in tasks] == [(2, 0), (2, 1), (0, 0), (0, 1)]
     assert tasks == evaluation_tasks(SPEC, [2, 0], 2, seed=0)
     assert len({t.seed for t in tasks}) == 4
-    training = {t.seed for n in range(50) for g in sampler(configure).groups(n) for t in g}
+    training = {t.seed for n in range(50) for g in sampler(configure).get_batch(n) for t in g}
     assert training.isdisjoint(t.seed for t in evaluation_tasks(SPEC, None, 3, 0))
 
 
@@ -75,3 +75,59 @@ def test_seeds_depend_on_every_number():
     assert len({derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
     assert all(0 <= derive_seed(n) < 2**64 for n in (0, 2**63, 2**64 - 1))
     assert derive_seed(2**64 - 1, 0) != derive_seed(2**64 - 1, 1)
+
+
+def test_the_default_deals_what_it_has_always_dealt(configure):
+    """Golden: task, state and the second member's seed, as the first release dealt them."""
+
+    def dealt(seed: int, num_groups: int) -> list[tuple[int, int, int]]:
+        config = configure(run={"seed": seed}, rollout={"num_groups": num_groups, "group_size": 2})
+        return [
+            (group[0].task_id, group[0].init_state, group[1].seed) for group in TaskSampler(config, SPEC).get_batch(3)
+        ]
+
+    assert dealt(0, 6) == [
+        (2, 5, 2096468897581643214), (1, 3, 2825480883391543334), (3, 6, 17044252779539013498),
+        (0, 4, 11083657113050338647), (1, 5, 14782478641267589045), (3, 7, 15270063205763651652),
+    ]  # fmt: skip
+    assert dealt(2**33 + 5, 3) == [
+        (0, 3, 13714517334768292601), (1, 4, 17631528162444916121), (2, 5, 1462999514994656002)
+    ]  # fmt: skip
+
+
+def test_results_do_not_change_what_uniform_sampling_deals(configure, episodes):
+    dealer, informed = sampler(configure), sampler(configure)
+    informed.report_results(episodes(0, [True] * 30) + episodes(1, [False] * 30))
+    assert informed.get_batch(4) == dealer.get_batch(4)
+    assert informed.refill(4, 6, 3) == dealer.refill(4, 6, 3)
+
+
+def test_a_refill_is_numbered_on_and_has_tasks_states_and_seeds_of_its_own(configure):
+    dealer = sampler(configure, num_groups=4)
+    first, second = dealer.refill(2, 4, 4), dealer.refill(2, 8, 4)
+    assert [group[0].group for group in first + second] == list(range(4, 12))
+    assert {group[0].task_id for group in first} == {0, 1, 2, 3}, "dealt out evenly, as the first batch is"
+    batches = [[(g[0].task_id, g[0].init_state) for g in groups] for groups in (dealer.get_batch(2), first, second)]
+    assert batches[0] != batches[1] != batches[2]
+    seeds = {task.seed for group in dealer.get_batch(2) + first + second for task in group}
+    assert len(seeds) == 12 * 3
+    assert first == sampler(configure, num_groups=4).refill(2, 4, 4), "the same in a resumed run"
+    assert dealer.refill(2, 4, 0) == []
+
+
+def test_oversampling_deals_more_groups_rounded_up(configure):
+    config = configure(rollout={"num_groups": 6, "group_size": 3, "oversample": 1.4})
+    groups = TaskSampler(config, SPEC).get_batch(1)
+    assert len(groups) == 9
+    assert sorted(Counter(group[0].task_id for group in groups).values()) == [2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 9])
+def test_workers_share_the_groups_out(configure, num_workers):
+    groups = sampler(configure, num_groups=7).get_batch(1)
+    slices = [worker_slice(groups, worker, num_workers) for worker in range(num_workers)]
+    assert sorted(group[0].group for part in slices for group in part) == list(range(7)), "each group on one worker"
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+    assert all(len(group) == 3 for part in slices for group in part), "groups stay whole"
+    with pytest.raises(ValueError, match=f"worker {num_workers} of {num_workers}: workers are numbered from 0"):
+        worker_slice(groups, num_workers, num_workers)

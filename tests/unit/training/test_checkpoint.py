@@ -13,6 +13,7 @@ from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import COUNTERS, TENSORS, BestReturn, CheckpointStore, TrainerState, restore
 from vlarl.training.learner import Learner
+from vlarl.types import TrajectoryGroup
 
 
 class NotePolicy:
@@ -145,13 +146,12 @@ def config(configure):
 
 @pytest.fixture
 def learner(config) -> Learner:
-    policy = init_tiny("parallel", seed=3)
-    policy.attach_value_head((16,), seed=0)
-    return make_learner(policy, config)
+    return make_learner(init_tiny("parallel", seed=3), config)
 
 
 def make_learner(policy: OpenVLAPolicy, config) -> Learner:
-    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device("cpu"))
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    return Learner(policy, algorithm, config, torch.device("cpu"))
 
 
 def nothing(done: int, planned: int) -> None:
@@ -192,9 +192,7 @@ def test_a_restored_learner_goes_on_to_the_bit(tmp_path, learner, config, act, t
     expected = learner.update(batches[0], 2, nothing)
 
     torch.manual_seed(99)
-    policy = load_policy(folder)
-    policy.attach_value_head((16,), seed=5)  # as launch does: must not replace the trained critic
-    other = make_learner(policy, config)
+    other = make_learner(load_policy(folder), config)
     assert restore(other, folder) == state
     assert torch.equal(torch.rand(2), drawn)
     assert (other.version, other.policy_updates) == (1, 1)
@@ -208,6 +206,67 @@ def test_a_restored_learner_goes_on_to_the_bit(tmp_path, learner, config, act, t
         for p, q in zip(mine.param_groups[0]["params"], yours.param_groups[0]["params"], strict=True):
             assert mine.state[p].keys() == yours.state[q].keys()
             assert all(torch.equal(mine.state[p][key], yours.state[q][key]) for key in mine.state[p])
+
+
+def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, build, lesson, act):
+    """A separate critic, an average of the weights, an adaptive KL coefficient and the reference it is measured by."""
+    init_tiny("parallel", seed=3).save(tmp_path / "base")
+    config = configure(
+        policy={"path": str(tmp_path / "base")},
+        algorithm={"name": "ppo", "epochs": 1, "critic_hidden": (16,), "gae_level": "step"},
+        optim={"lr": 1e-3, "minibatches": 2},
+        critic={"kind": "separate", "lr": 1e-3, "schedule": "linear"},
+        ema={"beta": 0.9},
+        kl={"coef": 0.1, "target": 0.01, "horizon": 50},
+    )
+    learner = build(load_policy(tmp_path / "base"), config)
+    episodes = TrajectoryGroup(tuple(act(learner.policy)))
+
+    def advance(learner: Learner, iteration: int):
+        return learner.update(lesson(learner, learner.with_reference([episodes])[0].trajectories), iteration, nothing)
+
+    advance(learner, 1)
+    store = store_at(tmp_path / "checkpoints")
+    folder = store.save("step_000001", learner, TrainerState(iteration=1))
+    averaged = load_policy(tmp_path / "checkpoints" / "ema")
+    for name, parameter in averaged.named_parameters():
+        average = learner.average.weights.get(name)
+        assert average is None or torch.equal(parameter, average), name
+    note = json.loads((tmp_path / "checkpoints" / "ema" / "metadata.json").read_text())
+    assert note == {"beta": 0.9, "checkpoint": "step_000001", "training_step": 1}
+    assert store.latest() == folder and learner.kl.coef != 0.1
+    expected = advance(learner, 2)
+    assert expected.metrics["kl_ref"] > 0
+
+    other = build(load_policy(folder), config)
+    restore(other, folder)
+    assert advance(other, 2) == expected
+    assert other.kl.coef == learner.kl.coef
+    theirs = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
+    assert any(name.startswith("critic.value_head.") for name in theirs)
+    for name, parameter, optimizer in other.named_trained():
+        twin, twins = theirs[name]
+        assert torch.equal(parameter, twin), name
+        assert all(torch.equal(v, twins.state[twin][key]) for key, v in optimizer.state[parameter].items()), name
+    assert all(torch.equal(average, learner.average.weights[n]) for n, average in other.average.weights.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [("head", "separate"), ("separate", "head")])
+def test_a_run_keeps_its_kind_of_critic(tmp_path, configure, build, before, after):
+    ppo = {"name": "ppo", "critic_hidden": (16,)}
+    learner = build(init_tiny("parallel", seed=3), configure(algorithm=ppo, critic={"kind": before}))
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    other = build(load_policy(folder), configure(algorithm=ppo, critic={"kind": after}))
+    with pytest.raises(UsageError, match=f"written with '{before}', and a run keeps its"):
+        restore(other, folder)
+
+
+def test_an_average_may_begin_on_the_way(tmp_path, configure, build):
+    folder = store_at(tmp_path).save("step_000001", build(init_tiny("parallel", seed=3), configure()), TrainerState(1))
+    other = build(load_policy(folder), configure(ema={"beta": 0.9}))
+    restore(other, folder)
+    own = dict(other.policy.named_parameters())
+    assert all(torch.equal(average, own[name]) for name, average in other.average.weights.items())
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, teach):

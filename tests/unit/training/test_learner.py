@@ -6,18 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlarl.algorithms import build_algorithm
-from vlarl.config.schema import Config
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.training.learner import Learner
 
-
-def build(policy: OpenVLAPolicy, config: Config) -> Learner:
-    if config.algorithm.name == "ppo":
-        policy.attach_value_head((16,), seed=0)
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature)
-    return Learner(policy, algorithm, config, torch.device("cpu"))
+PPO = {"name": "ppo", "critic_hidden": (16,)}
 
 
 def nothing(done: int, planned: int) -> None:
@@ -34,7 +26,7 @@ def changed(policy: OpenVLAPolicy, before: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 @pytest.mark.parametrize("sharpness", [1.0, 10.0])
-def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, temperature, sharpness):
+def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, temperature, sharpness, build):
     """Also for a policy that is sure of itself, whose logits are ten times larger."""
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(sharpness)
@@ -48,7 +40,7 @@ def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, 
     assert result.metrics["ratio_max"] > 1 + 1e-4, "the second epoch has moved"
 
 
-def test_each_decision_is_scored_once_before_the_first_step_however_few_there_are(act, teach, configure):
+def test_each_decision_is_scored_once_before_the_first_step_however_few_there_are(act, teach, configure, build):
     """With fewer rows than minibatches, the second epoch is no part of the first."""
     from vlarl.policies.tiny import init_tiny
 
@@ -70,13 +62,13 @@ def test_each_decision_is_scored_once_before_the_first_step_however_few_there_ar
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, teach, configure, temperature):
+def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, teach, configure, temperature, build):
     config = configure(rollout={"temperature": temperature}, algorithm={"old_logprobs": "engine"})
     result = build(policy, config).update(teach(policy, act(policy, temperature)), 1, nothing)
     assert result.metrics["ratio_first_minibatch_error"] < 1e-5
 
 
-def test_another_temperature_in_the_learner_would_show(policy, act, teach, configure):
+def test_another_temperature_in_the_learner_would_show(policy, act, teach, configure, build):
     batch = teach(policy, act(policy, temperature=1.6))
     start = copy.deepcopy(policy)
     config = configure(rollout={"temperature": 1.0}, algorithm={"old_logprobs": "engine"})
@@ -85,23 +77,46 @@ def test_another_temperature_in_the_learner_would_show(policy, act, teach, confi
     assert again.metrics["engine_logprob_error"] > 1e-3
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, teach, configure, name):
+LOSSES = {
+    "grpo": {"name": "grpo"},
+    "sequence mean": {"name": "grpo", "aggregate": "sequence_mean", "entropy_coef": 0.1},
+    "ratio of actions": {"name": "grpo", "ratio_level": "action"},
+    "ratio of chunks": {"name": "grpo", "ratio_level": "chunk", "aggregate": "sequence_mean"},
+    "gspo": {"name": "grpo", "ratio_level": "sequence", "aggregate": "sequence_mean"},
+    "ratio of episodes": {"name": "grpo", "ratio_level": "sequence"},
+    "ppo": PPO,
+    "ppo, steps": PPO | {"gae_level": "step", "aggregate": "sequence_mean"},
+    "ppo, tokens": PPO | {"gae_level": "token"},
+}
+
+
+@pytest.mark.parametrize(("loss", "critic"), [*((loss, "head") for loss in LOSSES), ("ppo, tokens", "separate")])
+def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, configure, build, loss, critic):
     gradients = []
-    for size in (100, 2):
-        config = configure(algorithm={"name": name}, optim={"microbatch_size": size})
+    for size in (100, 4, 1):
+        config = configure(
+            algorithm=LOSSES[loss],
+            critic={"kind": critic},
+            optim={"microbatch_size": size, "sort_by_length": size == 4},
+        )
         learner = build(copy.deepcopy(policy), config)
-        batch = teach(learner.policy, act(learner.policy))
+        batch = lesson(learner, act(learner.policy))
         assert len(set(batch.mask.sum(dim=1).tolist())) == (2 if policy.chunk_length > 1 else 1)
-        for _ in range(2):  # the second time would double the gradient if the first one's were kept
-            learner._accumulate(batch, torch.arange(len(batch)), True, WeightedMeans(), False)
-        gradients.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None]))
-    scale = gradients[0].abs().max()
-    assert scale > 1e-4
-    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5 * float(scale), rtol=1e-4)
+        rows = torch.tensor([0, 1, 5, 4, 3, 2])
+        strayed = 0.02 * torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0))
+        batch = replace(batch, old_logprobs=batch.old_logprobs - strayed)
+        for _ in range(2 if size == 4 else 1):  # twice would double the gradient if the first one's were kept
+            learner._accumulate(learner._minibatch(batch, rows, moved=True), rows, True, WeightedMeans(), False)
+        gradients.append(torch.cat([p.grad.flatten() for _, p, _ in learner.named_trained() if p.grad is not None]))
+    whole, *accumulated = gradients
+    norm = float(whole.norm())
+    assert norm > 0.1
+    for gradient in accumulated:
+        assert float((gradient - whole).abs().max()) < 1e-6 * max(norm, 1.0)  # of what clipping leaves
+        assert float((gradient - whole).norm()) < 3e-6 * norm
 
 
-def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure):
+def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     outcomes = []
@@ -118,7 +133,7 @@ def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure):
     assert all(torch.equal(clean[name], dirty[name]) for name in clean)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach, configure):
+def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach, configure, build):
     batch = teach(policy, act(policy))
     broken = replace(batch, advantages=batch.advantages.masked_fill(batch.mask, float("nan")))
     learner, before = build(policy, configure(optim={"lr": 1e-3})), weights(policy)
@@ -131,7 +146,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach
     assert changed(policy, before)
 
 
-def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure):
+def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
@@ -146,7 +161,7 @@ def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure):
     assert all(p.isfinite().all() for p in policy.parameters())
 
 
-def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure):
+def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure, build):
     batch = teach(policy, act(policy))
     strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
     before = weights(policy)
@@ -162,10 +177,11 @@ def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure):
     assert changed(policy, before)
 
 
-def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, teach, configure):
+def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, teach, configure, build):
     config = configure(
-        algorithm={"name": "ppo", "value_init_steps": 2},
-        optim={"lr": 1e-3, "value_lr": 1e-2, "schedule": "linear", "weight_decay": 0.1},
+        algorithm=PPO | {"value_init_steps": 2},
+        optim={"lr": 1e-3, "schedule": "linear", "weight_decay": 0.1},
+        critic={"lr": 1e-2},
         run={"iterations": 4},
     )
     learner, start = build(policy, config), None
@@ -184,8 +200,8 @@ def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, t
     assert learner.version == 4
 
 
-def test_with_learning_rate_zero_every_weight_stays(policy, act, teach, configure):
-    config = configure(algorithm={"name": "ppo"}, optim={"lr": 0.0, "value_lr": 0.0, "weight_decay": 0.5})
+def test_with_learning_rate_zero_every_weight_stays(policy, act, teach, configure, build):
+    config = configure(algorithm=PPO, optim={"lr": 0.0, "weight_decay": 0.5}, critic={"lr": 0.0})
     learner = build(policy, config)
     before = weights(policy)
     result = learner.update(teach(policy, act(policy)), 1, nothing)
@@ -193,7 +209,7 @@ def test_with_learning_rate_zero_every_weight_stays(policy, act, teach, configur
     assert result.metrics["grad_norm"] > 0
 
 
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, act, teach, configure):
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, act, teach, configure, build):
     batch = teach(policy, act(policy))
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
     batch = replace(batch, advantages=sign.expand(batch.advantages.shape).contiguous())
@@ -206,7 +222,7 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, a
     assert (gain * sign[:, 0] > 0).all()
 
 
-def test_updates_are_repeatable_and_shuffle_anew_each_iteration(act, teach, configure):
+def test_updates_are_repeatable_and_shuffle_anew_each_iteration(act, teach, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     def after(iteration: int) -> torch.Tensor:
@@ -219,8 +235,8 @@ def test_updates_are_repeatable_and_shuffle_anew_each_iteration(act, teach, conf
     assert not torch.equal(after(1), after(2))
 
 
-def test_values_come_in_the_order_of_trajectories_with_the_last_observation(policy, act, configure):
-    learner = build(policy, configure(algorithm={"name": "ppo"}, optim={"microbatch_size": 4}))
+def test_values_come_in_the_order_of_trajectories_with_the_last_observation(policy, act, configure, build):
+    learner = build(policy, configure(algorithm=PPO, optim={"microbatch_size": 4}))
     torch.nn.init.normal_(policy.value_head.out.weight)
     episodes = act(policy)
     values = learner.values(episodes)
@@ -232,9 +248,118 @@ def test_values_come_in_the_order_of_trajectories_with_the_last_observation(poli
     assert learner.values([]) == []
 
 
-def test_frozen_vision_stays(policy, act, teach, configure):
+def test_frozen_vision_stays(policy, act, teach, configure, build):
     policy.freeze("vision")
     before = weights(policy)
     build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(teach(policy, act(policy)), 1, nothing)
     moved = changed(policy, before)
     assert moved and not any("vision_backbone" in name for name in moved)
+
+
+# What the loss must know of a whole minibatch
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{"aggregate": "sequence_mean"}, {"ratio_level": "sequence"}], ids=["sequence_mean", "sequence"]
+)
+def test_minibatches_are_of_whole_trajectories_where_the_loss_asks_for_it(act, teach, configure, build, algorithm):
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    batch = teach(policy, act(policy, lengths=(2, 3, 1, 2)))
+
+    def split(**options) -> list[set[int]]:
+        learner = build(policy, configure(algorithm=options | {"epochs": 2}, optim={"minibatches": 2}))
+        return [set(batch.trajectory[rows].tolist()) for rows in learner._schedule(batch, 1)]
+
+    for first, second in zip(split(**algorithm)[::2], split(**algorithm)[1::2], strict=True):
+        assert len(first) == len(second) == 2 and first | second == {0, 1, 2, 3}
+    assert any(len(members) > 2 for members in split()), "rows are dealt one by one otherwise"
+
+
+def test_the_ratio_of_a_trajectory_is_that_of_all_its_executed_tokens(policy, act, teach, configure, build):
+    config = configure(algorithm={"ratio_level": "sequence", "epochs": 1}, optim={"microbatch_size": 2, "lr": 1e-3})
+    learner = build(policy, config)
+    batch, rows = teach(policy, act(policy)), torch.arange(6)
+    shift = torch.tensor([0.1, 0.1, -0.2, -0.2, -0.2, 0.3])[:, None]  # by trajectory
+    strayed = replace(batch, old_logprobs=torch.where(batch.mask, batch.old_logprobs - shift, float("nan")))
+    ratios = learner._minibatch(strayed, rows, moved=True).sequence_log_ratio
+    torch.testing.assert_close(ratios, shift[:, 0], atol=1e-5, rtol=1e-4)
+    assert learner._minibatch(strayed, rows, moved=False).sequence_log_ratio.tolist() == [0.0] * 6
+    result = learner.update(batch, 1, nothing)
+    assert result.metrics["ratio_first_minibatch_error"] == 0.0
+
+
+def test_passes_for_the_ratio_of_a_trajectory_begin_once_the_policy_has_moved(act, teach, configure, build):
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    passes = []
+    score = policy.score
+
+    def counted(inputs, token_ids, **options):
+        passes.append(torch.is_grad_enabled())
+        return score(inputs, token_ids, **options)
+
+    batch = teach(policy, act(policy))
+    policy.score = counted
+    config = configure(algorithm={"ratio_level": "sequence", "epochs": 2}, optim={"lr": 1e-3})
+    build(policy, config).update(batch, 1, nothing)
+    assert passes == [False, True, False, True]  # old log-probs, first step; ratio, second step
+
+
+def test_only_the_least_certain_tokens_are_learnt_from(act, teach, configure, build):
+    from vlarl.policies.distribution import token_entropy
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
+    batch = teach(policy, act(policy))
+    learner = build(policy, configure(algorithm={"entropy_top_share": 0.25}))
+    prepared = learner._with_old_logprobs(batch, [torch.arange(6)], WeightedMeans())
+    with torch.no_grad():
+        entropy = token_entropy(policy.score(batch.inputs, batch.token_ids).logits, 1.0)
+    learnt = prepared.advantages != 0
+    assert not (learnt & ~batch.mask).any()
+    assert int(learnt.sum()) == -(-int(batch.mask.sum()) // 4)
+    assert entropy[learnt].min() > entropy[batch.mask & ~learnt].max()
+    assert torch.equal(prepared.advantages[learnt], batch.advantages[learnt])
+
+
+def test_a_sorted_minibatch_still_starts_at_a_ratio_of_one(policy, act, teach, configure, build):
+    config = configure(optim={"lr": 1e-3, "microbatch_size": 2, "minibatches": 2, "sort_by_length": True})
+    result = build(policy, config).update(teach(policy, act(policy)), 1, nothing)
+    assert result.metrics["ratio_first_minibatch_error"] == 0.0
+
+
+def test_explained_variance_looks_at_executed_steps(act, lesson, configure, build):
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    learner = build(policy, configure(algorithm=PPO | {"gae_level": "step"}))
+    batch = lesson(learner, act(policy))
+    perfect = replace(batch, old_values=torch.where(batch.value_mask, batch.returns, 99.0))
+    assert learner.update(perfect, 1, nothing).metrics["explained_variance"] == pytest.approx(1.0)
+
+
+def test_the_schedule_counts_updates_and_not_rollouts(policy, configure, build):
+    config = configure(optim={"lr": 1.0, "schedule": "linear", "rollouts_per_update": 3}, run={"iterations": 6})
+    learner = build(policy, config)
+    assert learner._set_learning_rates(True) == 1.0
+    learner.policy_updates = 1
+    assert learner._set_learning_rates(True) == pytest.approx(0.5)  # two updates in all
+
+
+def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, teach, configure, build):
+    """Whatever they compute with must follow each step, not each update."""
+    from vlarl.config.schema import LoraConfig, PolicyConfig
+    from vlarl.policies import load_policy
+    from vlarl.policies.tiny import init_tiny
+
+    init_tiny("parallel", seed=3).save(tmp_path / "base")
+    policy = load_policy(tmp_path / "base", dtype="bfloat16")
+    policy.prepare_training(PolicyConfig(dtype="bfloat16"), LoraConfig(enabled=True, rank=8), seed=1)
+    config = configure(optim={"lr": 1e-2}, algorithm={"epochs": 3})
+    result = build(policy, config).update(teach(policy, act(policy)), 1, nothing)
+    assert result.metrics["ratio_max"] > 1.01 and result.metrics["approx_kl"] > 0

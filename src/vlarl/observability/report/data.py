@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from vlarl.observability.run_dir import RunDirectory
 
 Series = list[tuple[float, float]]  # iteration, value
 
+_CURRICULUM = re.compile(r"curriculum/task_(\d+)_probability")
 _VIDEO = re.compile(r"iter_(\d+)_task(\d+)_state(\d+)_(success|failure)\.mp4")
 
 
@@ -84,6 +86,7 @@ class RunData:
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Evaluation, ...]
     videos: tuple[Video, ...]
+    training_episodes: Mapping[int, int]  # task_id -> episodes of training
 
     @property
     def first(self) -> Evaluation | None:
@@ -116,6 +119,12 @@ class RunData:
         episodes = (e for evaluation in self.evaluations for e in evaluation.episodes)
         return {int(e["task_id"]): str(e["instruction"]) for e in episodes if e.get("instruction")}
 
+    @property
+    def curriculum_tasks(self) -> list[int]:
+        """The tasks that the curriculum kept records of."""
+        matches = (_CURRICULUM.fullmatch(name) for row in self.metrics for name in row)
+        return sorted({int(match[1]) for match in matches if match})
+
     def series(self, name: str) -> Series:
         """The finite points of one metric."""
         points = ((float(row["iteration"]), row.get(name)) for row in self.metrics)
@@ -146,6 +155,7 @@ def load_run(path: Path) -> RunData:
         metrics=tuple(row for row in read_jsonl(run.metrics_file) if isinstance(row.get("iteration"), int)),
         evaluations=_evaluations(run.episodes_file),
         videos=_videos(run.videos),
+        training_episodes=_training_episodes(run.episodes_file),
     )
 
 
@@ -163,6 +173,11 @@ def _evaluations(path: Path) -> tuple[Evaluation, ...]:
         if row.get("phase") == "eval" and {"iteration", "task_id", "init_state", "success"} <= row.keys():
             found.setdefault(int(row["iteration"]), []).append(row)
     return tuple(Evaluation(iteration, tuple(rows)) for iteration, rows in sorted(found.items()))
+
+
+def _training_episodes(path: Path) -> dict[int, int]:
+    rows = (row for row in read_jsonl(path) if row.get("phase") == "rollout" and "task_id" in row)
+    return dict(Counter(int(row["task_id"]) for row in rows))
 
 
 def _videos(folder: Path) -> tuple[Video, ...]:

@@ -10,7 +10,7 @@ from string import Template
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.files import write_atomically
 from vlarl.observability.report.data import Evaluation, RunData, Score, load_run
-from vlarl.observability.report.sections import commands, configuration, learning, tasks, videos
+from vlarl.observability.report.sections import commands, configuration, curriculum, learning, tasks, videos
 from vlarl.observability.report.style import CSS
 
 _PAGE = Template("""<!doctype html>
@@ -50,7 +50,7 @@ def write_report(run_dir: Path) -> Path:
 def render(data: RunData) -> str:
     """The report as HTML."""
     state = str(data.status.get("state", "unknown"))
-    sections = (learning(data), tasks(data), videos(data), configuration(data), commands(data))
+    sections = (learning(data), tasks(data), curriculum(data), videos(data), configuration(data), commands(data))
     return _PAGE.substitute(
         title=escape(f"{data.run.name} - vlarl report"),
         css=CSS,

@@ -1,9 +1,10 @@
-"""One picture of a run for a README: the success curve, and frames of an episode before and after."""
+"""Pictures for a README: a run's success curve with frames of an episode before and after, or several curves."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlarl.observability.files import write_atomically
+from vlarl.observability.report.charts import Line, curve_svg
 from vlarl.observability.report.data import RunData, Video, load_run
 from vlarl.observability.report.sections import success_curve
 from vlarl.observability.video import caption_height
@@ -26,8 +28,9 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-se
 .title { font-size: 19px; font-weight: 600; fill: #1c1f23; } .note { font-size: 13px; fill: #5c636d; }
 .grid { stroke: #e6e3dd; } .tick { fill: #8b929c; font-size: 11px; }
 .line { fill: none; stroke: #0d7a6c; stroke-width: 2.2; stroke-linejoin: round; } .line.train { stroke: #c07f2c; }
-.dot { fill: #fff; stroke: #0d7a6c; stroke-width: 2; }
+.dot { fill: #fff; stroke: #0d7a6c; stroke-width: 2; } .dot.train { stroke: #c07f2c; }
 .interval { stroke: #0d7a6c; stroke-width: 7; opacity: 0.16; stroke-linecap: round; }
+.interval.train { stroke: #c07f2c; }
 .point { display: none; } .good { fill: #1d8a4f; } .bad { fill: #c2413b; } .side { font-size: 13px; font-weight: 600; }
 """
 
@@ -44,13 +47,34 @@ def write_curve(run_dir: Path, path: Path) -> Path:
     for strip, strip_height in strips:
         parts.append(f'<g transform="translate({_MARGIN},{y})">{strip}</g>')
         y += strip_height
-    svg = (
+    write_atomically(Path(path), _card("".join(parts), height))
+    return Path(path)
+
+
+def write_comparison(path: Path, title: str, note: str, lines: Sequence[Line]) -> Path:
+    """Write a standalone SVG of shares between 0 and 1, such as the success of two ways to train, to `path`."""
+    curve = curve_svg(lines, _WIDTH - 2 * _MARGIN, _CURVE_HEIGHT, y_range=(0.0, 1.0), as_percent=True)
+    legend = "".join(
+        f'<g transform="translate({_WIDTH - _MARGIN - 140 * (len(lines) - i)},34)">'
+        f'<line class="line {line.kind}" x1="0" x2="18" y1="0" y2="0"/>'
+        f'<text class="note" x="25" y="4">{escape(line.label)}</text></g>'
+        for i, line in enumerate(lines)
+    )
+    body = (
+        f'<text class="title" x="{_MARGIN}" y="38">{escape(title)}</text>'
+        f'<text class="note" x="{_MARGIN}" y="59">{escape(note)}</text>{legend}'
+        f'<g transform="translate({_MARGIN},70)">{_inner(curve)}</g>'
+    )
+    write_atomically(Path(path), _card(body, 76 + _CURVE_HEIGHT + 20))
+    return Path(path)
+
+
+def _card(body: str, height: int) -> str:
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">'
         f'<style>{_STYLE}</style><rect width="{_WIDTH}" height="{height}" rx="14" fill="#fcfbf9" stroke="#e6e3dd"/>'
-        f"{''.join(parts)}</svg>\n"
+        f"{body}</svg>\n"
     )
-    write_atomically(Path(path), svg)
-    return Path(path)
 
 
 def _heading(data: RunData) -> str:

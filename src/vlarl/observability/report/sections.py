@@ -87,6 +87,57 @@ def tasks(data: RunData) -> str:
     )
 
 
+def curriculum(data: RunData) -> str:
+    """How well each task went in training and how often it was dealt out, at the end and over the iterations."""
+    known = data.curriculum_tasks
+    if not known:
+        return ""
+    instructions = data.instructions
+    names = {task: escape(instructions.get(task, f"task {task}")) for task in known}
+    rows = "".join(
+        f'<tr><td class="id">{task}</td><td>{names[task]}</td><td class="bars">{_final_shares(data, task)}</td>'
+        f'<td class="num">{data.training_episodes.get(task, 0)}</td></tr>'
+        for task in known
+    )
+    charts = "".join(
+        f'<figure class="panel"><figcaption><b>Task {task}</b><span>{names[task]}</span></figcaption>'
+        f"{_curriculum_curve(data, task)}</figure>"
+        for task in known
+    )
+    mode = escape(str(data.option("curriculum", "mode") or "uniform"))
+    lead = (
+        f"Sampling was {mode} (<code>curriculum.mode</code>). The moving success is that of training episodes; the "
+        "share is the task's part of the next iteration's groups."
+    )
+    legend = (
+        '<p class="legend above"><span><i class="main"></i>moving success</span>'
+        '<span><i class="train"></i>share of the groups</span></p>'
+    )
+    return _section(
+        "Curriculum",
+        lead,
+        f'{legend}<div class="scroll"><table><thead><tr><th></th><th>Instruction</th><th>At the end</th>'
+        f'<th class="num">Episodes</th></tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<div class="small">{charts}</div>',
+    )
+
+
+def _final_shares(data: RunData, task: int) -> str:
+    shown = (("after", "moving success", "success"), ("train", "share of the groups", "probability"))
+    bars = []
+    for kind, title, name in shown:
+        if points := data.series(f"curriculum/task_{task:02d}_{name}"):
+            share = points[-1][1]
+            bars.append(_track(kind, share, f"{share:.1%}", title))
+    return "".join(bars)
+
+
+def _curriculum_curve(data: RunData, task: int) -> str:
+    success, chance = (data.series(f"curriculum/task_{task:02d}_{name}") for name in ("success", "probability"))
+    lines = [Line("success", success), Line("share", chance, "train")]
+    return curve_svg(lines, 340, 150, y_range=(0.0, 1.0), as_percent=True)
+
+
 def videos(data: RunData) -> str:
     """Films before and after, side by side, as far as they fit into one page."""
     pairs = data.video_pairs()
@@ -152,10 +203,13 @@ def _bar(kind: str, score: Score | None) -> str:
         return ""
     share = f"{score.won} of {score.total}"
     low, high = score.interval
-    title = f"{kind}: {score.rate:.1%}, 95% interval {low:.1%} to {high:.1%}"
+    return _track(kind, score.rate, share, f"{kind}: {score.rate:.1%}, 95% interval {low:.1%} to {high:.1%}")
+
+
+def _track(kind: str, share: float, text: str, title: str) -> str:
     return (
-        f'<div class="bar {kind}" title="{title}"><span class="track"><i style="width:{100 * score.rate:.1f}%"></i>'
-        f'</span><span class="share">{share}</span></div>'
+        f'<div class="bar {kind}" title="{title}"><span class="track"><i style="width:{100 * share:.1f}%"></i>'
+        f'</span><span class="share">{text}</span></div>'
     )
 
 

@@ -69,6 +69,7 @@ figcaption span { color: var(--faint); font-size: 13px; }
 .small { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 16px; margin-top: 16px; }
 .small figcaption { display: block; } .small figcaption span { display: block; }
 .legend { margin-left: auto; display: flex; gap: 18px; color: var(--soft); font-size: 13px; }
+.legend.above { margin: 0 0 16px; }
 .legend i { display: inline-block; width: 16px; height: 3px; border-radius: 2px; margin: 0 7px 3px 0; }
 .legend i.main { background: var(--after); } .legend i.train { background: var(--train); }
 .chart { width: 100%; height: auto; display: block; overflow: visible; }
@@ -101,6 +102,7 @@ td.bars { width: 34%; min-width: 200px; }
 .bar .track { flex: 1; height: 6px; border-radius: 3px; background: var(--rule); overflow: hidden; }
 .bar .track i { display: block; height: 100%; border-radius: 3px; background: var(--before); }
 .bar.after .track i { background: var(--after); } .bar.after { color: var(--ink); }
+.bar.train .track i { background: var(--train); }
 .bar .share { width: 82px; text-align: right; white-space: nowrap; }
 .up { color: var(--good); } .down { color: var(--bad); } .same { color: var(--faint); }
 

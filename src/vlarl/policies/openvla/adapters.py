@@ -7,7 +7,8 @@ code's adapters have, and `base.json`, which says what weights it was trained on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,22 +34,97 @@ LARGEST_ALPHA = 16
 SAMPLED_VALUES = 16  # of each tensor, for the fingerprint
 
 
+class _AddLora(torch.autograd.Function):
+    """x W' + b + x A' B' with W frozen, as one node: three products forward, five backward, and nothing else of the
+    output's size. A and B take part as copies in the type of x; their gradients go to the float32 originals."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,  # [N, in]
+        weight: torch.Tensor,  # [out, in]
+        bias: torch.Tensor | None,
+        into: torch.Tensor,  # [rank, in] float32, for its gradient alone
+        out: torch.Tensor,  # [out, rank] float32, likewise
+        into_copy: torch.Tensor,
+        out_copy: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        low = x @ into_copy.t()
+        result = F.linear(x, weight, bias)
+        result.addmm_(low, out_copy.t(), alpha=scale)
+        ctx.save_for_backward(x, low, weight, into_copy, out_copy)
+        ctx.scale = scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, low, weight, into_copy, out_copy = ctx.saved_tensors
+        grad = grads[0]
+        grad_low = (grad @ out_copy).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, into_copy)
+        grad_into = (grad_low.t() @ x).float()
+        grad_out = (grad.t() @ low).float() * ctx.scale
+        return grad_x, None, None, grad_into, grad_out, None, None, None
+
+
 class LoraLinear(PeftLinear):
-    """peft's layer computed with one product less: weights stay float32, products are in the type of the input."""
+    """peft's layer, computed with fewer and smaller steps: adapters stay float32, products are in the type of x."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The frozen layer's answer plus the adapters'."""
-        if self.disable_adapters or self.merged or args or kwargs:
-            plain: torch.Tensor = super().forward(x, *args, **kwargs)
-            return plain
-        result: torch.Tensor = self.base_layer(x)
-        width = result.shape[-1]
-        for name in self.active_adapters:
-            into, out = (cast(nn.Linear, part[name]).weight.to(x.dtype) for part in (self.lora_A, self.lora_B))
-            low = F.linear(self.lora_dropout[name](x), into)  # [..., rank]
-            # In place: the product's own epilogue scales and adds, where two more passes over the result would.
-            result.view(-1, width).addmm_(low.flatten(0, -2), out.t(), alpha=self.scaling[name])
+        """The frozen layer's answer plus the adapter's."""
+        base, name = self.base_layer, self.active_adapters[0]
+        dropout = self.lora_dropout[name]
+        plain = not (self.disable_adapters or self.merged or args or kwargs) and isinstance(dropout, nn.Identity)
+        if not plain or base.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+            theirs: torch.Tensor = super().forward(x, *args, **kwargs)
+            return theirs
+        into, out = (cast(nn.Linear, part[name]).weight for part in (self.lora_A, self.lora_B))
+        copies = self.copies(x.dtype)
+        flat = _AddLora.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), base.weight, base.bias, into, out, *copies, self.scaling[name]
+        )
+        result: torch.Tensor = flat.view(*x.shape[:-1], -1)
         return result
+
+    def copies(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The adapter in the type of the computation.
+
+        Copies in a smaller type are kept, and brought up to date in place when the weights' counters of changes have
+        moved; a change through `.data`, which they don't see, needs a call of `refresh_copies`.
+        """
+        name = self.active_adapters[0]
+        into, out = (cast(nn.Linear, part[name]).weight for part in (self.lora_A, self.lora_B))
+        if into.dtype == dtype:
+            return into.detach(), out.detach()
+        known = self.__dict__.get("_copies")
+        versions = (into._version, out._version, into.data_ptr(), out.data_ptr(), dtype)
+        if known is None or known[0] != versions:
+            with torch.no_grad():
+                fresh = (into.detach().to(dtype), out.detach().to(dtype))
+                if known is not None and known[1].dtype == dtype and known[1].device == into.device:
+                    known[1].copy_(fresh[0])  # in place: a captured graph reads from here
+                    known[2].copy_(fresh[1])
+                    fresh = (known[1], known[2])
+            known = (versions, *fresh)
+            self.__dict__["_copies"] = known  # past nn.Module: no parameter, no buffer
+        return known[1], known[2]
+
+
+def refresh_copies(model: nn.Module) -> None:
+    """Bring the copies that adapters compute with up to date, whoever changed the adapters and however."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_copies")) is not None:
+            module.__dict__["_copies"] = (None, *known[1:])
+            module.copies(known[1].dtype)
+
+
+def remove(folder: Path) -> None:
+    """Take an adapter's files out of a folder that a whole model has been written to."""
+    for name in (CONFIG_NAME, WEIGHTS_NAME, BASE_NAME):
+        (folder / name).unlink(missing_ok=True)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -92,9 +168,7 @@ def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: 
         init_lora_weights=True,
         base_model_name_or_path=base,
     )
-    devices = range(torch.cuda.device_count()) if next(model.parameters()).is_cuda else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with _seeded(model, seed):
         _inject(model, config)
 
 
@@ -124,7 +198,7 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     set_peft_model_state_dict(model, state)
 
 
-def save(model: nn.Module, folder: Path, base: str, base_folder: Path | None) -> None:
+def save(model: nn.Module, folder: Path, base: str, base_fingerprint: str) -> None:
     """Write the adapters as peft does, and what weights they belong to."""
     config = _config(model)
     config.base_model_name_or_path = base
@@ -137,8 +211,7 @@ def save(model: nn.Module, folder: Path, base: str, base_folder: Path | None) ->
         for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
     }
     write_tensors(state, folder / WEIGHTS_NAME)
-    if base_folder is not None:
-        write_json(folder / BASE_NAME, {"base": base, "fingerprint": fingerprint(base_folder)})
+    write_json(folder / BASE_NAME, {"base": base, "fingerprint": base_fingerprint})
 
 
 @torch.no_grad()
@@ -154,6 +227,36 @@ def fold(model: nn.Module) -> None:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, plain)
     del model.peft_config
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model computes as if it had no adapters; they are where they were afterwards."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def reset(model: nn.Module, seed: int) -> None:
+    """Begin all adapters anew, as `add_fresh` makes them."""
+    with _seeded(model, seed):
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                cast(Any, module).reset_lora_parameters("default", True)
+
+
+@contextmanager
+def _seeded(model: nn.Module, seed: int) -> Iterator[None]:
+    """Random numbers from a seed for the block; those of the process go on afterwards as if nothing had been drawn."""
+    devices = range(torch.cuda.device_count()) if next(model.parameters()).is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
 
 
 def settings(model: nn.Module) -> dict[str, object]:
@@ -185,17 +288,27 @@ def _read_config(folder: Path) -> PeftLoraConfig:
     kind = read_json(folder / CONFIG_NAME).get("peft_type")
     if kind != "LORA":
         raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
-    config: PeftLoraConfig = PeftLoraConfig.from_pretrained(str(folder))
+    try:
+        config: PeftLoraConfig = PeftLoraConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG_NAME} is malformed ({error}): copy or download it again") from error
+    extras = {name: getattr(config, name, None) for name in ("use_dora", "lora_bias", "modules_to_save")}
+    extras["bias"] = None if config.bias == "none" else config.bias
+    used = [f"{name} = {value!r}" for name, value in extras.items() if value]
+    if used:
+        raise ValueError(
+            f"the adapter {folder} is more than LoRA ({', '.join(used)}), which is not supported: train it with plain "
+            "LoRA, or merge it with the code that made it"
+        )
     config.inference_mode = False
     return config
 
 
-def check_base(folder: Path, base: str, base_folder: Path) -> None:
+def check_base(folder: Path, base: str, found: str) -> None:
     """Refuse a base with other weights than those that the adapter was trained on, where its folder tells."""
     if not (folder / BASE_NAME).is_file():
         return
     recorded = read_json(folder / BASE_NAME)
-    found = fingerprint(base_folder)
     if recorded.get("fingerprint") != found:
         raise ValueError(
             f"the adapter {folder} was trained on {recorded.get('base')} (fingerprint {recorded.get('fingerprint')}), "

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from tokenizers import Tokenizer
 
+from vlarl.errors import UsageError
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.attention import AttentionName
@@ -59,11 +60,7 @@ def read_policy(
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
-    origin = Base(str(path), folder)
-    if adapter is not None:
-        base_path = base or adapters.base_of(folder)
-        origin = Base(base_path, checkpoint_folder(base_path))
-        adapters.check_base(folder, base_path, origin.folder)
+    origin = _base_of(folder, base) if adapter is not None else Base(str(path), folder, adapters.fingerprint(folder))
     folders = (folder, origin.folder)
     film = _film_state(origin.folder)
     config = _read_config(folders)
@@ -84,7 +81,7 @@ def read_policy(
         )
     if quantize is not None:
         quantize_linears(policy.model, quantize)
-    policy.base = Base(_recorded(origin), origin.folder)
+    policy.base = replace(origin, path=_recorded(origin))
     load_model(policy.model, origin.folder, dtype, device, film)
     _restore_constants(policy, device)
     _load_heads(policy, folders, dtype, l1_head)
@@ -92,6 +89,19 @@ def read_policy(
         policy.add_adapter_from(adapter)
     policy.assets = {name: file.read_bytes() for name in ASSET_NAMES if (file := _find(folders, name)) is not None}
     return policy
+
+
+def _base_of(adapter: Path, given: str | None) -> Base:
+    """The model under an adapter: the one given, else the one that it names; one with other weights is refused."""
+    path = given or adapters.base_of(adapter)
+    try:
+        folder = checkpoint_folder(path)
+    except UsageError as error:
+        message = f"the adapter {adapter} was trained on {path}, which can't be had; say where it is. {error}"
+        raise UsageError(message) from error
+    base = Base(path, folder, adapters.fingerprint(folder))
+    adapters.check_base(adapter, path, base.fingerprint)
+    return base
 
 
 def _restore_constants(policy: OpenVLAPolicy, device: torch.device | str) -> None:
@@ -107,7 +117,8 @@ def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dty
     if critic is not None:
         hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
         widths = [weight.shape[0] for weight in hidden if weight is not None]
-        policy.value_head = ValueHead(policy.model.hidden_size, widths)
+        num_values = critic["out.weight"].shape[0] if "out.weight" in critic else 1
+        policy.value_head = ValueHead(policy.model.hidden_size, widths, num_values)
     if l1_head:
         policy.l1_head = L1ActionHead(policy.model.hidden_size, policy.action_dim)
     for name, head in policy.components().items():
@@ -163,6 +174,9 @@ def _read_tokenizer(folders: Sequence[Path]) -> Tokenizer | None:
     if path is None:
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()  # some files ask for it; padding is the processor's business
+        tokenizer.no_truncation()
+        return tokenizer
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error

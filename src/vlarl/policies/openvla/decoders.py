@@ -71,7 +71,8 @@ def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn
 
 def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
     """[B, H] what FiLM reads, as in OFT: the mean over the whole prompt and the stop token, without padding."""
-    stop = model.embed_tokens(torch.tensor([[model.config.stop_id]], device=text.device)).expand(text.shape[0], -1, -1)
+    stop_ids = torch.full((text.shape[0], 1), model.config.stop_id, device=text.device)
+    stop = model.embed_tokens(stop_ids)
     if padding is None:
         return torch.cat([text, stop], dim=1).mean(dim=1)
     columns = torch.arange(text.shape[1], device=text.device).unsqueeze(0)
@@ -83,7 +84,7 @@ def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tens
 def _pad_after_bos(inputs: PolicyInput) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prompt ids with the padding moved from the right to just after the first token, and how much each row has."""
     ids, mask = inputs.input_ids, inputs.attention_mask
-    if bool(mask.all()):
+    if not inputs.ragged:
         return ids, None
     padding = ids.shape[1] - mask.sum(dim=1)
     source = torch.arange(1, ids.shape[1], device=ids.device) - padding.unsqueeze(1)
@@ -123,20 +124,23 @@ class AutoregressiveDecoder:
         return model.finish(self._run(model, prefix, prefix.embeds, None))[:, 0]
 
     def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt once, then a token a step against the cache; then all once more, to say how likely they were.
+        """The prompt once, then a token a step against the cache; then, in float32, all once more.
 
         Kernels for one column and for several round differently. The logits returned are those of the last pass, which
-        rounds more like `states` does, so that engine and learner agree on how likely a token was.
+        rounds more like `states` does, so that engine and learner agree on how likely a token was. In a smaller type
+        both round far more than that, and the pass would not help.
         """
         cache = KeyValueCache(model.num_layers, prefix.embeds.shape[1] + self.num_tokens - 1)
         first = model.action_logits(model.finish(self._run(model, prefix, prefix.embeds, cache)))
+        logits = [first]
         places = choose(first, 0)
         for step in range(1, self.num_tokens):
-            hidden = self._extend(model, prefix, places[:, -1:], step - 1, cache)
-            places = torch.cat([places, choose(model.action_logits(hidden), step)], dim=1)
-        cache.truncate(prefix.embeds.shape[1])
-        rest = model.action_logits(self._extend(model, prefix, places[:, :-1], 0, cache))
-        return places, torch.cat([first, rest], dim=1)
+            logits.append(model.action_logits(self._extend(model, prefix, places[:, -1:], step - 1, cache)))
+            places = torch.cat([places, choose(logits[-1], step)], dim=1)
+        if model.dtype == torch.float32:
+            cache.truncate(prefix.embeds.shape[1])
+            logits = [first, model.action_logits(self._extend(model, prefix, places[:, :-1], 0, cache))]
+        return places, torch.cat(logits, dim=1)
 
     def _extend(
         self, model: OpenVLAModel, prefix: Prefix, places: torch.Tensor, start: int, cache: KeyValueCache
@@ -208,10 +212,11 @@ class ParallelDecoder:
         """Slots and stop token, [B, T, H] each. OFT's slots are zeros, told apart by their positions alone; learned
         ones (padding rows of the embedding, which nothing else uses) spare a small model from learning that first."""
         config, batch = model.config, like.shape[0]
-        ids = [config.stop_id]
+        ids = torch.full((1,), config.stop_id, device=like.device)
         if config.learned_slots:
-            ids = [*range(config.vocab_size, config.vocab_size + self.num_tokens), config.stop_id]
-        embedded = model.embed_tokens(torch.tensor([ids], device=like.device)).expand(batch, -1, -1)
+            slots = torch.arange(config.vocab_size, config.vocab_size + self.num_tokens, device=like.device)
+            ids = torch.cat([slots, ids])
+        embedded = model.embed_tokens(ids.unsqueeze(0)).expand(batch, -1, -1)
         if config.learned_slots:
             return [embedded]
         return [like.new_zeros(batch, self.num_tokens, like.shape[2]), embedded]

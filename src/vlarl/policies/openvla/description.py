@@ -123,7 +123,7 @@ def describe_checkpoint(
     adapter = _adapter(folder)
     base = folder if adapter is None else checkpoint_folder(adapter.base)
     if adapter is not None:
-        adapters.check_base(folder, adapter.base, base)
+        adapters.check_base(folder, adapter.base, adapters.fingerprint(base))
     folders = (folder,) if adapter is None else (folder, base)
     found = tuple(name for name in COMPONENTS if any(_has_component(place, name) for place in folders))
     config = _decoded(_config(folders), found, decoder, num_images)

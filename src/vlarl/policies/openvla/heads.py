@@ -10,14 +10,19 @@ from torch import nn
 
 
 class ValueHead(nn.Module):
-    """MLP from the state before the first action token to one number; computed in float32."""
+    """MLP from the state before the first action token to the values of a decision; computed in float32.
 
-    def __init__(self, hidden_size: int, hidden_sizes: Sequence[int] = (1024, 512)) -> None:
+    Several values (of the steps or tokens of a chunk) are all read off that one state: what a value knows was known
+    before the first token was drawn, so it is a baseline for every one of them.
+    """
+
+    def __init__(self, hidden_size: int, hidden_sizes: Sequence[int] = (1024, 512), num_values: int = 1) -> None:
         super().__init__()
         widths = [hidden_size, *hidden_sizes]
         self.hidden_sizes = tuple(hidden_sizes)
+        self.num_values = num_values
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.out = nn.Linear(widths[-1], 1)
+        self.out = nn.Linear(widths[-1], num_values)
 
     def reset(self, generator: torch.Generator) -> None:
         """Initialise from a generator; the last layer starts near zero so that first values don't shake the policy."""
@@ -30,12 +35,12 @@ class ValueHead(nn.Module):
                 layer.bias.zero_()
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
-        """[B, H] -> [B] float32."""
+        """[B, H] -> [B, V] float32."""
         x = state.float()
         for layer in self.layers:
             x = F.gelu(layer(x))
-        value: torch.Tensor = self.out(x).squeeze(-1)
-        return value
+        values: torch.Tensor = self.out(x)
+        return values
 
 
 class ProprioProjector(nn.Module):

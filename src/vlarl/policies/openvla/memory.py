@@ -78,9 +78,10 @@ def estimate_rollout(
     # Layers fill the cache one by one; the last one computes few columns, so the one before it is the worst moment.
     language = cache * (text.layers - 1) // text.layers + _language_peak(sizes) * width
     peak = max(*_vision_peaks(sizes, width), language) + sizes.pixels + sizes.unpacked(quantize)
+    adapters = 0 if lora_rank is None else sizes.adapter_weights(lora_rank)
     return MemoryEstimate(
         sizes.weights(dtype, quantize),
-        adapters=0 if lora_rank is None else sizes.adapter_weights(lora_rank) * FLOAT32,
+        adapters=adapters * (FLOAT32 + _copied(dtype, quantize)),
         activations=max(peak - cache, 0),
         cache=cache,
     )
@@ -98,6 +99,7 @@ def estimate_lora_update(
     freeze_vision: bool = False,
 ) -> MemoryEstimate:
     """An update of adapters beside all linear layers: forward and backward pass of a microbatch, AdamW's state."""
+    copied = _copied(dtype, quantize)
     if quantize is not None:
         dtype = "float32"  # what is not quantised is trained around in float32, and so are the states between layers
     sizes = Sizes(config, microbatch_size, prompt_length)
@@ -109,17 +111,17 @@ def estimate_lora_update(
         # Each layer's input, all that one layer saves while it is computed again, and two gradients of its inner width.
         kept += sizes.text.layers * sizes.columns * sizes.text.hidden * width
         kept += layer + 2 * sizes.columns * sizes.text.inner * width
+        kept += sizes.inputs_of_linears(freeze_vision) * width if quantize == 8 else 0
     else:
         # All that layers save. The last one computes what is read alone; going back through it makes three gradients.
         kept += (sizes.text.layers - 1) * layer + sizes.saved_by_layer(sizes.read, rank, width)
         kept += 3 * sizes.columns * sizes.text.hidden * width
-        kept += adapters * width if width < FLOAT32 else 0  # their copies in the type of the products
     if not freeze_vision:
         kept += sum(_tower_saved(sizes, tower, rank, width, gradient_checkpointing) for tower in config.towers)
     bytes_each = adapters * FLOAT32
     return MemoryEstimate(
         sizes.weights(dtype, quantize),
-        adapters=bytes_each,
+        adapters=bytes_each + adapters * copied,
         gradients=bytes_each,
         optimizer=2 * bytes_each,
         activations=kept,
@@ -192,6 +194,13 @@ class Sizes:
         deviations = (self.columns + asked) * FLOAT32
         return kept * width + deviations + asked * text.heads * FLOAT32
 
+    def inputs_of_linears(self, freeze_vision: bool) -> int:
+        """Numbers that go into the linear layers: bitsandbytes holds on to them in 8 bits, recomputed or not."""
+        language = self.text.layers * self.columns * (2 * self.text.hidden + self.text.queries + self.text.inner)
+        towers = () if freeze_vision else self.config.towers
+        vision = sum(self.tower_tokens(t) * (t.depth - 1) * (3 * t.embed_dim + t.mlp_dim) for t in towers)
+        return language + vision
+
     def tower_tokens(self, tower: TowerConfig) -> int:
         """Tokens of all images in one tower: patches, class token, registers."""
         return self.num_images * (tower.num_patches + tower.class_token + tower.num_registers)
@@ -204,6 +213,11 @@ class Sizes:
             if isinstance(module, nn.Linear) and QUANTIZED.fullmatch(name)
             if bits == 8 or module.in_features % BLOCK == 0
         ]
+
+
+def _copied(dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
+    """Bytes of the copy of a float32 adapter that products of a smaller type read; quantised layers have none."""
+    return BYTES[dtype] if BYTES[dtype] < FLOAT32 and quantize is None else 0
 
 
 def _text_sizes(text: Any) -> TextSizes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -29,6 +31,8 @@ from vlarl.policies.openvla.processor import Processor, preprocessor_config
 from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, save_module, save_weights, write_json
 from vlarl.types import ActionTokens, FloatArray, Observation, PolicyInput, UInt8Array
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Base:
@@ -36,6 +40,7 @@ class Base:
 
     path: str  # as a user names it: a built-in model, a folder, a hub id
     folder: Path
+    fingerprint: str  # of the weights, as they were when they were read
 
 
 class OpenVLAPolicy(Policy):
@@ -86,14 +91,18 @@ class OpenVLAPolicy(Policy):
         """Prompts and pixels, on the CPU; the same function for engine and learner."""
         return self.processor(observations)
 
-    def score(self, inputs: PolicyInput, token_ids: torch.Tensor) -> Scores:
-        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic."""
-        states = self._states(inputs, token_ids)
-        values = None if self.value_head is None else self._value(states[:, 0])
-        return Scores(self.model.action_logits(states), values)
+    def score(self, inputs: PolicyInput, token_ids: torch.Tensor, *, critic_only: bool = False) -> Scores:
+        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic.
+
+        `critic_only`: gradients reach the value head and nothing before it.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not critic_only):
+            states = self._states(inputs, token_ids)
+            logits = self.model.action_logits(states)
+        return Scores(logits, None if self.value_head is None else self._value(states[:, 0]))
 
     def values(self, inputs: PolicyInput) -> torch.Tensor:
-        """[B] the critic's values alone, for observations that no action follows."""
+        """[B, V] the critic's values alone, for observations that no action follows."""
         return self._value(self.decoder.first_state(self.model, self._prefix(inputs)))
 
     @torch.no_grad()
@@ -149,7 +158,13 @@ class OpenVLAPolicy(Policy):
         if self.config.use_proprio and proprio is None:
             raise ValueError(f"this policy reads the robot's state: give proprio, {self.config.proprio_dim} numbers")
         state = np.zeros(self.config.proprio_dim, np.float32) if proprio is None else np.asarray(proprio, np.float32)
-        stack = images[None] if images.ndim == 3 else images
+        views = np.asarray(images)
+        stack = views[None] if views.ndim == 3 else views
+        if len(stack) > self.num_images:
+            raise ValueError(
+                f"{len(stack)} images for a policy that was loaded to read {self.num_images}: load it with "
+                f"num_images={len(stack)}, or leave the others out"
+            )
         inputs = self.process([Observation(stack, state, instruction)])
         if self.acts_by_regression:
             actions = self.regress(inputs).cpu().numpy()
@@ -163,7 +178,8 @@ class OpenVLAPolicy(Policy):
         if self.l1_head is None:
             raise ValueError("the policy has no regression head: load it with actions='l1' or 'hybrid'")
         unread = torch.zeros(len(inputs), self.config.num_action_tokens, dtype=torch.int64)
-        actions: torch.Tensor = self.l1_head(self._states(inputs, unread).to(self.heads_device))
+        kind = next(self.l1_head.parameters()).dtype
+        actions: torch.Tensor = self.l1_head(self._states(inputs, unread).to(self.heads_device, kind))
         return actions.float()
 
     def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
@@ -204,16 +220,36 @@ class OpenVLAPolicy(Policy):
                 self._add_adapter(lora, seed)
             except (OSError, ValueError) as error:
                 raise UsageError(f"lora: {error}") from error
+        if settings.freeze == "vision":
+            self.model.vision_backbone.requires_grad_(False)  # adapters that were loaded there, too
         self._refuse_rounded_updates()
         self.model.checkpoint_layers(settings.gradient_checkpointing)
 
     def _refuse_rounded_updates(self) -> None:
-        rounded = [n for n, p in self.model.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        rounded = [name for name, p in self.named_parameters() if p.requires_grad and p.dtype != torch.float32]
         if rounded:
             raise UsageError(
                 f"policy.dtype = '{str(self.model.dtype).removeprefix('torch.')}' without adapters: small updates of "
                 "weights that are trained would be rounded away; set lora.enabled, or policy.dtype to float32."
             )
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a pass can be recorded as a CUDA graph: 8-bit layers and flash-attn ask the device in the middle."""
+        eight_bits = getattr(self.model, "is_loaded_in_8bit", False)
+        return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
+
+    def weights_changed(self) -> None:
+        """Bring the copies that adapters compute with up to date."""
+        adapters.refresh_copies(self.model)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside the block the policy acts and scores as if it had no adapters."""
+        return adapters.without_adapters(self.model)
+
+    def reset_adapters(self, seed: int) -> None:
+        """Begin the adapters anew, where there are some: they change nothing yet."""
+        adapters.reset(self.model, seed)
 
     def fold_adapter(self) -> None:
         """Add the adapters to the model's own weights; a policy without adapters is left."""
@@ -234,7 +270,7 @@ class OpenVLAPolicy(Policy):
     def add_adapter_from(self, folder: Path) -> None:
         """Freeze everything but the critic and go on with a folder's adapters."""
         assert self.base is not None
-        adapters.check_base(folder, self.base.path, self.base.folder)
+        adapters.check_base(folder, self.base.path, self.base.fingerprint)
         self._freeze_all()
         adapters.add_from(self.model, folder, self.base.path)
         self.has_adapter = True
@@ -249,14 +285,24 @@ class OpenVLAPolicy(Policy):
         """Pixels of an image side, as the policy reads it."""
         return self.config.image_size
 
-    def attach_value_head(self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0) -> ValueHead:
-        """Add a fresh critic, unless the checkpoint brought one; kept in float32 whatever the policy's type."""
-        if self.value_head is not None:
+    def attach_value_head(
+        self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, num_values: int | None = None
+    ) -> ValueHead:
+        """Add a fresh critic of `num_values` (1) a decision, unless the checkpoint brought one that gives as many; kept
+        in float32 whatever the policy's type."""
+        if self.value_head is not None and num_values in (None, self.value_head.num_values):
             return self.value_head
-        head = ValueHead(self.model.hidden_size, hidden_sizes)
+        if self.value_head is not None:
+            found = self.value_head.num_values
+            log.warning("the checkpoint's critic gives %d values a decision, not %d: a fresh one", found, num_values)
+        head = ValueHead(self.model.hidden_size, hidden_sizes, num_values or 1)
         head.reset(torch.Generator().manual_seed(seed))
         self.value_head = head.to(self.heads_device)
         return self.value_head
+
+    def detach_value_head(self) -> None:
+        """Take the critic away, where there is one."""
+        self.value_head = None
 
     def attach_l1_head(self, seed: int = 0) -> L1ActionHead:
         """Add a fresh regression head for supervised training, unless the checkpoint brought one."""
@@ -279,12 +325,13 @@ class OpenVLAPolicy(Policy):
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
         if self.has_adapter and self.base is not None:
-            adapters.save(self.model, folder, self.base.path, self.base.folder)
+            adapters.save(self.model, folder, self.base.path, self.base.fingerprint)
         else:
             save_weights(self.model.state_dict(), folder, dtype, max_shard_bytes)
+            adapters.remove(folder)
         for name, head in self.components().items():
-            if head is not None and (name == "value_head" or not self.has_adapter):  # others stay the base's
-                save_module(head, folder / f"{name}.safetensors", dtype)
+            if head is not None and (not self.has_adapter or any(p.requires_grad for p in head.parameters())):
+                save_module(head, folder / f"{name}.safetensors", dtype)  # what is frozen beside adapters is the base's
 
     def components(self) -> dict[str, nn.Module | None]:
         """The networks beside the model, by the names of their files; None for those that it does without."""
@@ -295,13 +342,17 @@ class OpenVLAPolicy(Policy):
         }
 
     def _freeze_all(self) -> None:
-        """What adapters leave alone: the model and the heads that act; the critic goes on learning."""
-        for part in (self.model, self.proprio_projector, self.l1_head):
+        """What adapters leave alone: the model and its heads; the critic goes on learning, and a head that acts."""
+        acting = None if self.acts_by_regression else self.l1_head
+        for part in (self.model, self.proprio_projector, acting):
             if part is not None:
                 part.requires_grad_(False)
 
     def _inputs(self, ids: torch.Tensor, pixels: torch.Tensor, proprio: torch.Tensor | None) -> PolicyInput:
-        return PolicyInput(ids, ids != self.config.pad_token_id, pixels, proprio)
+        mask = ids != self.config.pad_token_id
+        if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+            raise ValueError("prompts are padded on the left or in the middle: pad them on the right")
+        return PolicyInput(ids, mask, pixels, proprio)
 
     def _prefix(self, inputs: PolicyInput) -> Prefix:
         return embed_prefix(self.model, inputs.to(self.device), self.proprio_projector)

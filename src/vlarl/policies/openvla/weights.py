@@ -72,7 +72,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(name)
                 counts[part.get_dtype()] += math.prod(part.get_shape())
-    return torch.float32 if counts.most_common(1)[0][0] == "F32" else torch.bfloat16
+    return torch.bfloat16 if counts.most_common(1)[0][0] == "BF16" else torch.float32  # the next larger one for others
 
 
 def load_model(
@@ -114,6 +114,11 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
+def has_component(folder: Path, name: str) -> bool:
+    """Whether a folder brings this component, ours or OFT's."""
+    return (folder / f"{name}.safetensors").is_file() or any(folder.glob(f"{name}--*_checkpoint.pt"))
+
+
 def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     """State of a component: our `<name>.safetensors`, or OFT's `<name>--<step>_checkpoint.pt` of the latest step."""
     ours = folder / f"{name}.safetensors"
@@ -144,9 +149,6 @@ def save_weights(
     written; an iterable, which may compute its tensors on the way, gives each only once. `dtype` None keeps the types.
     """
     tensors = _without_ties(named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
-    for old in folder.iterdir():
-        if _WRITTEN.fullmatch(old.name):  # a stale index would win over a new single file
-            old.unlink()
     parts: list[list[str]] = []  # names in each file
     sizes: dict[str, int] = {"total_parameters": 0, "total_size": 0}
     shard: dict[str, torch.Tensor] = {}
@@ -281,6 +283,9 @@ def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _name_parts(folder: Path, parts: list[list[str]], sizes: dict[str, int]) -> None:
     """Give the written files their final names, which need their number, and write the index of several."""
     written = [folder / f"model-{number:05d}.safetensors.part" for number in range(1, len(parts) + 1)]
+    for old in folder.iterdir():  # only now that the new ones are whole; a stale index would win over a single file
+        if _WRITTEN.fullmatch(old.name) and old not in written:
+            old.unlink()
     if len(parts) == 1:
         written[0].rename(folder / WEIGHTS_NAME)
         return

@@ -1,0 +1,54 @@
+"""Rules of the sections `optim`, `critic` and `ema`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vlarl.config.derive import total_updates
+from vlarl.config.problems import Problem
+from vlarl.config.schema import Config, CriticConfig
+
+Problems = Iterator[Problem]
+
+
+def check_updates(config: Config) -> Problems:
+    """Every update must come to pass, and warm-ups must leave some of them."""
+    iterations, gathered = config.run.iterations, config.optim.rollouts_per_update
+    if gathered > iterations:
+        subject = f"optim.rollouts_per_update = {gathered} with run.iterations = {iterations}"
+        remedy = "so many rollouts are never gathered; set it to run.iterations or less"
+        yield Problem(subject, remedy, ("optim.rollouts_per_update", "run.iterations"))
+        return
+    if gathered == 1:
+        return  # an update an iteration: other rules see to it
+    updates = total_updates(config)
+    paths = ("run.iterations", "optim.rollouts_per_update")
+    for path, value, limit in (
+        ("algorithm.value_init_steps", config.algorithm.value_init_steps, updates - 1),
+        ("optim.warmup_iterations", config.optim.warmup_iterations, updates),
+        ("critic.warmup_iterations", config.critic.warmup_iterations or 0, updates),
+    ):
+        if value > limit:
+            subject = f"{path} = {value} with optim.rollouts_per_update = {gathered}"
+            message = f"{iterations} iterations make {updates} updates, which it counts; set it to {limit} or less"
+            yield Problem(subject, message, (path, *paths))
+
+
+def check_critic(config: Config) -> Problems:
+    """Options of a critic need an algorithm that has one, and a warm-up that ends."""
+    name, critic, iterations = config.algorithm.name, config.critic, config.run.iterations
+    if name != "ppo" and critic.kind != CriticConfig().kind:
+        remedy = "this algorithm has no critic; set critic.kind to head, or algorithm.name to ppo"
+        subject = f"critic.kind = '{critic.kind}' with algorithm.name = '{name}'"
+        yield Problem(subject, remedy, ("critic.kind", "algorithm.name"))
+    if critic.warmup_iterations is not None and critic.warmup_iterations > iterations:
+        subject = f"critic.warmup_iterations = {critic.warmup_iterations} with run.iterations = {iterations}"
+        remedy = "the warm-up would never end; set it to run.iterations or less"
+        yield Problem(subject, remedy, ("critic.warmup_iterations", "run.iterations"))
+
+
+def check_ema(config: Config) -> Problems:
+    """An average can be evaluated where one is kept."""
+    if config.eval.use_ema and config.ema.beta is None:
+        remedy = "no average of the weights is kept; set ema.beta, such as 0.992, or eval.use_ema to false"
+        yield Problem("eval.use_ema = true", remedy, ("eval.use_ema", "ema.beta"))

@@ -1,0 +1,66 @@
+"""Rules of what is sampled: the section `curriculum`, and dynamic sampling in `rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vlarl.config.known import GROUP_METHODS, TASKS_PER_SUITE
+from vlarl.config.problems import Problem, shown
+from vlarl.config.schema import Config
+
+Problems = Iterator[Problem]
+
+
+def check_curriculum(config: Config) -> Problems:
+    """The mixture fits the tasks, and no option is given that the mode would never read."""
+    curriculum, mode = config.curriculum, ("curriculum.mode",)
+    if curriculum.mode == "weighted" and curriculum.weights is None:
+        remedy = "there are no weights; give curriculum.weights, one for each task, or set it to uniform or adaptive"
+        yield Problem("curriculum.mode = 'weighted'", remedy, (*mode, "curriculum.weights"))
+    if curriculum.weights is not None:
+        yield from _mixture(config, curriculum.weights)
+    for name, value in (("skip_solved_above", curriculum.skip_solved_above), ("start_from", curriculum.start_from)):
+        if value is not None and curriculum.mode != "adaptive":
+            remedy = f"only adaptive sampling reads it; set curriculum.mode to adaptive, or curriculum.{name} to null"
+            subject = f"curriculum.{name} = {shown(value)} with curriculum.mode = '{curriculum.mode}'"
+            yield Problem(subject, remedy, (f"curriculum.{name}", *mode))
+
+
+def _mixture(config: Config, weights: tuple[float, ...]) -> Problems:
+    subject = f"curriculum.weights = {shown(weights)}"
+    num_tasks = TASKS_PER_SUITE if config.env.task_ids is None else len(config.env.task_ids)
+    if config.curriculum.mode == "uniform":
+        remedy = "uniform sampling reads no weights; set curriculum.mode to weighted or adaptive"
+        yield Problem(f"{subject} with curriculum.mode = 'uniform'", remedy, ("curriculum.weights", "curriculum.mode"))
+    elif len(weights) != num_tasks:
+        remedy = f"there are {num_tasks} tasks (env.task_ids); give each one weight, in their order"
+        yield Problem(subject, remedy, ("curriculum.weights", "env.task_ids"))
+    elif not any(weights):
+        yield Problem(subject, "no task would ever be trained on; give one a weight above 0", ("curriculum.weights",))
+
+
+def check_dynamic_sampling(config: Config) -> Problems:
+    """Groups are dropped and replaced for methods that need them, and some group must be able to stay."""
+    rollout, name = config.rollout, config.algorithm.name
+    asked_for = {
+        "rollout.refill": rollout.refill,
+        "rollout.oversample": rollout.oversample > 1,
+        "rollout.accuracy_bounds": rollout.accuracy_bounds is not None,
+    }
+    for path in (path for path, is_asked in asked_for.items() if is_asked and name not in GROUP_METHODS):
+        value = shown(getattr(rollout, path.removeprefix("rollout.")))
+        remedy = (
+            "groups are dropped and replaced for methods that need them; leave it out, or set algorithm.name to one of "
+            + ", ".join(GROUP_METHODS)
+        )
+        yield Problem(f"{path} = {value} with algorithm.name = '{name}'", remedy, (path, "algorithm.name"))
+    if rollout.accuracy_bounds is not None:
+        low, high = rollout.accuracy_bounds
+        size = rollout.group_size
+        if not any(low < won / size < high for won in range(size + 1)):
+            remedy = (
+                f"no group of {size} (rollout.group_size) has a success rate strictly between them, so nothing would "
+                "be trained on; set them further apart, such as 0 and 1, or make groups larger"
+            )
+            subject = f"rollout.accuracy_bounds = {shown(rollout.accuracy_bounds)}"
+            yield Problem(subject, remedy, ("rollout.accuracy_bounds", "rollout.group_size"))

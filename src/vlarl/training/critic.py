@@ -1,0 +1,40 @@
+"""The critic: a head on the policy's states, or a network of its own that shares whatever the policy leaves frozen."""
+
+from __future__ import annotations
+
+import copy
+
+from vlarl.algorithms.base import Algorithm
+from vlarl.config.schema import Config
+from vlarl.policies.base import Policy
+from vlarl.rollout.tasks import derive_seed
+
+ADAPTER_SEED = 3  # apart from the seeds of tasks, episodes and evaluations
+
+
+def build_critic(policy: Policy, algorithm: Algorithm, config: Config) -> Policy | None:
+    """Give the policy a value head; or return a separate critic, and take the head that the policy may have away."""
+    if not algorithm.needs_critic:
+        return None
+    hidden, num_values = config.algorithm.critic_hidden, values_per_decision(policy, config)
+    if config.critic.kind == "head":
+        policy.attach_value_head(hidden, config.run.seed, num_values)
+        return None
+    policy.detach_value_head()
+    critic = copy_sharing_frozen(policy)
+    critic.reset_adapters(derive_seed(config.run.seed, ADAPTER_SEED) % 2**63)
+    critic.attach_value_head(hidden, config.run.seed, num_values)
+    critic.eval()
+    return critic
+
+
+def values_per_decision(policy: Policy, config: Config) -> int:
+    """How many values the advantage estimate wants of a decision."""
+    chunk, action = policy.chunk_length, policy.action_dim
+    return {"chunk": 1, "step": chunk, "token": chunk * action}[config.algorithm.gae_level]
+
+
+def copy_sharing_frozen(policy: Policy) -> Policy:
+    """A copy whose frozen weights are the policy's own, in the same memory."""
+    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    return copy.deepcopy(policy, memo=dict(shared))

@@ -1,0 +1,69 @@
+"""The reference: the policy that training started from, which a KL penalty keeps the trained one near.
+
+Fresh adapters are switched off for it, and nothing is copied. Where the model itself is trained, or adapters that were
+trained before, a frozen copy of what is trained takes its place in the policy for the pass.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+
+from vlarl.algorithms.kl import ESTIMATORS
+from vlarl.config.schema import Config
+from vlarl.policies import checkpoint_folder, load_configured
+from vlarl.policies.base import Policy
+from vlarl.policies.openvla.adapters import is_adapter
+from vlarl.training.swap import swapped, trained_weights
+from vlarl.types import FloatArray, Trajectory
+
+
+class Reference:
+    """Scores as the policy did when training started."""
+
+    def __init__(self, policy: Policy, weights: dict[str, torch.Tensor] | None) -> None:
+        """`weights` are what the trained ones were at the start; None: the policy without its adapters."""
+        self.policy = policy
+        self.weights = weights
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Inside the block the policy is the reference."""
+        return self.policy.without_adapters() if self.weights is None else swapped(self.policy, self.weights)
+
+
+def reference_here(policy: Policy, config: Config) -> Reference:
+    """A reference to the policy as it is now, before anything was trained."""
+    if policy.has_adapter and not starts_from_adapter(config):
+        return Reference(policy, None)
+    return Reference(policy, {name: p.detach().clone() for name, p in trained_weights(policy).items()})
+
+
+def reference_at_start(policy: Policy, config: Config, device: torch.device) -> Reference:
+    """The same for a run that goes on: what it started from is read again, since the policy has learnt since."""
+    if policy.has_adapter and not starts_from_adapter(config):
+        return Reference(policy, None)
+    settings = config.policy
+    start = load_configured(settings, settings.path, device, settings.decoder, settings.actions)
+    start.prepare_training(settings, config.lora, config.run.seed)
+    return Reference(policy, {name: p.detach() for name, p in trained_weights(start).items()})
+
+
+def starts_from_adapter(config: Config) -> bool:
+    """Whether training goes on with adapters that were trained before."""
+    return config.lora.adapter is not None or is_adapter(checkpoint_folder(config.policy.path))
+
+
+def reference_kl(trajectory: Trajectory, estimator: str) -> FloatArray:
+    """[T, K*D] how far the policy that acted was from its reference at each token; zero at steps that never ran."""
+    rows = []
+    for t in trajectory.transitions:
+        if t.ref_logprobs is None:
+            raise ValueError("the trajectory has no log-probs of the reference: let the learner compute them first")
+        acted, reference = torch.from_numpy(t.engine_logprobs), torch.from_numpy(t.ref_logprobs)
+        executed = t.num_executed * len(t.token_ids) // len(t.rewards)
+        row = ESTIMATORS[estimator](acted, reference).numpy().copy()
+        row[executed:] = 0.0
+        rows.append(row)
+    return np.stack(rows)

@@ -1,0 +1,181 @@
+"""What people call from Python: generate, action_logits, predict_action, and the three ways to act."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vlarl
+from vlarl.config.problems import ConfigError
+from vlarl.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from vlarl.errors import UsageError
+from vlarl.evaluation import evaluate
+from vlarl.launch import launch
+from vlarl.policies import load_policy
+from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.regression_engine import RegressionEngine
+from vlarl.rollout.torch_engine import TorchEngine
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / "openvla-tiny" / "expected.npz"))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_policy(GOLDEN / "openvla-tiny")
+
+
+def tensors(expected: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.from_numpy(expected[k]) for k in ("input_ids", "pixel_values", "greedy_tokens"))
+
+
+def test_greedy_generation_equals_the_originals(golden, expected):
+    ids, pixels, tokens = tensors(expected)
+    found = golden.generate(ids, pixels, greedy=True)
+    assert found.ids.tolist() == tokens.tolist()
+    np.testing.assert_allclose(found.engine_logprobs, expected["logprob_action_T1.0"], atol=2e-4)
+    hot = golden.generate(ids, pixels, greedy=True, temperature=1.6)
+    np.testing.assert_allclose(hot.engine_logprobs, expected["logprob_action_T1.6"], atol=2e-4)
+
+
+def test_action_logits_equal_the_originals_and_take_padded_prompts(golden, expected):
+    ids, pixels, tokens = tensors(expected)
+    logits = golden.action_logits(ids, pixels, tokens)
+    assert logits.shape == (3, 7, 256)
+    np.testing.assert_allclose(logits.detach(), expected["action_logits"], atol=2e-4)
+    padded = torch.nn.functional.pad(ids, (0, 5), value=golden.config.pad_token_id)
+    torch.testing.assert_close(golden.action_logits(padded, pixels, tokens), logits, atol=1e-4, rtol=0)
+
+
+def test_sampling_follows_its_generator_and_reports_its_own_logprobs(golden, expected):
+    ids, pixels, _ = tensors(expected)
+    one, two = (golden.generate(ids, pixels, generator=torch.Generator().manual_seed(4)) for _ in range(2))
+    assert torch.equal(one.ids, two.ids)
+    assert not torch.equal(one.ids, golden.generate(ids, pixels, greedy=True).ids)
+    logits = golden.action_logits(ids, pixels, one.ids)
+    places = one.ids - golden.codec.first_id
+    torch.testing.assert_close(one.engine_logprobs, token_logprobs(logits, places, 1.0), atol=2e-5, rtol=0)
+
+
+def test_predicted_actions_are_in_the_robots_units(golden, expected):
+    """The golden folder has no tokenizer; one that knows the golden prompt stands in."""
+
+    class Prompt:
+        def encode(self, text):
+            class Ids:
+                ids = expected["input_ids"][0].tolist()
+
+            return Ids
+
+    policy = load_policy(GOLDEN / "openvla-tiny")
+    policy.processor.tokenizer = Prompt()
+    for key in ("libero_spatial", "bridge_orig"):
+        action = policy.predict_action(expected["images"][0], "anything", unnorm_key=key)
+        np.testing.assert_allclose(action[0], expected[f"actions_{key}"][0], atol=1e-6)
+    with pytest.raises(ValueError, match=r"unnorm_key 'libero' is not in .*; valid: bridge_orig, libero_spatial"):
+        policy.predict_action(expected["images"][0], "anything", unnorm_key="libero")
+
+
+@pytest.fixture
+def with_head(tmp_path) -> Path:
+    policy = init_tiny("parallel", seed=3)
+    policy.attach_l1_head(seed=1)
+    policy.save(tmp_path / "oft")
+    return tmp_path / "oft"
+
+
+def test_tokens_do_not_load_the_regression_head_and_l1_acts_by_it(with_head, observation):
+    seen = observation(0)
+    tokens, hybrid, l1 = (load_policy(with_head, actions=mode) for mode in ("tokens", "hybrid", "l1"))
+    assert tokens.l1_head is None and hybrid.l1_head is not None
+    by_tokens, by_hybrid, by_head = (
+        policy.predict_action(seen.images, seen.instruction, seen.proprio) for policy in (tokens, hybrid, l1)
+    )
+    assert np.array_equal(by_tokens, by_hybrid), "hybrid acts by tokens"
+    with torch.no_grad():
+        regressed = l1.unnormalize(l1.regress(l1.process([seen]))[0].numpy())
+    assert np.array_equal(by_head, regressed) and not np.allclose(by_head, by_tokens)
+
+
+def test_the_regression_engine_gives_the_heads_actions_to_the_robot(with_head, observation):
+    policy = load_policy(with_head, actions="l1")
+    inputs = policy.process([observation(0)])
+    answer = RegressionEngine(policy, CPU).generate(inputs, 0.0, [0])
+    with torch.no_grad():
+        assert torch.equal(answer.actions, policy.regress(inputs))
+    nearest = policy.codec.decode(answer.ids.numpy())
+    assert np.abs(nearest - answer.actions.clamp(-1, 1).numpy()).max() <= 1 / 255 + 1e-6
+    with pytest.raises(UsageError, match="does not sample"):
+        RegressionEngine(policy, CPU).generate(inputs, 1.0, [0])
+    result = evaluate(
+        with_head, states_per_task=1, task_ids=[0], policy_config=PolicyConfig(actions="l1"), device="cpu"
+    )
+    assert len(result.episodes) == 1
+
+
+def test_rl_on_the_regression_head_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"policy.actions = 'l1': .*no policy gradient"):
+        vlarl.load_config(overrides={"policy.actions": "l1"})
+
+
+def test_hybrid_is_trained_on_tokens_with_the_head_frozen_and_a_warning(with_head, configure, caplog):
+    parts = launch(configure(policy={"path": str(with_head), "actions": "hybrid"}))
+    assert not any(p.requires_grad for p in parts.policy.l1_head.parameters())
+    assert any(p.requires_grad for p in parts.policy.model.parameters())
+    assert "regression head is loaded and frozen" in caplog.text
+
+
+def test_a_frozen_backbone_leaves_nothing_to_rl(configure):
+    policy = {"path": "builtin:tiny-openvla", "freeze": "backbone", "use_proprio": False}
+    with pytest.raises(UsageError, match="policy.freeze = 'backbone' leaves nothing for RL to train"):
+        launch(configure(policy=policy))
+
+
+def test_heads_may_live_elsewhere(observation):
+    policy = load_policy("builtin:tiny-oft", heads_device="meta")
+    assert policy.heads_device.type == "meta"
+    head = policy.attach_value_head((8,), seed=0)
+    assert {p.device.type for p in head.parameters()} == {"meta"}
+    assert policy.device.type == "cpu"
+
+
+def test_small_passes_of_the_engine_give_the_same_tokens(policy, observation):
+    inputs = policy.process([observation(i, "open the drawer" if i % 2 else "pick up the red cube") for i in range(5)])
+    seeds = [1, 2, 3, 4, 5]
+    whole, parts = (TorchEngine(policy, CPU, size).generate(inputs, 1.0, seeds) for size in (None, 2))
+    assert torch.equal(whole.ids, parts.ids)
+    torch.testing.assert_close(whole.engine_logprobs, parts.engine_logprobs, atol=1e-5, rtol=0)
+
+
+def test_recomputed_layers_train_alike(observation):
+    """Gradient checkpointing through the policy, with adapters: the same gradients to the bit."""
+    grads = []
+    for checkpointing in (False, True):
+        policy = load_policy("builtin:tiny-openvla")
+        policy.prepare_training(ModelConfig(gradient_checkpointing=checkpointing), LoraConfig(enabled=True), seed=0)
+        inputs = policy.process([observation(0), observation(1)])
+        tokens = policy.codec.first_id + torch.arange(14).view(2, 7)
+        policy.train().score(inputs, tokens).logits.square().mean().backward()
+        grads.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_more_images_than_are_read_are_refused(observation):
+    policy = load_policy(GOLDEN / "openvla-oft-tiny")
+    with pytest.raises(ValueError, match="2 images for a policy that was loaded to read 1: load it with num_images=2"):
+        policy.predict_action(np.zeros((2, 56, 56, 3), np.uint8), "x", np.zeros(8, np.float32))
+
+
+def test_prompts_padded_on_the_left_are_refused(golden, expected):
+    ids, pixels, _ = tensors(expected)
+    padded = torch.nn.functional.pad(ids, (5, 0), value=golden.config.pad_token_id)
+    with pytest.raises(ValueError, match="pad them on the right"):
+        golden.generate(padded, pixels)

@@ -1,0 +1,51 @@
+"""What recorded decoding rests on: filling a batch up changes no row. The recordings themselves need a GPU."""
+
+import pytest
+import torch
+
+from vlarl.rollout.cuda_graphs import fill_up
+from vlarl.rollout.torch_engine import TorchEngine
+
+INSTRUCTIONS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
+
+
+@pytest.fixture
+def inputs(policy, observation):
+    return policy.process([observation(i, text) for i, text in enumerate(INSTRUCTIONS)])
+
+
+def test_a_batch_is_filled_up_to_a_power_of_two_and_eight_columns(inputs):
+    filled, uniforms = fill_up(inputs, torch.rand(3, 7))
+    assert len(filled) == 4 and len(uniforms) == 4
+    assert filled.input_ids.shape[1] % 8 == 0 and filled.ragged
+    assert torch.equal(filled.input_ids[:3, : inputs.input_ids.shape[1]], inputs.input_ids)
+    assert torch.equal(filled.pixels[3], inputs.pixels[2])
+    assert not filled.attention_mask[:, inputs.input_ids.shape[1] :].any()
+
+
+def test_equal_prompts_are_not_padded(inputs):
+    alike = inputs.rows(torch.tensor([1, 1]))
+    filled, _ = fill_up(alike, torch.rand(2, 7))
+    assert filled.input_ids.shape == alike.input_ids.shape and not filled.ragged
+
+
+def test_filled_rows_decode_as_they_do_alone(policy, inputs):
+    engine = TorchEngine(policy, torch.device("cpu"))
+    num_tokens = policy.chunk_length * policy.action_dim
+    uniforms = torch.rand(3, num_tokens, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ids, logprobs = engine._decode(1.0, inputs, uniforms)
+        more_ids, more_logprobs = engine._decode(1.0, *fill_up(inputs, uniforms))
+    assert torch.equal(more_ids[:3], ids)
+    torch.testing.assert_close(more_logprobs[:3], logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="recordings need a GPU")
+def test_recorded_answers_equal_those_of_a_plain_pass(policy, inputs):
+    device = torch.device("cuda")
+    policy.to(device)
+    plain, graphed = (TorchEngine(policy, device, cuda_graphs=on) for on in (False, True))
+    for seeds in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):  # run, recorded, replayed
+        expected, found = (engine.generate(inputs, 1.0, seeds) for engine in (plain, graphed))
+        assert torch.equal(found.ids, expected.ids)
+        torch.testing.assert_close(found.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)

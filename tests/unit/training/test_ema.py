@@ -1,0 +1,106 @@
+"""The average of the weights: its closed form, and that using it leaves no trace."""
+
+import pytest
+import torch
+
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.training.ema import WeightAverage
+from vlarl.training.swap import trained_weights
+from vlarl.training.weight_sync import evaluated_weights
+
+
+def nothing(done: int, planned: int) -> None:
+    pass
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+
+def test_the_average_after_n_steps_is_the_closed_form():
+    """w_0 beta^n + (1 - beta) sum over i of beta^(n-i) w_i, for weights that go up by 1 a step."""
+    policy = init_tiny("parallel", seed=1)
+    start = weights(policy)
+    average, beta, steps = WeightAverage(policy, 0.992), 0.992, 30
+    for _ in range(steps):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(1.0)
+        average.update()
+    risen = sum((1 - beta) * beta ** (steps - i) * i for i in range(1, steps + 1))
+    assert risen == pytest.approx(steps - beta * (1 - beta**steps) / (1 - beta))  # the same sum, worked out
+    for name in trained_weights(policy):
+        torch.testing.assert_close(average.weights[name], start[name] + risen, atol=2e-5, rtol=1e-5)
+
+
+def test_a_learner_averages_after_every_step_that_it_takes(policy, act, lesson, configure, build):
+    """With beta 0 the average is the newest weight; frozen weights and the critic are no part of it."""
+    policy.freeze("vision")
+    config = configure(
+        algorithm={"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1},
+        optim={"lr": 1e-3, "minibatches": 2},
+        ema={"beta": 0.5},
+    )
+    learner = build(policy, config)
+    assert not any("vision" in n or n.startswith("value_head") for n in learner.average.weights)
+    batch, start = lesson(learner, act(policy)), weights(policy)
+    learner.update(batch, 1, nothing)
+    for name, average in learner.average.weights.items():
+        assert torch.equal(average, start[name]), "a critic's warm-up doesn't count"
+    seen, step = [], learner.optimizer.step
+
+    def watched() -> None:
+        step()
+        seen.append(weights(policy))
+
+    learner.optimizer.step = watched
+    learner.update(batch, 2, nothing)
+    assert len(seen) == 4  # two epochs of two minibatches
+    for name, average in learner.average.weights.items():
+        expected = start[name]
+        for stepped in seen:
+            expected = 0.5 * expected + 0.5 * stepped[name]
+        torch.testing.assert_close(average, expected, atol=1e-7, rtol=1e-6)
+
+
+def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observation, configure, build):
+    learner = build(policy, configure(ema={"beta": 0.9}, eval={"use_ema": True}))
+    engine = TorchEngine(policy, torch.device("cpu"))
+    inputs = policy.process([observation(0)])
+    for average in learner.average.weights.values():
+        average.mul_(1.1)
+    averages = {name: average.clone() for name, average in learner.average.weights.items()}
+    before, places = weights(policy), {n: p.data_ptr() for n, p in policy.named_parameters()}
+    newest = engine.generate(inputs, 1.0, [3]).engine_logprobs
+    with evaluated_weights(learner, engine):
+        for name, parameter in trained_weights(policy).items():
+            assert torch.equal(parameter, averages[name])
+        assert not torch.equal(engine.generate(inputs, 1.0, [3]).engine_logprobs, newest)
+    assert torch.equal(engine.generate(inputs, 1.0, [3]).engine_logprobs, newest)
+    assert all(torch.equal(p, before[n]) and p.data_ptr() == places[n] for n, p in policy.named_parameters())
+    assert all(torch.equal(average, averages[name]) for name, average in learner.average.weights.items())
+
+
+def test_without_being_asked_the_newest_weights_are_evaluated(configure, build):
+    policy = init_tiny("parallel", seed=1)
+    learner = build(policy, configure(ema={"beta": 0.9}))
+    for average in learner.average.weights.values():
+        average.zero_()
+    before = weights(policy)
+    with evaluated_weights(learner, TorchEngine(policy, torch.device("cpu"))):
+        assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+
+
+def test_a_failed_evaluation_brings_the_weights_back(configure, build):
+    policy = init_tiny("parallel", seed=1)
+    learner = build(policy, configure(ema={"beta": 0.9}, eval={"use_ema": True}))
+    for average in learner.average.weights.values():
+        average.zero_()
+    before = weights(policy)
+    with (
+        pytest.raises(RuntimeError, match="simulator"),
+        evaluated_weights(learner, TorchEngine(policy, torch.device("cpu"))),
+    ):
+        raise RuntimeError("the simulator went away")
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())

@@ -1,0 +1,157 @@
+"""The reference is what training started from: with adapters off, with other adapters, or with a copy of the weights."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.algorithms.kl import k1, k3
+from vlarl.config.schema import LoraConfig, PolicyConfig
+from vlarl.policies import load_policy
+from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
+from vlarl.training.reference import reference_kl
+from vlarl.types import TrajectoryGroup
+
+LORA = LoraConfig(enabled=True, rank=4)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference") / "base"
+    init_tiny("parallel", seed=3).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the base that has learnt something."""
+    folder = tmp_path_factory.mktemp("reference") / "adapter"
+    policy = adapted(base)
+    stray(policy, 0.05)
+    policy.save(folder)
+    return folder
+
+
+def adapted(path: Path, lora: LoraConfig = LORA) -> OpenVLAPolicy:
+    policy = load_policy(path)
+    policy.prepare_training(PolicyConfig(), lora, seed=1)
+    return policy
+
+
+def stray(policy: OpenVLAPolicy, size: float = 0.02) -> None:
+    """Move everything that is trained."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def started(kind: str, base: Path, adapter: Path) -> tuple[OpenVLAPolicy, dict]:
+    """A policy as a run starts with it, and the options that say so."""
+    if kind == "full":
+        return load_policy(base), {"policy": {"path": str(base)}}
+    if kind == "fresh adapter":
+        return adapted(base), {"policy": {"path": str(base)}, "lora": {"enabled": True, "rank": 4}}
+    if kind == "adapter as policy.path":
+        return adapted(adapter), {"policy": {"path": str(adapter)}}
+    lora = {"adapter": str(adapter)}
+    return adapted(base, LoraConfig(**lora)), {"policy": {"path": str(base)}, "lora": lora}
+
+
+KINDS = ("full", "fresh adapter", "adapter as policy.path", "adapter as lora.adapter")
+
+
+@torch.no_grad()
+def scored(policy: OpenVLAPolicy, episode) -> torch.Tensor:
+    inputs = policy.process([t.observation for t in episode.transitions])
+    ids = torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+    return token_logprobs(policy.score(inputs, ids).logits, ids - policy.codec.first_id, 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_logprobs_are_those_of_the_start_also_after_a_resume(
+    kind, base, adapter, act, configure, build, tmp_path
+):
+    policy, options = started(kind, base, adapter)
+    config = configure(kl={"coef": 0.1}, **options)
+    learner = build(policy, config)
+    assert (learner.reference.weights is None) == (kind == "fresh adapter"), "switching off copies nothing"
+    (episode,) = act(policy, lengths=(3,))
+    at_start = scored(policy, episode)
+    stray(policy)
+    trained = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    now = scored(policy, episode)
+    assert (now - at_start).abs().max() > 0.05
+
+    def noted(learner) -> torch.Tensor:
+        (group,) = learner.with_reference([TrajectoryGroup((episode,))])
+        return torch.from_numpy(np.stack([t.ref_logprobs for t in group.trajectories[0].transitions]))
+
+    torch.testing.assert_close(noted(learner), at_start, atol=1e-5, rtol=1e-5)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, trained[name]), "the policy is as it was"
+        assert parameter.requires_grad == (name in dict(learner_trained(learner)))
+    torch.testing.assert_close(scored(policy, episode), now, atol=0, rtol=0)
+
+    folder = CheckpointStore(tmp_path, keep=2).save("step_000001", learner, TrainerState(iteration=1))
+    resumed = load_policy(folder)
+    resumed.prepare_training(PolicyConfig(), LORA.model_copy(update={"enabled": "lora" in options}), seed=1)
+    again = build(resumed, config)
+    restore(again, folder)
+    torch.testing.assert_close(scored(resumed, episode), now, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(noted(again), at_start, atol=1e-5, rtol=1e-5)
+
+
+def learner_trained(learner):
+    return [(name, parameter) for name, parameter, _ in learner.named_trained()]
+
+
+def test_kl_of_executed_tokens_only(trajectory):
+    episode = trajectory([[0] * 3, [0] * 3], num_executed=[3, 1])
+    noted = tuple(replace(t, ref_logprobs=t.engine_logprobs - np.float32(0.25)) for t in episode.transitions)
+    episode = replace(episode, transitions=noted)
+    kl = reference_kl(episode, "k1")
+    assert kl.shape == (2, 21)
+    np.testing.assert_allclose(kl[0], 0.25, atol=1e-6)
+    np.testing.assert_allclose(kl[1], [0.25] * 7 + [0.0] * 14, atol=1e-6)
+    np.testing.assert_allclose(reference_kl(episode, "k3")[0], np.exp(-0.25) - 1 + 0.25, atol=1e-6)
+    with pytest.raises(ValueError, match="no log-probs of the reference"):
+        reference_kl(trajectory([[0] * 3]), "k1")
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, act, configure, build):
+    policy = init_tiny("parallel", seed=3)
+    estimator = "k1" if place == "reward" else "k3"
+    kl = {"coef": 0.1, "place": place, "estimator": estimator, "target": 1e-4, "horizon": 100}
+    learner = build(policy, configure(kl=kl, optim={"lr": 0.0}, algorithm={"epochs": 1}))
+    stray(policy)
+    groups = learner.with_reference([TrajectoryGroup(tuple(act(policy)))])
+    from vlarl.algorithms.base import Estimate
+    from vlarl.training.batching import build_batch
+
+    trajectories = groups[0].trajectories
+    zeros = [np.zeros((len(t.transitions), 1), np.float32) for t in trajectories]
+    batch = build_batch([Estimate(t, z) for t, z in zip(trajectories, zeros, strict=True)], policy)
+    result = learner.update(batch, 1, lambda done, planned: None)
+    estimate = {"k1": k1, "k3": k3}[estimator](batch.old_logprobs, batch.ref_logprobs)
+    expected = float(estimate[batch.mask].mean())
+    assert result.metrics["kl_ref"] == pytest.approx(expected, rel=1e-3, abs=1e-6) and abs(expected) > 1e-3
+    assert result.metrics["kl_coef"] == 0.1
+    error = 0.2 if expected > 0 else -0.2  # far off the target, so the largest step: 3 episodes of a horizon of 100
+    assert learner.kl.coef == pytest.approx(0.1 * (1 + error * 3 / 100))
+    moved = result.metrics["grad_norm"]
+    assert (moved > 0) == (place == "loss"), "without advantages, only a term of the loss pulls"
+
+
+def test_without_a_penalty_nothing_is_kept_or_scored(policy, act, configure, build):
+    learner = build(policy, configure())
+    assert learner.reference is None
+    groups = [TrajectoryGroup(tuple(act(policy)))]
+    assert learner.with_reference(groups) == groups
