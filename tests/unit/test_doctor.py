@@ -39,13 +39,13 @@ MiB                   rollout    LoRA update    LoRA update
                      batch 16   microbatch 8   microbatch 8
                                 checkpointed        without
 weights                  4.34           4.34           4.34
-adapters                    -           0.50           0.50
+adapters                    -           0.75           0.75
 gradients                   -           0.50           0.50
 optimizer                   -           1.00           1.00
-activations              0.88           1.11           2.22
+activations              0.88           1.11           1.97
 cache                    0.21              -              -
-total                    5.42           7.43           8.55
-training run                            7.43           8.55
+total                    5.42           7.68           8.55
+training run                            7.68           8.55
 24 GB card                 ok             ok             ok
 40 GB card                 ok             ok             ok
 48 GB card                 ok             ok             ok

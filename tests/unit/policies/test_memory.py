@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 def build(config: OpenVLAConfig, tmp_path) -> OpenVLAPolicy:
     policy = OpenVLAPolicy(config, None)
-    policy.base = Base("base", tmp_path)
+    policy.base = Base("base", tmp_path, "none")
     return policy
 
 

@@ -21,7 +21,7 @@ from vlarl.policies.openvla.config import (
     read_json,
 )
 from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.policies.openvla.weights import read_shapes, stored_dtype, weight_files
+from vlarl.policies.openvla.weights import has_component, read_shapes, stored_dtype, weight_files
 
 COMPONENTS = ("proprio_projector", "value_head", "action_head", "vision_backbone")  # files beside the model's own
 HEADS = {"value_head": "critic", "action_head": "L1 regression"}
@@ -125,7 +125,7 @@ def describe_checkpoint(
     if adapter is not None:
         adapters.check_base(folder, adapter.base, adapters.fingerprint(base))
     folders = (folder,) if adapter is None else (folder, base)
-    found = tuple(name for name in COMPONENTS if any(_has_component(place, name) for place in folders))
+    found = tuple(name for name in COMPONENTS if any(has_component(place, name) for place in folders))
     config = _decoded(_config(folders), found, decoder, num_images)
     return Description(
         path=str(path),
@@ -156,10 +156,6 @@ def _config(folders: tuple[Path, ...]) -> OpenVLAConfig:
     config = read_config(holder)
     own = folders[0] / "dataset_statistics.json"
     return replace(config, norm_stats={**config.norm_stats, **read_json(own)}) if own.is_file() else config
-
-
-def _has_component(folder: Path, name: str) -> bool:
-    return (folder / f"{name}.safetensors").is_file() or any(folder.glob(f"{name}--*_checkpoint.pt"))
 
 
 def _decoded(
