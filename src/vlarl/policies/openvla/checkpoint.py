@@ -23,7 +23,7 @@ from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
 from vlarl.policies.openvla.quantize import quantize_linears
-from vlarl.policies.openvla.weights import load_model, load_state, read_component
+from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component
 
 # Files of the tokenizer and processor that a checkpoint carries along unread.
 ASSET_NAMES = (
@@ -62,14 +62,7 @@ def read_policy(
     adapter = folder if adapters.is_adapter(folder) else None
     origin = _base_of(folder, base) if adapter is not None else Base(str(path), folder, adapters.fingerprint(folder))
     folders = (folder, origin.folder)
-    film = _film_state(origin.folder)
-    config = _read_config(folders)
-    if NATIVE_KEY not in config.raw:  # OFT's own folders say what they are by the files they hold
-        found = {name: _read_head(folders, name) is not None for name in ("proprio_projector", "action_head")}
-        decoder = decoder or ("parallel" if film or any(found.values()) else None)
-        if use_proprio is None:
-            use_proprio = decoder == "parallel" and found["proprio_projector"]
-    config = config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
+    config = resolve_config(folders, decoder, chunk_length, num_images, use_proprio)
     with torch.device("meta"):  # no memory is spent on weights that the file replaces
         policy = OpenVLAPolicy(
             config,
@@ -82,7 +75,7 @@ def read_policy(
     if quantize is not None:
         quantize_linears(policy.model, quantize)
     policy.base = replace(origin, path=_recorded(origin))
-    load_model(policy.model, origin.folder, dtype, device, film)
+    load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
     _restore_constants(policy, device)
     _load_heads(policy, folders, dtype, l1_head)
     if adapter is not None:
@@ -137,11 +130,32 @@ def _recorded(base: Base) -> str:
     return str(base.folder.resolve()) if Path(base.path).expanduser().is_dir() else base.path
 
 
+def resolve_config(
+    folders: Sequence[Path],
+    decoder: DecoderName | None = None,
+    chunk_length: int | None = None,
+    num_images: int | None = None,
+    use_proprio: bool | None = None,
+) -> OpenVLAConfig:
+    """What a checkpoint (or an adapter and its base, in this order) is: as its files say, or as is asked for."""
+    config = _read_config(folders)
+    film = has_film_file(folders[-1])
+    if NATIVE_KEY not in config.raw:  # OFT's own folders say what they are by the files they hold
+        proprio, head = (any(has_component(f, name) for f in folders) for name in ("proprio_projector", "action_head"))
+        decoder = decoder or ("parallel" if film or proprio or head else None)
+        use_proprio = decoder == "parallel" and proprio if use_proprio is None else use_proprio
+    return config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
+
+
+def has_film_file(base: Path) -> bool:
+    """Whether OFT's file of a vision backbone with FiLM stands beside the model; our folders keep it with the model."""
+    native = (base / "config.json").is_file() and NATIVE_KEY in read_json(base / "config.json")
+    return not native and has_component(base, "vision_backbone")
+
+
 def _film_state(base: Path) -> dict[str, torch.Tensor] | None:
-    """OFT's vision backbone with FiLM, which has a file of its own; our folders keep it with the model."""
-    if not (base / "config.json").is_file() or NATIVE_KEY in read_json(base / "config.json"):
-        return None
-    state = read_component(base, "vision_backbone")
+    """That file's tensors by the model's names; None where there is none."""
+    state = read_component(base, "vision_backbone") if has_film_file(base) else None
     if state is None:
         return None
     return {f"vision_backbone.{name}": tensor for name, tensor in fold_film_state(state).items()}

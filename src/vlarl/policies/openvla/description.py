@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.checkpoint import has_film_file, resolve_config
 from vlarl.policies.openvla.config import (
     NATIVE_KEY,
     DecoderName,
     OpenVLAConfig,
     language_config,
-    read_config,
     read_json,
 )
 from vlarl.policies.openvla.model import OpenVLAModel
@@ -126,7 +126,7 @@ def describe_checkpoint(
         adapters.check_base(folder, adapter.base, adapters.fingerprint(base))
     folders = (folder,) if adapter is None else (folder, base)
     found = tuple(name for name in COMPONENTS if any(has_component(place, name) for place in folders))
-    config = _decoded(_config(folders), found, decoder, num_images)
+    config = resolve_config(folders, decoder, num_images=num_images)
     return Description(
         path=str(path),
         kind=_kind(str(path), config, found, adapter),
@@ -148,26 +148,6 @@ def _adapter(folder: Path) -> Adapter | None:
     if content.get("peft_type") != "LORA":
         raise ValueError(f"{folder} holds an adapter of type {content.get('peft_type')}: only LORA is supported")
     return Adapter(int(content.get("r", 0)), int(content.get("lora_alpha", 0)), adapters.base_of(folder))
-
-
-def _config(folders: tuple[Path, ...]) -> OpenVLAConfig:
-    """Of the first folder that has one, with the statistics of the first."""
-    holder = next((place for place in folders if (place / "config.json").is_file()), folders[-1])
-    config = read_config(holder)
-    own = folders[0] / "dataset_statistics.json"
-    return replace(config, norm_stats={**config.norm_stats, **read_json(own)}) if own.is_file() else config
-
-
-def _decoded(
-    config: OpenVLAConfig, found: tuple[str, ...], decoder: DecoderName | None, num_images: int | None
-) -> OpenVLAConfig:
-    """With what is asked for; an original OFT folder says what it is by the files that it holds."""
-    if NATIVE_KEY in config.raw:
-        return config.with_decoder(decoder, num_images=num_images)
-    film, proprio = "vision_backbone" in found, "proprio_projector" in found
-    chosen = decoder or ("parallel" if film or proprio or "action_head" in found else "autoregressive")
-    use_proprio = chosen == "parallel" and proprio
-    return config.with_decoder(chosen, None, num_images, use_proprio, use_film=True if film else None)
 
 
 def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Adapter | None) -> str:
@@ -202,7 +182,7 @@ def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> li
         model = OpenVLAModel(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = read_shapes(folder)
-    if "vision_backbone" in found:  # OFT's own file replaces the whole of it
+    if has_film_file(folder):  # OFT's own file replaces the whole of it
         wanted, stored = ({n: s for n, s in of.items() if not n.startswith("vision_")} for of in (wanted, stored))
     differences = {
         "missing": [name for name in wanted if name not in stored],
