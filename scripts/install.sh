@@ -25,3 +25,9 @@ if "${pip[@]}" install --quiet --dry-run --no-index --no-deps "$cpu_torch" >/dev
     "${pip[@]}" install --quiet --no-index --no-deps "$cpu_torch"
 fi
 "${pip[@]}" install --quiet -c constraints.txt -e ".${extras:+[$extras]}"
+
+# LIBERO's dependencies name torchvision, which nothing here uses; the index's build of it is for CUDA and breaks a CPU
+# torch.
+if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+    "${pip[@]}" uninstall --quiet --yes torchvision torchaudio 2>/dev/null
+fi

@@ -1,26 +1,129 @@
-"""Evaluation: success on fixed initial states that training never sees. Used by the loop and by `vlarl eval`."""
+"""Evaluation: how often a policy succeeds on fixed initial states. Used by the loop, by `vlarl eval` and from Python.
+
+evaluate ──► run_evaluation ──► evaluate_policy ◄── loop
+              EvalLedger: every episode on disk as it ends
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 
-from vlarl.config.schema import Camera, EnvConfig, PolicyConfig
+from vlarl import __version__
+from vlarl.config.eval_request import DEFAULT_EPISODES, EvalRequest, StateProtocol, Videos, eval_request
+from vlarl.config.known import GYM
+from vlarl.config.schema import Camera, PolicyConfig
+from vlarl.config.suites import suite_facts
+from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
+from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.launch import check_fit, choose_device
-from vlarl.observability.run_dir import RunDirectory, check_writable
-from vlarl.policies import load_configured
+from vlarl.launch import num_envs as configured_num_envs
+from vlarl.observability.eval_dir import EvalDirectory, EvalRecord, EvalSettings
+from vlarl.observability.log_file import log_to_file
+from vlarl.observability.machine import describe_machine
+from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.regression_engine import RegressionEngine
-from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.rollout.tasks import (
+    chosen_task_ids,
+    evaluation_states,
+    evaluation_tasks,
+    training_states,
+)
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import EpisodeResult, EvalResult, Task
 
+log = logging.getLogger(__name__)
+
 CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies read them
+
+OnResult = Callable[[EpisodeResult, int, int], None]
+"""Told of an episode as soon as it ends, of how many have ended, and of how many there are."""
+
+
+def evaluate(
+    checkpoint: str | Path,
+    suite: str | None = None,
+    task_ids: Sequence[int] | None = None,
+    states_per_task: int | None = None,
+    temperature: float = 0.0,
+    num_envs: int | None = None,
+    videos: Videos = 0,
+    out: str | Path | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    protocol: StateProtocol | None = None,
+    policy_config: PolicyConfig | None = None,
+    on_result: OnResult = lambda result, done, total: None,
+) -> EvalResult:
+    """Evaluate a checkpoint on a suite; results, episodes and films go to the new folder `out`, if one is named.
+
+    What is None is taken from the run that the checkpoint belongs to. `policy_config` says how the checkpoint is
+    loaded; its path is not read. With its `actions` l1 the regression head acts.
+    """
+    named: dict[str, object] = {
+        "suite": suite,
+        "task_ids": None if task_ids is None else tuple(task_ids),
+        "num_envs": num_envs,
+        "protocol": protocol,
+    }
+    given = {f"env.{name}": value for name, value in named.items() if value is not None}
+    if policy_config is not None:
+        given |= {f"policy.{name}": value for name, value in policy_config.model_dump().items()}
+    request = eval_request(
+        checkpoint,
+        given,
+        states_per_task=states_per_task,
+        temperature=temperature,
+        seed=seed,
+        videos=videos,
+        device=device,
+    )
+    return run_evaluation(request, None if out is None else Path(out), on_result).result
+
+
+def run_evaluation(
+    request: EvalRequest, folder: Path | None = None, on_result: OnResult = lambda result, done, total: None
+) -> EvalRecord:
+    """Do what is asked. After a Ctrl-C the record holds what had ended until then, and is not complete."""
+    if folder is not None:
+        EvalDirectory.refuse_existing(folder)
+    device, settings = choose_device(request.device), request.policy
+    policy = load_configured(settings, request.checkpoint, device, settings.decoder, settings.actions)
+    policy.use_statistics(settings.unnorm_key, request.env.suite)
+    policy.eval()
+    env = request.env.model_copy(update={"cameras": CAMERAS[: policy.num_images]})
+    pool = build_pool(env, request.gym, _pool_size(request), env.image_size or policy.image_size, "sparse")
+    with closing(pool):
+        tasks = requested_tasks(request, pool.spec)
+        check_fit(policy, pool, tasks[0])
+        engine: Engine = RegressionEngine(policy, device) if policy.acts_by_regression else TorchEngine(policy, device)
+        collector = Collector(pool, policy, engine, env.retries)
+        ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
+
+        def on_end(result: EpisodeResult) -> EpisodeResult:
+            kept = ledger.take(result)
+            on_result(kept, len(ledger.ended), len(tasks))
+            return kept
+
+        with ledger, InterruptGuard() as guard:
+            try:
+                evaluate_policy(
+                    collector, tasks, request.temperature, ledger.num_filmed, lambda done: guard.check(), on_end
+                )
+            except Interrupted:
+                log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
+    return ledger.record
 
 
 def evaluate_policy(
@@ -29,12 +132,27 @@ def evaluate_policy(
     temperature: float,
     num_filmed: int = 0,
     on_episode: Callable[[int], None] = lambda done: None,
+    on_result: Callable[[EpisodeResult], EpisodeResult] = lambda result: result,
 ) -> EvalResult:
-    """Run every task once and film some of them, spread over the tasks."""
-    film = spread(len(tasks), num_filmed)
-    episodes = collector.collect(tasks, temperature, film, on_episode)
+    """Run every task once and film some of them, spread over the tasks.
+
+    `on_result` is given each episode as soon as it ends, with its frames; what it returns is kept. `on_episode` is told
+    how many are done, and may raise to stop.
+    """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
-    return EvalResult(tuple(_result(episode, instructions) for episode in episodes))
+    results: dict[int, EpisodeResult] = {}
+
+    def on_end(index: int, episode: Episode) -> Episode:
+        trajectory = episode.trajectory
+        seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
+        told = seen[0] if seen else instructions[trajectory.task.task_id]
+        results[index] = on_result(EpisodeResult.of(trajectory, told, episode.frames))
+        # The pictures of hundreds of episodes would fill the memory, and nobody trains on them.
+        last = replace(trajectory.final_observation, images=trajectory.final_observation.images[:0].copy())
+        return Episode(replace(trajectory, transitions=(), final_observation=last))
+
+    collector.collect(tasks, temperature, spread(len(tasks), num_filmed), on_episode, on_end)
+    return EvalResult(tuple(results[index] for index in range(len(tasks))))
 
 
 def spread(num_tasks: int, num_filmed: int) -> frozenset[int]:
@@ -43,74 +161,129 @@ def spread(num_tasks: int, num_filmed: int) -> frozenset[int]:
     return frozenset(i * num_tasks // count for i in range(count)) if count else frozenset()
 
 
-def _result(episode: Episode, instructions: dict[int, str]) -> EpisodeResult:
-    trajectory = episode.trajectory
-    return EpisodeResult(
-        task=trajectory.task,
-        instruction=instructions[trajectory.task.task_id],
-        success=trajectory.success,
-        length=trajectory.length,
-        episode_return=trajectory.env_return,
-        frames=episode.frames,
+class EvalLedger:
+    """Keeps the episodes of an evaluation as they end, on disk if a folder is named.
+
+    Use it as a context manager: however the block ends, results.json says what has been measured until then.
+    """
+
+    def __init__(self, settings: EvalSettings, tasks: Sequence[Task], videos: Videos, folder: Path | None) -> None:
+        self.ended: dict[str, EpisodeResult] = {}  # by id
+        self._settings = settings
+        self._tasks = tasks
+        self._videos = videos
+        self._folder = folder
+        self._directory: EvalDirectory | None = None
+        self._recorder: EpisodeRecorder | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> EvalLedger:
+        if self._folder is not None:
+            with ExitStack() as stack:
+                self._directory = EvalDirectory.create(self._folder)
+                self._directory.write(self.record)
+                stack.enter_context(log_to_file(self._directory.log_file))
+                self._recorder = stack.enter_context(EpisodeRecorder(self._directory))
+                self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if error is not None:
+                log.error("the evaluation stopped", exc_info=error)
+            if self._directory is not None:
+                self._directory.write(self.record)
+
+    @property
+    def num_filmed(self) -> int:
+        """How many episodes have to be filmed; whether one failed is known when it has ended."""
+        if self._folder is None:
+            return 0
+        return self._videos if isinstance(self._videos, int) else len(self._tasks)
+
+    @property
+    def record(self) -> EvalRecord:
+        """What has been measured so far, in the order of the tasks."""
+        episodes = tuple(self.ended[t.episode_id] for t in self._tasks if t.episode_id in self.ended)
+        result = EvalResult(episodes, complete=len(episodes) == len(self._tasks))
+        return EvalRecord(self._settings, len(self._tasks), result, self._folder)
+
+    def take(self, result: EpisodeResult) -> EpisodeResult:
+        """Write an episode down, film and all, and return it without its frames."""
+        if self._recorder is not None:
+            self._recorder.record(0, "eval", [result])
+            if result.frames and not (self._videos == "failures" and result.outcome == "success"):
+                name = f"{result.task.episode_id}_{result.outcome}"
+                self._recorder.film(name, result.frames, result.instruction, result.outcome)
+        kept = replace(result, frames=())
+        self.ended[result.task.episode_id] = kept
+        return kept
+
+
+def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
+    """The episodes that a request asks for."""
+    task = request.replay
+    if task is None:
+        count = request.states_per_task or min(DEFAULT_EPISODES, len(evaluation_states(spec, request.env.protocol)))
+        return evaluation_tasks(spec, request.env.task_ids, count, request.seed, request.env.protocol)
+    chosen_task_ids(spec, [task.task_id])
+    states = {*spec.train_states, *spec.eval_states, *spec.benchmark_states}
+    if task.init_state not in states:
+        known = f"its states are {min(states)} to {max(states)}"
+        raise UsageError(f"{task.episode_id}: {spec.name} has no initial state {task.init_state}; {known}.")
+    return [task]
+
+
+def _pool_size(request: EvalRequest) -> int:
+    """Environments side by side: no more than there are episodes, since a simulator takes seconds to start."""
+    facts = suite_facts(request.env, request.gym)
+    assert facts is not None, "a checked request names a suite that exists"
+    tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
+    states = facts.num_eval_states if request.env.protocol == "disjoint" else facts.num_benchmark_states
+    episodes = 1 if request.replay else tasks * (request.states_per_task or min(DEFAULT_EPISODES, states))
+    return min(configured_num_envs(request.env, request.gym), episodes)
+
+
+def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:
+    states = {task.init_state for task in tasks}
+    trained = None if request.trained_protocol is None else training_states(spec, request.trained_protocol)
+    return EvalSettings(
+        checkpoint=request.checkpoint,
+        fingerprint=fingerprint(checkpoint_folder(request.checkpoint)),
+        suite=spec.name,
+        protocol=request.env.protocol,
+        task_ids=tuple(sorted({task.task_id for task in tasks})),
+        states_per_task=len(states),
+        max_steps=request.env.max_steps or max(task.max_steps for task in spec.tasks),
+        num_trained_states=None if trained is None else len(states.intersection(trained)),
+        temperature=request.temperature,
+        seed=request.seed,
+        replay_of=None if request.replay is None else request.replay.episode_id,
+        env=request.env.model_dump(mode="json"),
+        gym=request.gym.model_dump(mode="json") if spec.name == GYM else {},
+        policy=request.policy.model_dump(mode="json", exclude={"path"}),
+        vlarl=__version__,
+        machine=describe_machine(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def evaluate(
-    checkpoint: str | Path,
-    suite: str = "tabletop_spatial",
-    task_ids: Sequence[int] | None = None,
-    states_per_task: int = 20,
-    temperature: float = 0.0,
-    num_envs: int = 64,
-    videos: int = 0,
-    out: str | Path | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    on_episode: Callable[[int], None] = lambda done: None,
-    policy_config: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen
-) -> EvalResult:
-    """Evaluate a checkpoint on a suite's unseen initial states; episodes and films go to the new folder `out`.
-
-    `policy_config` says how it is loaded; its path is not read. With its `actions` l1 the regression head acts.
-    """
-    if out is not None:
-        refuse_existing(Path(out))
-    chosen = choose_device(device)
-    policy = load_configured(policy_config, checkpoint, chosen, policy_config.decoder, policy_config.actions)
-    policy.use_statistics(policy_config.unnorm_key, suite)
-    env = EnvConfig(suite=suite, cameras=CAMERAS[: policy.num_images])
-    pool = build_pool(env, num_envs, policy.image_size, "sparse")
-    tasks = evaluation_tasks(pool.spec, task_ids, states_per_task, seed)
-    check_fit(policy, pool, tasks[0])
-    policy.eval()
-    engine: Engine = RegressionEngine(policy, chosen) if policy.acts_by_regression else TorchEngine(policy, chosen)
-    collector = Collector(pool, policy, engine)
-    result = evaluate_policy(collector, tasks, temperature, videos, on_episode)
-    if out is not None:
-        write_evaluation(result, Path(out))
-    return result
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
-def refuse_existing(folder: Path) -> None:
-    """Refuse a folder for results that is there already, before hours of episodes are run for it."""
-    if folder.exists():
-        raise UsageError(f"{folder} exists already, and results are never overwritten: name a new folder.")
-    check_writable(folder.parent, "name a folder you can write to")
-
-
-def write_evaluation(result: EvalResult, folder: Path) -> None:
-    """Write episodes.jsonl and the films into a new folder."""
-    refuse_existing(folder)
-    try:
-        (folder / "videos").mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder} ({error.strerror}): name a folder you can write to.") from error
-    with EpisodeRecorder(RunDirectory(folder)) as recorder:
-        recorder.record(0, "eval", result.episodes)
-        recorder.film_episodes(0, result.episodes)
-
-
-def results_folder(checkpoint: str | Path) -> Path | None:
-    """Where results of a run's checkpoint belong: a new folder in the run's `eval`; None for any other checkpoint."""
-    run = Path(checkpoint).resolve().parent.parent
-    return run / "eval" / f"{datetime.now():%Y%m%d_%H%M%S}" if (run / "status.json").is_file() else None
+def fingerprint(folder: Path) -> str:
+    """A hash of a checkpoint's files: their names and sizes, and samples spread over each, whatever their size."""
+    digest = hashlib.sha256()
+    kinds = ("*.safetensors", "*.pt", "config.json", "adapter_config.json")
+    files = sorted(path for kind in kinds for path in folder.glob(kind) if path.name != "trainer.safetensors")
+    for path in files:
+        size = path.stat().st_size
+        starts = {sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1) for sample in range(SAMPLES)}
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in sorted(starts):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,8 @@ from vlarl.config.checks import check
 from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
 from vlarl.config.problems import ConfigError
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, EnvConfig, GymConfig
+from vlarl.config.suites import suite_facts
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -38,6 +40,8 @@ from vlarl.training.swap import trained_weights
 from vlarl.types import Task
 
 log = logging.getLogger(__name__)
+
+TABLETOPS = 64  # where env.num_envs is not given: an array operation each, whatever their number
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,33 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
-    pool = build_pool(config.env, config.env.num_envs, image_size, reward.env_reward)
-    eval_tasks = evaluation_tasks(pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed)
-    check_fit(policy, pool, eval_tasks[0])
-    return Parts(
-        policy=policy,
-        pool=pool,
-        engine=engine,
-        collector=Collector(pool, policy, engine),
-        sampler=build_sampler(config, pool, is_new=checkpoint is None),
-        reward=reward,
-        algorithm=algorithm,
-        learner=Learner(policy, algorithm, config, device),
-        eval_tasks=eval_tasks,
-    )
+    with ExitStack() as stack:
+        pool = build_pool(config.env, config.gym, num_envs(config.env, config.gym), image_size, reward.env_reward)
+        stack.callback(pool.close)  # its processes must not outlive a run that is refused
+        eval_tasks = evaluation_tasks(
+            pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
+        )
+        check_fit(policy, pool, eval_tasks[0])
+        parts = Parts(
+            policy=policy,
+            pool=pool,
+            engine=engine,
+            collector=Collector(pool, policy, engine, config.env.retries),
+            sampler=build_sampler(config, pool, is_new=checkpoint is None),
+            reward=reward,
+            algorithm=algorithm,
+            learner=Learner(policy, algorithm, config, device),
+            eval_tasks=eval_tasks,
+        )
+        stack.pop_all()
+    return parts
+
+
+def num_envs(env: EnvConfig, gym: GymConfig) -> int:
+    """How many environments run side by side: as configured, or what suits the suite."""
+    facts = suite_facts(env, gym)
+    in_processes = facts is not None and facts.in_processes
+    return env.num_envs or (available_cores() if in_processes else TABLETOPS)
 
 
 def build_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:

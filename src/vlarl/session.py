@@ -38,7 +38,7 @@ class RunSummary:
     """What a run came to."""
 
     run_dir: Path
-    success_before: float | None  # greedy success on unseen states before the first update
+    success_before: float | None  # of the evaluation before the first update
     success_after: float | None  # the same at the newest evaluation
     report: Path | None
     interrupted: bool
@@ -222,15 +222,21 @@ class Session:
         }
 
     def record_evaluation(self, result: EvalResult) -> dict[str, float]:
-        """Note an evaluation down: episodes, films, and the metrics it adds to this iteration's row."""
+        """Note an evaluation down: episodes, films, and the metrics it adds to this iteration's row.
+
+        Episodes that crashed are counted apart: they say nothing about the policy.
+        """
         iteration = self.state.iteration
         self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
         self.recorder.film_episodes(iteration, result.episodes)
-        self.progress.evaluation(iteration, result.success_rate, len(result.episodes))
+        if result.num_crashed:
+            self.progress.note(f"{result.num_crashed} of {len(result.episodes)} evaluated episodes could not be run")
+        self.progress.evaluation(iteration, result.success_rate, len(result.counted))
         return {
             "val/success_rate": result.success_rate,
             "val/mean_reward": result.mean_return,
-            "val/mean_length": sum(e.length for e in result.episodes) / len(result.episodes),
+            "val/mean_length": result.mean_length,
+            "val/crashed": float(result.num_crashed),
         }
 
     def end_iteration(self, metrics: dict[str, float]) -> None:

@@ -23,6 +23,8 @@ UInt8Array = NDArray[np.uint8]
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
+EpisodeStatus = Literal["ok", "crashed", "reward_failed"]  # crashed: by its simulator, not by its policy
+
 
 @dataclass(frozen=True)
 class Task:
@@ -143,8 +145,9 @@ class Trajectory:
     truncated: bool
     success: bool
     policy_version: int
-    status: Literal["ok", "crashed", "reward_failed"] = "ok"  # only what is ok is trained on
+    status: EpisodeStatus = "ok"  # only what is ok is trained on
     reward_error: str | None = None  # why it could not be scored; its rewards are zero then
+    redone: int = 0  # how often it had to be run again because its simulator died or hung
 
     @property
     def length(self) -> int:
@@ -239,28 +242,77 @@ class EpisodeResult:
     length: int
     episode_return: float
     frames: tuple[UInt8Array, ...] = field(default=(), repr=False, compare=False)
+    status: EpisodeStatus = "ok"  # only what is ok is counted: a simulator that failed says nothing about the policy
+    redone: int = 0  # how often it had to be run again because its simulator died or hung
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, instruction: str, frames: tuple[UInt8Array, ...] = ()) -> EpisodeResult:
+        """What a trajectory came to."""
+        return cls(
+            task=trajectory.task,
+            instruction=instruction,
+            success=trajectory.success,
+            length=trajectory.length,
+            episode_return=trajectory.env_return,
+            frames=frames,
+            status=trajectory.status,
+            redone=trajectory.redone,
+        )
+
+    @property
+    def outcome(self) -> Literal["success", "failure", "crashed"]:
+        """How it went, in a word."""
+        if self.status == "crashed":
+            return "crashed"
+        return "success" if self.success else "failure"
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Greedy (or sampled) success over a set of episodes."""
+    """How a policy did over a set of episodes. Rates and means leave out episodes that crashed."""
 
     episodes: tuple[EpisodeResult, ...]
+    complete: bool = True  # False: stopped before every episode had ended
+
+    @property
+    def counted(self) -> tuple[EpisodeResult, ...]:
+        """The episodes that did not crash."""
+        return tuple(e for e in self.episodes if e.status == "ok")
+
+    @property
+    def num_crashed(self) -> int:
+        """Episodes that could not be run to their end."""
+        return len(self.episodes) - len(self.counted)
+
+    @property
+    def won(self) -> int:
+        """Episodes that reached the goal."""
+        return sum(e.success for e in self.counted)
 
     @property
     def success_rate(self) -> float:
-        """Share of episodes that reached the goal."""
-        return sum(e.success for e in self.episodes) / len(self.episodes)
+        """Share of episodes that reached the goal; NaN where none could be run."""
+        return _mean([float(e.success) for e in self.counted])
 
     @property
     def mean_return(self) -> float:
-        """Mean undiscounted return."""
-        return sum(e.episode_return for e in self.episodes) / len(self.episodes)
+        """Mean undiscounted return; NaN where no episode could be run."""
+        return _mean([e.episode_return for e in self.counted])
+
+    @property
+    def mean_length(self) -> float:
+        """Mean number of environment steps; NaN where no episode could be run."""
+        return _mean([float(e.length) for e in self.counted])
+
+    def by_task(self) -> dict[int, EvalResult]:
+        """task_id -> its episodes."""
+        ids = sorted({e.task.task_id for e in self.episodes})
+        return {i: replace(self, episodes=tuple(e for e in self.episodes if e.task.task_id == i)) for i in ids}
 
     def per_task(self) -> dict[int, tuple[int, int]]:
-        """task_id -> (successes, episodes)."""
-        table: dict[int, tuple[int, int]] = {}
-        for e in self.episodes:
-            won, total = table.get(e.task.task_id, (0, 0))
-            table[e.task.task_id] = (won + e.success, total + 1)
-        return dict(sorted(table.items()))
+        """task_id -> (successes, episodes that did not crash)."""
+        return {task_id: (part.won, len(part.counted)) for task_id, part in self.by_task().items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

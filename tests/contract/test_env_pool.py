@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vlarl.config.schema import EnvConfig
+from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.envs.tabletop.tasks import SUITES
@@ -15,7 +15,7 @@ SIZE = 24
 
 @pytest.fixture(params=list(SUITES))
 def pool(request) -> EnvPool:
-    return build_pool(EnvConfig(suite=request.param), 3, SIZE, "dense")
+    return build_pool(EnvConfig(suite=request.param), GymConfig(), 3, SIZE, "dense")
 
 
 def task(pool: EnvPool, task_id: int = 0, state: int = 0, seed: int = 1) -> Task:
@@ -96,5 +96,5 @@ def test_only_filmed_slots_have_frames_one_a_step(pool):
 
 
 def test_an_unknown_suite_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"env.suite: there is no suite 'tabletop'; choose one of tabletop_spatial"):
-        build_pool(EnvConfig(suite="tabletop"), 1, SIZE, "sparse")
+    with pytest.raises(UsageError, match=r"env.suite: 'tabletop' does not run in processes; those that do: libero_spat"):
+        build_pool(EnvConfig(suite="tabletop"), GymConfig(), 1, SIZE, "sparse")

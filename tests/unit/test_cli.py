@@ -9,10 +9,8 @@ import pytest
 
 from vlarl import __version__
 from vlarl.cli import COMMANDS, Command, configured, main
-from vlarl.cli.evaluate import success_table, suite_of_run
 from vlarl.config import Config, load_config, to_yaml
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
-from vlarl.types import EpisodeResult, EvalResult, Task
 
 
 @dataclasses.dataclass
@@ -85,7 +83,7 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
 
 
 def test_the_last_line_says_what_was_measured(work, capsys):
-    flags = ["--eval.temperature", "1", "--env.train_on_eval_states"]
+    flags = ["--eval.temperature", "1", "--env.protocol", "benchmark"]
     assert configured.train(flags, FakeTraining(Summary(work / "run"))) == 0
     assert capsys.readouterr().out == "sampled success on the training's own initial states: 55.0% → 92.5%\n"
 
@@ -187,34 +185,12 @@ def test_a_defect_is_not_hidden(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval"], "the following arguments are required: CHECKPOINT (see `vlarl eval --help`)"),
-        (["eval", "x", "--videos", "-1"], "argument --videos: '-1' must be an integer >= 0 (see `vlarl eval --help`)"),
-        (["eval", "x", "--num-envs", "0"], "argument --num-envs: '0' must be an integer >= 1 (see `vlarl eval --help`)"),
-        (["eval", "x", "--temperature", "hot"], "argument --temperature: 'hot' must be a number >= 0 (see `vlarl eval --help`)"),
-        (["eval", "x", "--tasks", "4", "4"], "--tasks = [4, 4]: task 4 given more than once; name each task once"),
         (["bench", "x"], "argument what: invalid choice: 'x'"),
         (["report", "x"], "no run 'x': runs/ holds no runs"),
     ],
 )  # fmt: skip
 def test_bad_arguments_of_the_other_commands(work, capsys, arguments, message):
     assert failed(arguments, capsys).startswith(message)
-
-
-def test_eval_names_the_nearest_suite(capsys):
-    assert "did you mean 'tabletop_goal'?" in failed(["eval", "x", "--suite", "tabletop_gol"], capsys)
-
-
-def test_success_table():
-    def episode(task_id: int, success: bool) -> EpisodeResult:
-        return EpisodeResult(Task("s", task_id, 0, 0), f"do {task_id}", success, 5, float(success))
-
-    result = EvalResult((episode(0, True), episode(0, True), episode(7, False), episode(7, True)))
-    assert success_table(result).splitlines() == [
-        "task  won  success  instruction",
-        "   0  2/2   100.0%  do 0",
-        "   7  1/2    50.0%  do 7",
-        " all  3/4    75.0%",
-    ]
 
 
 def test_the_process_ends_with_the_exit_code():
@@ -227,12 +203,3 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m vlarl.cli train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: vlarl train") and done.stderr == ""
-
-
-def test_a_runs_checkpoint_is_evaluated_on_the_runs_own_suite(saved_run):
-    assert suite_of_run("runs/first/checkpoints/final") == load_config().env.suite
-    (saved_run / "config.yaml").write_text(to_yaml(load_config(overrides={"env.suite": "tabletop_goal"})))
-    assert suite_of_run("runs/first/checkpoints/final") == "tabletop_goal"
-    (saved_run / "config.yaml").write_text("demos:\n  suites: [tabletop_goal]\n")
-    assert suite_of_run("runs/first/checkpoints/final") is None, "a supervised run has no suite of its own"
-    assert suite_of_run("builtin:tiny-oft") is None and suite_of_run("elsewhere") is None

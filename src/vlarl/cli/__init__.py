@@ -29,6 +29,12 @@ def _eval(arguments: list[str]) -> int:
     return evaluate(arguments)
 
 
+def _compare(arguments: list[str]) -> int:
+    from vlarl.cli.compare import compare
+
+    return compare(arguments)
+
+
 def _finetune(arguments: list[str]) -> int:
     from vlarl.cli.configured import finetune
 
@@ -39,6 +45,18 @@ def _merge(arguments: list[str]) -> int:
     from vlarl.cli.merge import merge
 
     return merge(arguments)
+
+
+def _data(arguments: list[str]) -> int:
+    from vlarl.cli.data import data
+
+    return data(arguments)
+
+
+def _env(arguments: list[str]) -> int:
+    from vlarl.cli.env import env
+
+    return env(arguments)
 
 
 def _bench(arguments: list[str]) -> int:
@@ -70,9 +88,14 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(_train, "[PRESET|FILE] [--section.field value …]", "improve a policy by reinforcement learning"),
-    "eval": Command(_eval, "CHECKPOINT", "measure a checkpoint's success on unseen initial states"),
+    "eval": Command(_eval, "CHECKPOINT", "measure a checkpoint, with intervals; compare two; replay an episode"),
+    "compare": Command(_compare, "RESULTS RESULTS", "two evaluations side by side, with a paired test"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
     "merge": Command(_merge, "ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
+    "env": Command(
+        _env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"
+    ),
+    "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
     "doctor": Command(_doctor, "[--model PATH]", "say what this machine and a checkpoint can do, and what is missing"),
     "report": Command(_report, "RUN", "write the report of a run again"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from vlarl.config.checks import check_suite
+from vlarl.config.env_checks import check_suite
 from vlarl.errors import UsageError
 
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, TypeVar
 from vlarl.cli.runs import find_run
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines
 from vlarl.config.describe import help_text, options
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import ALIASES, Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.presets import DEFAULT_PRESET, presets_of
-from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
         how = "greedy" if config.eval.temperature == 0 else "sampled"
-        where = "the training's own" if config.env.train_on_eval_states else "unseen"
+        where = "unseen" if config.env.protocol == "disjoint" else "the training's own"
         lines.append(f"{how} success on {where} initial states: {change}")
     if summary.interrupted:
         lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")

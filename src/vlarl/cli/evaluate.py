@@ -1,142 +1,201 @@
-"""`vlarl eval`: how often a checkpoint succeeds, task by task."""
+"""`vlarl eval`: how often a checkpoint succeeds, task by task; and one episode of it, or another one, again."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
+from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.checks import check_task_ids
-from vlarl.config.describe import options
+from vlarl.config.eval_request import DEFAULT_EPISODES, SECTIONS, EvalRequest, Videos, eval_request
 from vlarl.config.flags import parse_flags
-from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.problems import ConfigError, Problem
-from vlarl.config.schema import Config, PolicyConfig
-from vlarl.config.yaml_source import read_document
+from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
-    from vlarl.types import EvalResult
+    from vlarl.observability.eval_dir import EvalRecord
+
+ABOUT = (
+    "Measure how often a checkpoint succeeds on fixed initial states. Results go into a new folder: in the run's "
+    "`eval` for a checkpoint of a run, else in `evals`. How the checkpoint is loaded and the simulator is run is said "
+    "by --policy.FIELD, --env.FIELD and --gym.FIELD as in `vlarl train --help`, such as --policy.actions l1 for OFT's "
+    "regression head; a run's checkpoint knows."
+)
+SAID_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "videos")
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Evaluate a checkpoint and print its success on each task."""
-    about = (
-        "Measure a checkpoint's success on initial states that training never sees. How it is loaded is said by "
-        "--policy.FIELD VALUE as in `vlarl train --help`, such as --policy.num_images 2; a run's checkpoint knows."
-    )
-    parser = args.Parser("eval", about)
-    add, defaults = parser.add_argument, Config()
-    add(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="checkpoint or adapter folder, hub id, builtin:tiny-oft or builtin:tiny-openvla",
-    )
-    suites = f"one of {', '.join(KNOWN_SUITES)}; a run's own for its checkpoints, else {defaults.env.suite}"
+    """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
+    given, rest = _parser().parse_known_args(arguments)
+    options = _options(given, rest)
+    if given.episode is not None:
+        return _replay(given, options)
+    request = _request(given.checkpoint, given, options)
+    if given.against is None:
+        record = _run(request, given.out)
+        _print_result(record)
+        return 0 if record.result.complete else INTERRUPTED
+    # The second one runs the episodes of the first, whatever its own run would choose.
+    shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
+    if request.env.suite == GYM:
+        shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
+    return _compare(request, _request(given.against, given, options | shared), given.out)
+
+
+def _parser() -> args.Parser:
+    parser = args.Parser("eval", ABOUT)
+    add = parser.add_argument
+    checkpoints = "checkpoint or adapter folder, hub id, builtin:tiny-oft or builtin:tiny-openvla"
+    add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
+    add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")
+    suites = f"one of {', '.join(KNOWN_SUITES)}; a run's own for its checkpoints, else {Config().env.suite}"
     add("--suite", type=args.suite, metavar="S", help=suites)
+    protocols = (
+        "which initial states: disjoint, those that training leaves out, or benchmark, those of published results; "
+        "a run's own for its checkpoints, else benchmark"
+    )
+    add("--protocol", choices=("disjoint", "benchmark"), help=protocols)
     add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
-    add(
-        "--states-per-task",
-        type=args.positive,
-        default=defaults.eval.states_per_task,
-        metavar="N",
-        help="initial states of each task",
-    )
+    episodes = f"episodes a task, each from another initial state; all there are up to {DEFAULT_EPISODES} without it"
+    add("--episodes", type=args.positive, metavar="N", help=episodes)
+    add("--episode", metavar="ID", help="run and film one episode again, by its id in results.json or episodes.jsonl")
     add("--temperature", type=args.temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
-    add(
-        "--num-envs",
-        type=args.positive,
-        default=defaults.env.num_envs,
-        metavar="N",
-        help="environments that run side by side",
-    )
-    add("--videos", type=args.non_negative, default=0, metavar="N", help="episodes to film")
-    add("--out", type=Path, metavar="DIR", help="new folder for results; in the run's own `eval` without it")
-    add(
-        "--device",
-        default=defaults.run.device,
-        metavar="D",
-        help="cpu, cuda, cuda:1…; auto takes a GPU if there is one",
-    )
-    add("--seed", type=args.non_negative, default=0, metavar="N", help="seed of environments and sampling")
-    given, rest = parser.parse_known_args(arguments)
-    policy = policy_options(given.checkpoint, rest)
-    task_ids = None if given.tasks is None else tuple(given.tasks)
-    if problems := list(check_task_ids(task_ids, "--tasks")):
-        raise ConfigError(problems)
-    from vlarl.evaluation import evaluate as run_evaluation
-    from vlarl.evaluation import results_folder
-
-    out = given.out or results_folder(given.checkpoint)
-    if given.videos and out is None:
-        raise UsageError("--videos needs a place for them: add --out DIR")
-    result = run_evaluation(
-        given.checkpoint,
-        suite=given.suite or suite_of_run(given.checkpoint) or defaults.env.suite,
-        task_ids=task_ids,
-        states_per_task=given.states_per_task,
-        temperature=given.temperature,
-        num_envs=given.num_envs,
-        videos=given.videos,
-        out=out,
-        seed=given.seed,
-        device=given.device,
-        policy_config=policy,
-    )
-    print(success_table(result))
-    if out is not None:
-        print(f"results: {out}")
-    return 0
+    environments = "environments side by side; by default 64 tabletops, or one simulator process for each core"
+    add("--num-envs", type=args.positive, metavar="N", help=environments)
+    films = "films: all, failures, none, or a number, spread over the tasks; none without it"
+    add("--videos", type=_videos, metavar="WHICH", help=films)
+    add("--out", type=Path, metavar="DIR", help="new folder for the results")
+    device = "cpu, cuda, cuda:1…; auto takes a GPU if there is one"
+    add("--device", default=Config().run.device, metavar="D", help=device)
+    add("--seed", type=args.non_negative, metavar="N", help="seed of environments and sampling; 0 without it")
+    return parser
 
 
-def policy_options(checkpoint: str, arguments: Sequence[str]) -> PolicyConfig:
-    """How to load the checkpoint: as its run did, then as the flags `--policy.FIELD VALUE` say."""
-    flags = parse_flags(arguments, Config)
+def _videos(text: str) -> Videos:
+    """all, failures, none or a number."""
+    words: dict[str, Videos] = {"all": "all", "failures": "failures", "none": 0}
+    try:
+        return words[text] if text in words else args.non_negative(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be all, failures, none or a number") from None
+
+
+def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
+    """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
+    flags = parse_flags(rest, Config)
     problems = [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]
     problems += [
         Problem(flags.spelled[path], "not an option of eval; see `vlarl eval --help`")
         for path in flags.values
-        if not path.startswith("policy.")
+        if path.partition(".")[0] not in SECTIONS
     ]
-    values = {path.removeprefix("policy."): value for path, value in flags.values.items() if path.startswith("policy.")}
-    try:
-        policy = PolicyConfig.model_validate({**section_of_run(checkpoint, "policy"), **values})
-    except ValidationError as error:
-        names = [str(detail["loc"][0]) for detail in error.errors()]
-        known = options(Config)
-        problems += [Problem(f"policy.{name}", f"must be {known[f'policy.{name}'].allowed}") for name in names]
     if problems:
         raise ConfigError(problems)
-    return policy
+    tasks = None if given.tasks is None else tuple(given.tasks)
+    named = {"suite": given.suite, "protocol": given.protocol, "task_ids": tasks, "num_envs": given.num_envs}
+    return flags.values | {f"env.{name}": value for name, value in named.items() if value is not None}
 
 
-def suite_of_run(checkpoint: str) -> str | None:
-    """The suite that a run's checkpoint was trained on; None for any other checkpoint."""
-    suite = section_of_run(checkpoint, "env").get("suite")
-    return None if suite is None else str(suite)
-
-
-def section_of_run(checkpoint: str, section: str) -> dict[str, Any]:
-    """A section of the configuration of the run that a checkpoint belongs to; empty for any other checkpoint."""
-    config = Path(checkpoint).resolve().parent.parent / "config.yaml"
-    content = read_document(config).data.get(section) if config.is_file() else None
-    return content if isinstance(content, dict) else {}
-
-
-def success_table(result: EvalResult) -> str:
-    """Successes of each task and of all, as aligned text."""
-    instructions = {e.task.task_id: e.instruction for e in result.episodes}
-    rows = [
-        (str(task), f"{won}/{total}", f"{won / total:.1%}", instructions[task])
-        for task, (won, total) in result.per_task().items()
-    ]
-    won = sum(e.success for e in result.episodes)
-    rows.append(("all", f"{won}/{len(result.episodes)}", f"{result.success_rate:.1%}", ""))
-    table = [("task", "won", "success", "instruction"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    return "\n".join(
-        f"{a:>{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}  {text}".rstrip() for a, b, c, text in table
+def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, object]) -> EvalRequest:
+    return eval_request(
+        checkpoint,
+        options,
+        states_per_task=given.episodes,
+        temperature=given.temperature,
+        seed=given.seed or 0,
+        videos=given.videos or 0,
+        device=given.device,
     )
+
+
+def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
+    """Evaluate with a counter on stderr."""
+    from vlarl.observability.eval_dir import new_folder
+
+    folder = out or new_folder(request.checkpoint, request.env.suite, datetime.now())
+    what = f"{request.env.suite}, protocol {request.env.protocol}"
+    print(f"evaluating {name}{request.checkpoint} on {what}, into {folder}", file=sys.stderr, flush=True)
+
+    from vlarl.cli.eval_display import EpisodeCounter
+    from vlarl.evaluation import run_evaluation  # after the line: torch takes seconds to load
+
+    with EpisodeCounter(name + request.env.suite) as counter:
+        return run_evaluation(request, folder, counter)
+
+
+def _print_result(record: EvalRecord) -> None:
+    from vlarl.cli.eval_display import closing_lines, success_table
+
+    table = [success_table(record.result)] if record.result.episodes else []
+    print("\n".join([*table, *closing_lines(record)]))
+
+
+def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
+    from vlarl.cli.eval_display import closing_lines, comparison_lines, comparison_table
+    from vlarl.observability.comparison import compare
+    from vlarl.observability.eval_dir import EvalDirectory
+
+    if out is not None:
+        EvalDirectory.refuse_existing(out)
+    records = []
+    for name, request in (("A", first), ("B", second)):
+        record = _run(request, None if out is None else out / name, f"{name}: ")
+        if not record.result.complete:
+            _print_result(record)
+            return INTERRUPTED
+        records.append(record)
+    a, b = records
+    comparison = compare(a, b)
+    lines = [comparison_table(comparison), *comparison_lines(comparison, a, b), *closing_lines(a), *closing_lines(b)]
+    print("\n".join(lines))
+    return 0
+
+
+def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
+    """Run one episode again, film it, and say whether it went as it is on record."""
+    if said := [f"--{name}" for name in SAID_BY_ID if getattr(given, name) is not None]:
+        raise UsageError(f"--episode says which episode to run and films it: leave out {', '.join(said)}")
+    request = eval_request(
+        given.checkpoint,
+        options,
+        temperature=given.temperature,
+        videos="all",
+        device=given.device,
+        episode=given.episode,
+    )
+    record = _run(request, given.out)
+    if not record.result.complete:
+        _print_result(record)
+        return INTERRUPTED
+    (episode,) = record.result.episodes
+    print(f"{given.episode}: {episode.outcome} after {episode.length} steps ({episode.instruction})")
+    print(_on_record(record))
+    print(f"results: {record.folder}")
+    return 0
+
+
+def _on_record(replay: EvalRecord) -> str:
+    """Whether a replayed episode went as an earlier evaluation of the same checkpoint says."""
+    from vlarl.observability.eval_dir import find_records, results_root
+
+    (episode,) = replay.result.episodes
+    ours = replay.settings
+    root = results_root(ours.checkpoint)
+    for record in find_records(root):
+        theirs = record.settings
+        known = [e for e in record.result.episodes if e.task == episode.task]
+        if not known or theirs.replay_of is not None or theirs.fingerprint != ours.fingerprint:
+            continue
+        if (theirs.temperature, theirs.policy, theirs.max_steps) != (ours.temperature, ours.policy, ours.max_steps):
+            continue
+        recorded = known[0]
+        if (recorded.outcome, recorded.length) == (episode.outcome, episode.length):
+            return f"the same as recorded in {record.folder}"
+        return f"not as recorded in {record.folder}: {recorded.outcome} after {recorded.length} steps"
+    return f"no evaluation in {root} has this episode of this checkpoint with temperature {ours.temperature:g}"

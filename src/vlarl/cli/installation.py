@@ -24,9 +24,9 @@ LITTLE_DISK = GIB
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. A problem stops vlarl itself; what is missing stops a part of it."""
+    """One fact. A problem stops vlarl itself; what is missing stops a part of it; a warning makes results doubtful."""
 
-    status: Literal["ok", "missing", "problem"]
+    status: Literal["ok", "missing", "warning", "problem"]
     name: str
     detail: str
 

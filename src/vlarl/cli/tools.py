@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.runs import find_run
-from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.known import KNOWN_SUITES, SUITES
+from vlarl.errors import UsageError
 
 BENCHES = ("env",)
 
@@ -15,21 +17,52 @@ def bench(arguments: Sequence[str]) -> int:
     """Measure the speed of a part on this machine and print it."""
     parser = args.Parser("bench", "Measure the speed of a part on this machine.")
     add = parser.add_argument
-    add("what", choices=BENCHES, help="env: steps of the built-in tabletop, rendered")
-    add("--suite", type=args.suite, default=KNOWN_SUITES[0], metavar="S", help=f"one of {', '.join(KNOWN_SUITES)}")
-    add("--num-envs", type=args.positive, default=64, metavar="N", help="environments that run side by side")
-    add("--image-size", type=args.positive, default=64, metavar="N", help="pixels of a rendered view")
+    add("what", choices=BENCHES, help="env: steps of an environment")
+    add("--suite", type=args.suite, default=KNOWN_SUITES[0], metavar="S", help=f"one of {', '.join(SUITES)}")
+    counts = "environments side by side; of simulators several numbers: 1 2 (64 on the tabletop without it)"
+    add("--num-envs", type=args.positive, nargs="+", metavar="N", help=counts)
+    add("--image-size", type=args.positive, metavar="N", help="pixels of a rendered view; 64, or 256 for LIBERO")
     add("--steps", type=args.positive, default=200, metavar="N", help="steps of each environment")
+    add("--chunk", type=args.positive, default=8, metavar="K", help="simulators: actions between two views")
+    add("--exact-pixels", action="store_true", help="MuJoCo: draw as the simulator does by itself")
     given = parser.parse_args(arguments)
-
-    from vlarl.envs.bench import bench_env
-
-    result = bench_env(suite=given.suite, num_envs=given.num_envs, image_size=given.image_size, steps=given.steps)
-    print(f"{result.suite}, {result.num_envs} environments, {result.image_size} px: environment steps a second")
-    print(f"  rendered at every step  {result.env_steps_per_s:>9,.0f}")
-    print(f"  rendered once a chunk   {result.chunked_steps_per_s:>9,.0f}")
-    print(f"  not rendered            {result.unrendered_steps_per_s:>9,.0f}")
+    if given.suite not in SUITES:
+        raise UsageError(f"--suite {given.suite}: `vlarl env check` times a Gymnasium environment")
+    facts = SUITES[given.suite]
+    print("\n".join(_simulator_speed(given) if facts.in_processes else _tabletop_speed(given)))
     return 0
+
+
+def _tabletop_speed(given: Any) -> list[str]:
+    from vlarl.envs.bench import bench_tabletop
+
+    (num_envs,) = given.num_envs or [64]
+    result = bench_tabletop(given.suite, num_envs, given.image_size or 64, given.steps)
+    return [
+        f"{result.suite}, {result.num_envs} environments, {result.image_size} px: environment steps a second",
+        f"  rendered at every step  {result.env_steps_per_s:>9,.0f}",
+        f"  rendered once a chunk   {result.chunked_steps_per_s:>9,.0f}",
+        f"  not rendered            {result.unrendered_steps_per_s:>9,.0f}",
+    ]
+
+
+def _simulator_speed(given: Any) -> list[str]:
+    from vlarl.config.schema import EnvConfig
+    from vlarl.envs.bench import bench_simulator
+
+    env = EnvConfig(suite=given.suite, exact_pixels=given.exact_pixels)
+    image_size = given.image_size or (256 if given.suite.startswith("libero_") else 64)
+    result = bench_simulator(env, given.num_envs or [1, 2], image_size, given.steps, given.chunk)
+    lines = [
+        f"{result.suite}, one camera of {image_size} px drawn every {result.chunk} steps: environment steps a second"
+    ]
+    if result.stock_steps_per_s is not None:
+        lines.append(f"  hf-libero as it comes, 1 process   {result.stock_steps_per_s:>8.2f}")
+    alone = next(iter(result.steps_per_s.values()))
+    for count, speed in result.steps_per_s.items():
+        name = f"vlarl, {count} process{'es' if count > 1 else ''}"
+        lines.append(f"  {name:<35}{speed:>8.2f}  {speed / alone:.2f} x")
+    return [*lines, f"first reset {result.first_reset_s:.1f} s, another episode {result.reset_s:.2f} s"]
 
 
 def report(arguments: Sequence[str]) -> int:

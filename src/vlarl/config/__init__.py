@@ -1,8 +1,9 @@
 """Configuration: the schema, files and flags, rules across sections, and the numbers that follow."""
 
 from vlarl.config.derive import Derived, derive
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.problems import ConfigError
-from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.config.schema import Config
 
 __all__ = ["Config", "ConfigError", "Derived", "FinetuneConfig", "derive", "load_config", "to_yaml"]

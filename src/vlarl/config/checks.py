@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from vlarl.config.env_checks import check_cameras, check_env, check_gym
+from vlarl.config.finetune import FinetuneConfig, StartConfig
+from vlarl.config.finetune_checks import check_demos, check_fresh_images, check_warmup
 from vlarl.config.known import (
-    BUILTIN_CAMERAS,
     BUILTIN_DECODERS,
-    EVAL_STATES_PER_TASK,
     GROUP_METHODS,
-    KNOWN_SUITES,
-    TASKS_PER_SUITE,
 )
 from vlarl.config.learning_checks import check_critic, check_ema, check_updates
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.reward_checks import check_reward
 from vlarl.config.sampling_checks import check_curriculum, check_dynamic_sampling
-from vlarl.config.schema import Config, EnvConfig, FinetuneConfig, PolicyConfig, StartConfig
+from vlarl.config.schema import Config, PolicyConfig
 
 Problems = Iterator[Problem]
 
@@ -29,43 +28,6 @@ def check(config: Config | FinetuneConfig) -> list[Problem]:
     if isinstance(config, FinetuneConfig):
         return [problem for rule in FINETUNE_RULES for problem in rule(config)]
     return [problem for rule in TRAIN_RULES for problem in rule(config)]
-
-
-def check_suite(suite: str, option: str = "env.suite") -> Problems:
-    """A suite must be one that exists."""
-    if suite not in KNOWN_SUITES:
-        yield Problem(f"{option} = {shown(suite)}", unknown("suite", suite, KNOWN_SUITES), (option,))
-
-
-def check_task_ids(task_ids: tuple[int, ...] | None, option: str = "env.task_ids") -> Problems:
-    """Task ids must be there, exist, and each be named once."""
-    if task_ids is None:
-        return
-    subject = f"{option} = {shown(task_ids)}"
-    if not task_ids:
-        yield Problem(subject, "names no task; leave it out for all tasks", (option,))
-    if len(set(task_ids)) < len(task_ids):
-        repeated = sorted({task for task in task_ids if task_ids.count(task) > 1})
-        yield Problem(subject, f"task {_and(repeated)} given more than once; name each task once", (option,))
-    if beyond := [task for task in task_ids if task >= TASKS_PER_SUITE]:
-        yield Problem(subject, f"no task {_and(beyond)}; a suite has tasks 0 to {TASKS_PER_SUITE - 1}", (option,))
-
-
-def _env(config: Config) -> Problems:
-    yield from check_suite(config.env.suite)
-    yield from check_task_ids(config.env.task_ids)
-
-
-def _cameras(config: Config) -> Problems:
-    env: EnvConfig = config.env
-    subject = f"env.cameras = {shown(env.cameras)}"
-    if len(set(env.cameras)) < len(env.cameras):
-        yield Problem(subject, "a view is given twice; name each once", ("env.cameras",))
-    elif env.cameras[:1] != ("agent",):
-        yield Problem(subject, "the first view must be agent: use [agent] or [agent, wrist]", ("env.cameras",))
-    elif _builtin_size(config.policy) and len(env.cameras) != BUILTIN_CAMERAS:
-        remedy = f"{config.policy.path} reads one view: use [agent], or a checkpoint made for {len(env.cameras)} views"
-        yield Problem(subject, remedy, ("env.cameras", "policy.path"))
 
 
 def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
@@ -262,33 +224,6 @@ def _schedule_lengths(config: Config) -> Problems:
             yield Problem(f"{path} = {value} with run.iterations = {iterations}", message, (path, "run.iterations"))
 
 
-def _eval_states(config: Config) -> Problems:
-    states = config.eval.states_per_task
-    if states > EVAL_STATES_PER_TASK:
-        message = f"a task has {EVAL_STATES_PER_TASK} evaluation states; use that many or fewer"
-        yield Problem(f"eval.states_per_task = {states}", message, ("eval.states_per_task",))
-
-
-def _demo_suites(config: FinetuneConfig) -> Problems:
-    for suite in config.demos.suites:
-        yield from check_suite(suite, "demos.suites")
-    if not config.demos.suites or len(set(config.demos.suites)) < len(config.demos.suites):
-        subject = f"demos.suites = {shown(config.demos.suites)}"
-        yield Problem(subject, f"name each suite once; known suites: {', '.join(KNOWN_SUITES)}", ("demos.suites",))
-
-
-def _finetune_warmup(config: FinetuneConfig) -> Problems:
-    optim = config.optim
-    if optim.warmup_steps > optim.steps:
-        subject = f"optim.warmup_steps = {optim.warmup_steps} with optim.steps = {optim.steps}"
-        paths = ("optim.warmup_steps", "optim.steps")
-        yield Problem(subject, "the warm-up would never end; set it to optim.steps or less", paths)
-
-
-def _and(numbers: list[int]) -> str:
-    return " and ".join(str(n) for n in numbers)
-
-
 def _or(numbers: list[int]) -> str:
     return " or ".join(str(n) for n in numbers)
 
@@ -297,8 +232,9 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _run_name,
     _seed,
     _device,
-    _env,
-    _cameras,
+    check_env,
+    check_cameras,
+    check_gym,
     _policy_name,
     _decoder,
     _trained_weights,
@@ -313,7 +249,6 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_updates,
     check_critic,
     check_ema,
-    _eval_states,
     check_curriculum,
     check_dynamic_sampling,
 )
@@ -324,6 +259,7 @@ FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _policy_name,
     _decoder,
     _trained_weights,
-    _demo_suites,
-    _finetune_warmup,
+    check_demos,
+    check_fresh_images,
+    check_warmup,
 )

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from vlarl.config.known import BUILTIN_CHUNKS, MAX_STEPS, TASKS_PER_SUITE
-from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import BUILTIN_CHUNKS, SUITES
+from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Derived:
 
 @dataclass(frozen=True)
 class FinetuneDerived:
-    """What a supervised run amounts to."""
+    """What a supervised run amounts to. None: not known before the recordings are read."""
 
     world_size: int
-    num_tasks: int
-    num_demonstrations: int
+    num_tasks: int | None
+    num_demonstrations: int | None
     total_samples: int  # samples drawn over all steps
 
 
@@ -51,10 +53,11 @@ def derive(config: Config) -> Derived:
     gathered = config.optim.rollouts_per_update
     iterations, interval = config.run.iterations, config.eval.interval
     steps = config.algorithm.epochs * config.optim.minibatches
-    num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else TASKS_PER_SUITE
+    facts = suite_facts(config.env, config.gym)
+    assert facts is not None, "a checked configuration names a suite that exists"
+    num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else facts.num_tasks
     chunk = config.policy.chunk_length or BUILTIN_CHUNKS.get(config.policy.path.removeprefix("builtin:"))
-    max_steps = MAX_STEPS.get(config.env.suite)
-    decisions = episodes * math.ceil(max_steps / chunk) if max_steps and chunk else None
+    decisions = episodes * math.ceil(facts.max_steps / chunk) if facts.max_steps and chunk else None
     return Derived(
         world_size=1,
         num_tasks=num_tasks,
@@ -75,11 +78,15 @@ def derive(config: Config) -> Derived:
 
 def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
     """The numbers of a supervised run."""
-    num_tasks = len(config.demos.suites) * TASKS_PER_SUITE
+    demos = config.demos
+    num_tasks = None
+    if demos.path is None:
+        chosen = [SUITES[suite].num_tasks if demos.task_ids is None else len(demos.task_ids) for suite in demos.suites]
+        num_tasks = sum(chosen)
     return FinetuneDerived(
         world_size=1,
         num_tasks=num_tasks,
-        num_demonstrations=num_tasks * config.demos.episodes_per_task,
+        num_demonstrations=None if num_tasks is None else num_tasks * demos.episodes_per_task,
         total_samples=config.optim.steps * config.optim.batch_size,
     )
 

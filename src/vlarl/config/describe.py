@@ -119,6 +119,8 @@ def _allowed(rules: dict[str, Any]) -> str:
         if "prefixItems" in rules:
             return f"a list of {len(rules['prefixItems'])}, each {_allowed(rules['prefixItems'][0])}"
         return "a list of " + _several(_allowed(rules["items"]))
+    if kind == "object":
+        return "a mapping such as {name: value}"
     return ("an integer" if kind == "integer" else "a number") + _range(rules)
 
 

@@ -11,6 +11,7 @@ from vlarl.config.schema import Section
 from vlarl.config.yaml_source import as_tuples, parse_value
 
 ALIASES: dict[str, str] = {
+    "model": "policy.path",
     "task-suite": "env.suite",
     "task-id": "env.task_ids",
     "task-ids": "env.task_ids",
@@ -72,6 +73,9 @@ ALIASES: dict[str, str] = {
 }
 """Flags that other systems of the field use, and the option each one sets here."""
 
+MODELS = {"tiny": "init:tiny-oft", "tiny-openvla": "init:tiny-openvla"}
+"""Short names that `--model` takes besides paths: fresh weights, to try a configuration out."""
+
 SINGLE_VALUE_ALIASES = frozenset({"task-id"})
 
 HABITS: dict[str, str] = {
@@ -124,6 +128,8 @@ def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
             single = spelled.lstrip("-") in SINGLE_VALUE_ALIASES
             texts = [value] if has_value else _take(rest, many=option.is_list and not single)
             if texts:
+                if spelled == "--model":
+                    texts = [MODELS.get(text, text) for text in texts]
                 flags.set(option, spelled, _value(option, texts))
             else:
                 flags.problems.append(Problem(spelled, f"needs a value: {option.allowed}", (option.path,)))
@@ -211,4 +217,6 @@ def _value(option: Option, texts: list[str]) -> object:
         return parse_value(first)
     if len(texts) == 1 and first.startswith("["):
         return parse_value(first)
-    return tuple(parse_value(item) for text in texts for item in text.split(","))
+    # A comma with a space after it belongs to a sentence, such as an instruction.
+    items = [item for text in texts for item in ([text] if ", " in text else text.split(","))]
+    return tuple(parse_value(item) for item in items)

@@ -5,12 +5,51 @@ A test compares them with the packages they belong to.
 
 from __future__ import annotations
 
-MAX_STEPS = {"tabletop_spatial": 32, "tabletop_object": 32, "tabletop_goal": 32, "tabletop_long": 64}
-"""The suites there are, with the time limit of their episodes."""
+from dataclasses import dataclass
 
-KNOWN_SUITES = tuple(MAX_STEPS)
-TASKS_PER_SUITE = 10
-EVAL_STATES_PER_TASK = 20
+
+@dataclass(frozen=True)
+class SuiteFacts:
+    """What can be said about a suite without its simulator."""
+
+    num_tasks: int
+    max_steps: int | None  # None: the environment's own
+    num_eval_states: int = 20
+    num_benchmark_states: int = 50
+    extra: str | None = None  # of `pip install 'vlarl[extra]'`
+    in_processes: bool = True  # each environment is a process of its own
+    has_dense_reward: bool = False
+
+
+_TABLETOP = {"tabletop_spatial": 32, "tabletop_object": 32, "tabletop_goal": 32, "tabletop_long": 64}
+_LIBERO = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+_METAWORLD = {
+    "metaworld_mt10": 10,
+    "metaworld_mt25": 25,
+    "metaworld_mt50": 50,
+    "metaworld_ml10": 10,
+    "metaworld_ml10_test": 5,
+    "metaworld_ml25": 25,
+    "metaworld_ml25_test": 5,
+    "metaworld_ml45": 45,
+    "metaworld_ml45_test": 5,
+}
+
+SUITES: dict[str, SuiteFacts] = (
+    {
+        name: SuiteFacts(10, limit, num_benchmark_states=20, in_processes=False, has_dense_reward=True)
+        for name, limit in _TABLETOP.items()
+    }
+    | {name: SuiteFacts(90 if name == "libero_90" else 10, limit, extra="libero") for name, limit in _LIBERO.items()}
+    | {
+        name: SuiteFacts(num_tasks, 500, extra="metaworld", has_dense_reward=True)
+        for name, num_tasks in _METAWORLD.items()
+    }
+)
+"""The suites that vlarl knows by name. `gym` is described by the configuration itself."""
+
+GYM = "gym"
+KNOWN_SUITES = (*SUITES, GYM)
 
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 """Sizes of the built-in policy and how each decodes; `builtin:` is the shipped checkpoint, `init:` fresh weights."""

@@ -12,10 +12,11 @@ from pydantic_core import ErrorDetails
 
 from vlarl.config.checks import check
 from vlarl.config.describe import options
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.presets import find_source
 from vlarl.config.problems import ConfigError, Problem, nearest
-from vlarl.config.schema import Config, FinetuneConfig
+from vlarl.config.schema import Config
 from vlarl.config.yaml_source import Document, describe_value, read_document
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from vlarl.config.known import KNOWN_REWARDS, MAX_STEPS
+from vlarl.config.known import KNOWN_REWARDS
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.recipe import RecipeRule, parse_rule
 from vlarl.config.schema import Config, RewardConfig
+from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
 
@@ -141,7 +142,8 @@ def _rule_values(config: Config) -> Problems:
         subject = f"reward.success_value = {reward.success_value}"
         remedy = f"success must be worth more than failure, reward.failure_value = {reward.failure_value}"
         yield Problem(subject, remedy, ("reward.success_value", "reward.failure_value"))
-    limit, longest = reward.length_limit, MAX_STEPS.get(config.env.suite)
+    facts = suite_facts(config.env, config.gym)
+    limit, longest = reward.length_limit, facts.max_steps if facts else None
     if limit and not reward.length_penalty:
         remedy = "nothing happens above it; set reward.length_penalty, or leave it out"
         yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "reward.length_penalty"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vlarl.config.known import GROUP_METHODS, TASKS_PER_SUITE
+from vlarl.config.known import GROUP_METHODS
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
 
@@ -28,7 +29,10 @@ def check_curriculum(config: Config) -> Problems:
 
 def _mixture(config: Config, weights: tuple[float, ...]) -> Problems:
     subject = f"curriculum.weights = {shown(weights)}"
-    num_tasks = TASKS_PER_SUITE if config.env.task_ids is None else len(config.env.task_ids)
+    facts = suite_facts(config.env, config.gym)
+    if facts is None:
+        return
+    num_tasks = facts.num_tasks if config.env.task_ids is None else len(config.env.task_ids)
     if config.curriculum.mode == "uniform":
         remedy = "uniform sampling reads no weights; set curriculum.mode to weighted or adaptive"
         yield Problem(f"{subject} with curriculum.mode = 'uniform'", remedy, ("curriculum.weights", "curriculum.mode"))

@@ -57,17 +57,65 @@ class EnvConfig(Section):
     """The tasks."""
 
     suite: str = "tabletop_spatial"
-    """Task suite."""
+    """Task suite: tabletop_*, libero_*, metaworld_*, or gym for the environment that section gym describes."""
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Train and evaluate on these tasks only; all tasks of the suite by default."""
-    num_envs: PositiveInt = 64
-    """Environments that run side by side."""
+    num_envs: PositiveInt | None = None
+    """Environments that run side by side; by default 64 tabletops, or one simulator process for each core."""
     cameras: tuple[Camera, ...] = ("agent",)
     """Views the policy is given; the number must be what the checkpoint expects."""
     image_size: PositiveInt | None = None
     """Pixels of a rendered view; by default what the policy's processor reads."""
-    train_on_eval_states: bool = False
-    """Train on the states that evaluation uses, as some published systems do. Their scores are not comparable."""
+    max_steps: PositiveInt | None = None
+    """Time limit of an episode; by default the suite's."""
+    protocol: Literal["disjoint", "benchmark"] = "disjoint"
+    """disjoint: training never sees the initial states of evaluation. benchmark: both use the states that published
+    results are measured on, as some systems do; what is trained so has seen its exam."""
+    lockstep: bool = False
+    """Decide for all environments together, so that every run has the same batches; by default for those that are
+    ready."""
+    timeout_s: PositiveFloat = 180.0
+    """Simulator processes: one that has not answered for this long is replaced."""
+    retries: NonNegativeInt = 3
+    """Simulator processes: how often an episode is run again whose process died or hung."""
+    render: Literal["auto", "egl", "osmesa", "glx"] = "auto"
+    """MuJoCo: how pictures are drawn; auto is egl, or what MUJOCO_GL says."""
+    render_gpu: NonNegativeInt | None = None
+    """MuJoCo: number of the GPU that draws, with egl."""
+    exact_pixels: bool = False
+    """MuJoCo: draw with multisampling and reflections as the simulator does by itself; by default without, which is
+    several times faster and hardly visible."""
+    assets: str | None = None
+    """LIBERO: folder of its meshes and textures; by default what LIBERO_ASSETS says, then LIBERO's own cache."""
+
+
+class GymConfig(Section):
+    """A Gymnasium environment as a suite, with env.suite gym: where everything is found that a policy needs."""
+
+    env: str | None = None
+    """Id of a registered environment, `module:Name-v0` where a module registers it, or `module:factory` of yours."""
+    kwargs: dict[str, bool | int | float | str] = {}
+    """Arguments of the environment."""
+    images: tuple[str, ...] = ("render",)
+    """Where each view is found: a path into the observation such as `pixels` or `sensors.front.rgb`, `info.…` into
+    info, `observation` for one that is no dict, or `render` for what render() draws."""
+    proprio: tuple[str, ...] = ()
+    """Paths, as those of the views, whose numbers make up the robot's state, one after the other; without any, eight
+    zeros."""
+    instructions: tuple[str, ...] = ()
+    """One sentence for each task; or one path into info, such as `info.instruction`, for environments that tell."""
+    task_option: str | None = None
+    """Name of the reset option that chooses the task; needed for several tasks."""
+    success: str = "info.success"
+    """Path that says at every step whether the goal is reached, which ends the episode; `terminated` where the end of
+    an episode means that."""
+    actions: tuple[NonNegativeInt, ...] | None = None
+    """Which number of the policy's 7 (or more, if named) each of the environment's numbers is, such as [0, 1, 2, 6]; by
+    default they are the same. Actions in [-1, 1] are stretched to the environment's own range."""
+    num_states: Annotated[int, Field(ge=2)] = 50
+    """Initial states, which are seeds of reset; the last two fifths are for evaluation."""
+    batched: bool = False
+    """The environment is a vector of num_envs environments, as GPU simulators are; its factory takes num_envs."""
 
 
 class ModelConfig(Section):
@@ -105,7 +153,7 @@ class PolicyConfig(ModelConfig):
 
     path: str = "builtin:tiny-oft"
     """`builtin:tiny-oft`, `builtin:tiny-openvla`, a checkpoint or adapter folder, or a hub id such as
-    openvla/openvla-7b."""
+    openvla/openvla-7b; `init:tiny-oft` and `init:tiny-openvla` have fresh weights, to try a configuration out."""
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
     """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT)."""
     unnorm_key: str | None = None
@@ -361,7 +409,7 @@ class EmaConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on initial states that training never sees."""
+    """Evaluation while training, greedy and on initial states that training never sees unless said otherwise."""
 
     interval: NonNegativeInt = 10
     """Evaluate every so many iterations, besides start and end; 0 for start and end only."""
@@ -416,6 +464,7 @@ class Config(Section):
 
     run: RunConfig = RunConfig()
     env: EnvConfig = EnvConfig()
+    gym: GymConfig = GymConfig()
     policy: PolicyConfig = PolicyConfig()
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -429,62 +478,3 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-
-
-class DemoConfig(Section):
-    """Scripted demonstrations that a base model imitates."""
-
-    suites: tuple[str, ...] = ("tabletop_spatial", "tabletop_object", "tabletop_goal", "tabletop_long")
-    """Suites to demonstrate."""
-    episodes_per_task: PositiveInt = 500
-    """Demonstrations a task, each from an initial state of its own."""
-    close_high: UnitInterval = 0.35
-    """Share of demonstrators that close the gripper too high."""
-    release_early: UnitInterval = 0.55
-    """Share of demonstrators that let go too early."""
-    action_noise: NonNegativeFloat = 0.1
-    """Standard deviation of the noise on demonstrated actions."""
-    num_workers: PositiveInt | None = None
-    """Processes that generate; by default one for each core."""
-
-
-class FinetuneOptimConfig(Section):
-    """Supervised training."""
-
-    steps: PositiveInt = 10_000
-    """Optimizer steps."""
-    batch_size: PositiveInt = 1024
-    """Samples a step."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate of a linear warm-up and a cosine decay."""
-    warmup_steps: NonNegativeInt = 500
-    """Steps of warm-up."""
-    weight_decay: NonNegativeFloat = 0.01
-    """AdamW's weight decay; biases, norms and other vectors are left alone."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
-    autocast: Literal["none", "bfloat16"] = "none"
-    """Run the forward pass in this precision, weights staying float32."""
-    log_interval: PositiveInt = 100
-    """Steps between rows of metrics.jsonl, and between saves."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the saved weights."""
-
-
-class StartConfig(ModelConfig):
-    """The model that imitates."""
-
-    path: str = "init:tiny-oft"
-    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model, a checkpoint folder or a hub id."""
-    actions: Literal["tokens", "l1"] = "tokens"
-    """What imitates: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error."""
-
-
-class FinetuneConfig(Section):
-    """A supervised run: demonstrations in, checkpoint out."""
-
-    run: PlaceConfig = PlaceConfig()
-    policy: StartConfig = StartConfig()
-    lora: LoraConfig = LoraConfig()
-    demos: DemoConfig = DemoConfig()
-    optim: FinetuneOptimConfig = FinetuneOptimConfig()

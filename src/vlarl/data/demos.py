@@ -1,164 +1,179 @@
-"""Demonstrations of the tabletop suites by scripted experts, perfect or flawed, as flat arrays.
+"""Where demonstrations come from: the tabletop's experts, those of simulators, or recordings.
 
-Work is cut into units of one task each; a unit's seed follows from the run's seed and its place, so the result is the
-same for any number of worker processes.
+    tabletop_* ── tabletop_demos.py, all episodes of a task at once ──────────────┐
+    libero_*, metaworld_* ── WorkerPool.demonstrate, a process for each episode ──┼─► DemoSet
+    demos.path ── rlds_demos.py, episodes that somebody recorded ──────────────────┘
+
+Whatever can be refused is refused when a source is opened; `collect` then plays or reads.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from typing import Protocol, get_args
 
-import numpy as np
+from vlarl.config.finetune import DemoConfig
+from vlarl.config.schema import Camera, EnvConfig, GymConfig
+from vlarl.data.demo_set import DemoSet, from_demonstrations
+from vlarl.data.rlds_demos import RldsSource
+from vlarl.data.tabletop_demos import TABLETOP, generate_demos
+from vlarl.envs.base import Demonstration, EnvFactory, SuiteSpec
+from vlarl.envs.build import build_factory
+from vlarl.envs.tabletop.expert import ExpertFlaws
+from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
+from vlarl.envs.workers import WorkerPool
+from vlarl.errors import VlarlError
+from vlarl.observability.machine import available_cores
+from vlarl.rollout.tasks import chosen_task_ids, derive_seed
+from vlarl.types import Task
 
-from vlarl.envs.tabletop.expert import ExpertFlaws, ScriptedExpert
-from vlarl.envs.tabletop.geometry import BoolArray, IndexArray
-from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.envs.tabletop.render import Camera
-from vlarl.envs.tabletop.tasks import FIRST_FRESH_STATE, get_suite
-from vlarl.types import FloatArray, IntArray, Observation, Task, UInt8Array
+_DEMONSTRATION = 3  # keeps these seeds apart from those of rollout/tasks.py
 
-EPISODES_PER_UNIT = 50
-FRESH_STATES = 2**40  # fresh initial states are drawn from this many
-IDLE_STEPS = 4  # a demonstrator that has given up is watched this long, so that the imitator learns to stand still
-GRIPPER = 6
-
-
-@dataclass(frozen=True)
-class DemoSet:
-    """N frames of E episodes, one after the other."""
-
-    images: UInt8Array  # [N, I, H, W, 3]
-    proprio: FloatArray  # [N, 8]
-    actions: FloatArray  # [N, 7] as the demonstrator intended them; what it executed was shaken by noise
-    instruction_ids: IntArray  # [N] index into `instructions`
-    instructions: tuple[str, ...]
-    episode_starts: IntArray  # [E] first frame
-    episode_lengths: IntArray  # [E]
-    success: BoolArray  # [E]
-
-    def __len__(self) -> int:
-        return len(self.actions)
-
-    def observation(self, index: int) -> Observation:
-        """What the demonstrator saw at a frame."""
-        instruction = self.instructions[int(self.instruction_ids[index])]
-        return Observation(self.images[index], self.proprio[index], instruction)
-
-    def chunks(self, indices: IntArray, num_actions: int) -> FloatArray:
-        """[n, K, 7] the actions from each frame on; past the episode's end, stand still and keep the gripper."""
-        episode = np.searchsorted(self.episode_starts, indices, side="right") - 1
-        last = (self.episode_starts + self.episode_lengths - 1)[episode]
-        wanted = indices[:, None] + np.arange(num_actions)
-        chunk: FloatArray = self.actions[np.minimum(wanted, last[:, None])]
-        chunk[..., :GRIPPER] *= (wanted <= last[:, None])[..., None]
-        return chunk
+Note = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class _Unit:
-    suite: str
-    task_id: int
-    number: int
-    num_episodes: int
-    seed: int
-    flaws: ExpertFlaws
-    image_size: int
-    cameras: tuple[Camera, ...]
+class DemoSource(Protocol):
+    """Something that brings demonstrations of one name."""
+
+    name: str
+    action_dim: int
+    proprio_dim: int
+    only_successful: bool
+
+    def collect(self, note: Note) -> DemoSet:
+        """All its demonstrations, failed ones too; says now and then how far it is."""
+        ...
 
 
-def generate_demos(
-    suites: Sequence[str],
-    episodes_per_task: int,
-    seed: int,
-    flaws: ExpertFlaws,
-    image_size: int = 64,
-    cameras: Sequence[Camera] = ("agent",),
-    num_workers: int = 1,
-) -> DemoSet:
-    """Let the scripted expert play every task of the suites from fresh initial states (never the fixed ones)."""
-    units = [
-        _Unit(
-            suite,
-            task_id,
-            number,
-            min(EPISODES_PER_UNIT, episodes_per_task - first),
-            seed,
+class Demonstrators(Protocol):
+    """Experts that play whole episodes: a `WorkerPool`."""
+
+    spec: SuiteSpec
+
+    def demonstrate(
+        self, tasks: Sequence[Task], action_noise: float, hesitation: float = 0.0
+    ) -> Iterator[Demonstration]:
+        """The episodes in the order of the tasks."""
+        ...
+
+
+class TabletopSource:
+    """The tabletop's scripted experts, with the flaws that the configuration asks for."""
+
+    def __init__(
+        self, config: DemoConfig, suites: Sequence[str], seed: int, image_size: int, cameras: Sequence[Camera]
+    ) -> None:
+        spec = TABLETOP_SUITES[suites[0]].spec
+        self.name, self.action_dim, self.proprio_dim = TABLETOP, spec.action_dim, spec.proprio_dim
+        self.only_successful = bool(config.only_successful)
+        self._config, self._suites, self._seed = config, suites, seed
+        self._image_size, self._cameras = image_size, cameras
+
+    def collect(self, note: Note) -> DemoSet:
+        """Play all tasks, many episodes at once."""
+        note("playing demonstrations of the tabletop")
+        config = self._config
+        flaws = ExpertFlaws(config.close_high, config.release_early, config.action_noise)
+        workers = config.num_workers or available_cores()
+        return generate_demos(
+            self._suites,
+            config.episodes_per_task,
+            self._seed,
             flaws,
-            image_size,
-            tuple(cameras),
+            self._image_size,
+            self._cameras,
+            workers,
+            config.task_ids,
         )
-        for suite in suites
-        for task_id in range(len(get_suite(suite).tasks))
-        for number, first in enumerate(range(0, episodes_per_task, EPISODES_PER_UNIT))
+
+
+class SimulatorSource:
+    """A simulator's scripted experts, each in a process of its own."""
+
+    def __init__(self, config: DemoConfig, factory: EnvFactory, seed: int) -> None:
+        spec = factory.spec
+        self.name, self.action_dim, self.proprio_dim = spec.name, spec.action_dim, spec.proprio_dim
+        self.only_successful = config.only_successful is not False
+        self._config, self._factory = config, factory
+        self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
+
+    def collect(self, note: Note) -> DemoSet:
+        """Play all tasks, a process for each episode."""
+        workers = min(self._config.num_workers or available_cores(), len(self._tasks))
+        note(f"playing {len(self._tasks)} demonstrations of {self.name} in {workers} processes")
+        with closing(WorkerPool(self._factory, workers)) as pool:
+            return from_demonstrations(self.name, played(pool, self._tasks, self._config, note))
+
+
+def demonstration_tasks(
+    spec: SuiteSpec, task_ids: Sequence[int] | None, episodes_per_task: int, seed: int
+) -> list[Task]:
+    """Episodes to demonstrate, never from initial states of evaluation, each with its own seed."""
+    return [
+        Task(
+            spec.name,
+            task_id,
+            demonstrated_state(spec, episode),
+            derive_seed(seed, _DEMONSTRATION, task_id, episode),
+        )
+        for task_id in chosen_task_ids(spec, task_ids)
+        for episode in range(episodes_per_task)
     ]
-    if num_workers > 1:
-        # Spawned, not forked: the caller may hold threads (torch), which a fork would leave broken.
-        with multiprocessing.get_context("spawn").Pool(num_workers) as pool:
-            return _join(pool.map(_play_unit, units, chunksize=1))
-    return _join([_play_unit(unit) for unit in units])
 
 
-def _play_unit(unit: _Unit) -> DemoSet:
-    """Play the episodes of a unit side by side and cut the recording into episodes."""
-    rng = np.random.default_rng([unit.seed, zlib.crc32(unit.suite.encode()), unit.task_id, unit.number])
-    states = FIRST_FRESH_STATE + rng.integers(FRESH_STATES, size=unit.num_episodes)
-    seeds = rng.integers(2**63, size=unit.num_episodes)
-    pool = TabletopPool(unit.suite, unit.num_episodes, unit.image_size, unit.cameras)
-    tasks = [
-        Task(unit.suite, unit.task_id, int(state), int(episode_seed))
-        for state, episode_seed in zip(states, seeds, strict=True)
-    ]
-    pool.start(range(unit.num_episodes), tasks)
-    expert = ScriptedExpert(pool.world, unit.flaws)
-    for slot, task in enumerate(tasks):
-        expert.reset(slot, task.seed)
-    success = np.zeros(unit.num_episodes, dtype=np.bool_)
-    idle = np.zeros(unit.num_episodes, dtype=np.int64)
-    live = np.arange(unit.num_episodes)
-    record: list[tuple[IndexArray, UInt8Array, FloatArray, FloatArray]] = []  # live episodes of each step
-    while len(live):
-        images, proprio, actions = pool.render(live), pool.world.proprio(live), expert.act(live)
-        record.append((live, images, proprio, actions))
-        _, success[live], truncated = pool.step(live, expert.shake(live, actions))
-        idle[live] += expert.finished[live]
-        live = live[~(success[live] | truncated | (idle[live] > IDLE_STEPS))]
-    return _cut_into_episodes(record, success, pool.suite.tasks[unit.task_id].instruction)
+def demonstrated_state(spec: SuiteSpec, episode: int) -> int:
+    """A state that is neither trained on nor evaluated, where the suite has more of them; else a training state."""
+    if spec.first_fresh_state is not None:
+        return spec.first_fresh_state + episode
+    return spec.train_states[episode % len(spec.train_states)]
 
 
-def _cut_into_episodes(
-    record: Sequence[tuple[IndexArray, UInt8Array, FloatArray, FloatArray]], success: BoolArray, instruction: str
-) -> DemoSet:
-    """Bring frames recorded step by step into the order of episodes."""
-    lengths = np.zeros(len(success), dtype=np.int64)
-    for live, *_ in record:
-        lengths[live] += 1
-    starts = np.cumsum(lengths) - lengths
-    num_frames = int(lengths.sum())
-    images = np.empty((num_frames, *record[0][1].shape[1:]), dtype=np.uint8)
-    proprio = np.empty((num_frames, record[0][2].shape[1]), dtype=np.float32)
-    actions = np.empty((num_frames, record[0][3].shape[1]), dtype=np.float32)
-    for step, (live, seen, felt, done) in enumerate(record):
-        at = starts[live] + step
-        images[at], proprio[at], actions[at] = seen, felt, done
-    ids = np.zeros(num_frames, dtype=np.int64)
-    return DemoSet(images, proprio, actions, ids, (instruction,), starts, lengths, success)
+def played(experts: Demonstrators, tasks: Sequence[Task], config: DemoConfig, note: Note) -> Iterator[Demonstration]:
+    """Demonstrations as they are played, with a note of how each task went."""
+    episodes = experts.demonstrate(tasks, config.action_noise, config.hesitation)
+    for task_id, of_task in groupby(episodes, key=lambda episode: episode.task.task_id):
+        won: list[bool] = []
+        instruction = ""
+        for episode in of_task:
+            won.append(episode.success)
+            instruction = episode.instruction
+            yield episode
+        note(f"{experts.spec.name} task {task_id}: {sum(won)} of {len(won)} succeed ({instruction})")
 
 
-def _join(parts: Sequence[DemoSet]) -> DemoSet:
-    """One set out of many; equal instructions get one number."""
-    instructions = tuple(dict.fromkeys(text for part in parts for text in part.instructions))
-    lengths = np.concatenate([part.episode_lengths for part in parts])
-    ids = [np.array([instructions.index(t) for t in part.instructions])[part.instruction_ids] for part in parts]
-    return DemoSet(
-        images=np.concatenate([part.images for part in parts]),
-        proprio=np.concatenate([part.proprio for part in parts]),
-        actions=np.concatenate([part.actions for part in parts]),
-        instruction_ids=np.concatenate(ids),
-        instructions=instructions,
-        episode_starts=np.cumsum(lengths) - lengths,
-        episode_lengths=lengths,
-        success=np.concatenate([part.success for part in parts]),
-    )
+def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int) -> list[DemoSource]:
+    """The configured sources, for a policy that reads so many views of this size."""
+    if config.path is not None:
+        return [RldsSource(config, config.path, num_images)]
+    cameras: tuple[Camera, ...] = get_args(Camera)[:num_images]
+    tabletop = [suite for suite in config.suites if suite in TABLETOP_SUITES]
+    sources: list[DemoSource] = []
+    if tabletop:
+        sources.append(TabletopSource(config, tabletop, seed, image_size, cameras))
+    for suite in config.suites:
+        if suite not in TABLETOP_SUITES:
+            env = EnvConfig(suite=suite, cameras=cameras)
+            sources.append(SimulatorSource(config, build_factory(env, GymConfig(), image_size, "sparse"), seed))
+    return sources
+
+
+def collect_demos(sources: Iterable[DemoSource], note: Note) -> tuple[list[DemoSet], float]:
+    """What is to be imitated from all sources, and the share of all demonstrations that reached their goal."""
+    kept: list[DemoSet] = []
+    num_won = num_episodes = 0
+    for source in sources:
+        demos = source.collect(note)
+        num_won += int(demos.success.sum())
+        num_episodes += len(demos.success)
+        note(f"{demos.name}: {len(demos):,} frames, {demos.success.mean():.1%} of {len(demos.success):,} succeed")
+        if source.only_successful:
+            if not demos.success.any():
+                raise VlarlError(
+                    f"none of {len(demos.success)} demonstrations of {demos.name} succeeded, so there is nothing to "
+                    "imitate: lower demos.action_noise, or choose other tasks with demos.task_ids"
+                )
+            demos = demos.successful()
+        kept.append(demos)
+    return kept, num_won / num_episodes

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from vlarl.config.schema import EnvConfig
-from vlarl.envs.base import EnvPool
+from vlarl.config.known import GYM, KNOWN_SUITES
+from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.envs.base import EnvFactory, EnvPool, RewardMode
 from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.envs.tabletop.tasks import SUITES
+from vlarl.envs.workers import WorkerPool
 from vlarl.errors import UsageError
 
 
-def build_pool(config: EnvConfig, num_envs: int, image_size: int, reward: Literal["sparse", "dense"]) -> EnvPool:
+def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode) -> EnvPool:
     """Parallel environments of the configured suite."""
-    if config.suite not in SUITES:
-        raise UsageError(f"env.suite: there is no suite {config.suite!r}; choose one of {', '.join(SUITES)}.")
-    return TabletopPool(config.suite, num_envs, image_size, config.cameras, reward)
+    if env.suite.startswith("tabletop_"):
+        return TabletopPool(env.suite, num_envs, image_size, env.cameras, reward, max_steps=env.max_steps)
+    if env.suite == GYM and gym.batched:
+        from vlarl.envs.gym_vector import GymVectorPool
+
+        return GymVectorPool(gym, env, num_envs, image_size, reward)
+    return WorkerPool(build_factory(env, gym, image_size, reward), num_envs, env.timeout_s, env.lockstep)
+
+
+def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: RewardMode) -> EnvFactory:
+    """What makes one environment of the configured suite, in a process of its own."""
+    if env.suite == GYM:
+        from vlarl.envs.gym import gym_factory
+
+        return gym_factory(gym, env, image_size, reward)
+    if env.suite.startswith("libero_"):
+        from vlarl.envs.libero import libero_factory
+
+        return libero_factory(env, image_size, reward)
+    if env.suite.startswith("metaworld_"):
+        from vlarl.envs.metaworld import metaworld_factory
+
+        return metaworld_factory(env, image_size, reward)
+    suites = [suite for suite in KNOWN_SUITES if not suite.startswith("tabletop_")]
+    raise UsageError(f"env.suite: {env.suite!r} does not run in processes; those that do: {', '.join(suites)}.")

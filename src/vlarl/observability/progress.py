@@ -4,7 +4,7 @@ iteration       7/20  ━━━━━━━━━━━━━━━━╸━━�
 rollout      128/192  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━  episodes
 
 success        71.4%  ▂▃▃▄▅▆▆ in training
-               62.5%  on unseen states after iteration 5 (200 episodes)
+               62.5%  evaluated after iteration 5 (200 episodes)
 return         0.710  KL 0.0041    2,310 env steps/s
 """
 
@@ -252,7 +252,7 @@ class Progress:
         else:
             iteration, rate, count = self._val
             when = "before training" if iteration == 0 else f"after iteration {iteration}"
-            note = Text(f"on unseen states {when} ({count} episodes)", "dim")
+            note = Text(f"evaluated {when} ({count} episodes)", "dim")
             table.add_row("", Text(f"{rate:.1%}", "bold green"), note)
         details = Text()
         details.append("KL ", "dim").append(_figure(m.get("train/approx_kl"), "{:.4f}"))

@@ -16,13 +16,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl, write_atomically
+from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
 
 RunState = Literal["running", "finished", "failed", "interrupted"]
@@ -233,25 +234,9 @@ class RunDirectory:
                 kept = (row for row in read_jsonl(path) if int(row.get("iteration", 0)) <= iteration)
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    @contextmanager
-    def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> Iterator[Path]:
+    def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> AbstractContextManager[Path]:
         """Send a logger's records, and Python's warnings, to logs/train.log while the block runs."""
-        handler = logging.FileHandler(self.log_file, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-        target = logging.getLogger(logger)
-        previous_level = target.level
-        warnings_logger = logging.getLogger("py.warnings")
-        target.addHandler(handler)
-        warnings_logger.addHandler(handler)
-        if target.getEffectiveLevel() > level:
-            target.setLevel(level)
-        try:
-            yield self.log_file
-        finally:
-            target.removeHandler(handler)
-            warnings_logger.removeHandler(handler)
-            target.setLevel(previous_level)
-            handler.close()
+        return log_to_file(self.log_file, logger, level)
 
 
 ROOT_REMEDY = "choose a folder you can write to with `--run.root`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -18,18 +19,19 @@ _BAR = (22, 24, 29)
 _INK = (240, 241, 243)
 _MUTED = (150, 156, 166)
 _TRACK = (52, 56, 64)
-_OUTCOME = {True: ("SUCCESS", (52, 168, 105)), False: ("FAILURE", (219, 84, 80))}
+_COLORS = {"success": (52, 168, 105), "failure": (219, 84, 80), "crashed": (214, 154, 60)}
 
+Outcome = Literal["success", "failure", "crashed"]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, success: bool, fps: int = 10) -> None:
+def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10) -> None:
     """Write frames [H, W, 3] as H.264 with a caption bar, holding the last frame for a second."""
     if not frames:
         raise ValueError("a film needs at least one frame")
     import imageio.v2 as imageio
 
-    painter = CaptionPainter(instruction, success, len(frames) - 1, _film_size(frames[0]))
+    painter = CaptionPainter(instruction, outcome, len(frames) - 1, _film_size(frames[0]))
     # The suffix decides the container, so the temporary name keeps it.
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
@@ -64,22 +66,22 @@ def caption_height(width: int) -> int:
 class CaptionPainter:
     """Draws the caption bar of one film: the instruction, a step counter, and the outcome once it is known."""
 
-    def __init__(self, instruction: str, success: bool, last_step: int, size: tuple[int, int]) -> None:
+    def __init__(self, instruction: str, outcome: Outcome, last_step: int, size: tuple[int, int]) -> None:
         self._width, self._scene_height = size
         self._height = caption_height(self._width)
         self._last_step = last_step
-        self._word, self._color = _OUTCOME[success]
+        self._word, self._color = outcome.upper(), _COLORS[outcome]
         self._margin = max(8, self._width // 32)
         self._font = ImageFont.load_default(size=self._width * 0.04)
         self._small = ImageFont.load_default(size=self._width * 0.035)
-        self._lines = _wrap(instruction, self._font, self._width - 2 * self._margin, limit=2)
+        self.lines = _wrap(instruction, self._font, self._width - 2 * self._margin, limit=2)
 
     def paint(self, frame: UInt8Array, step: int) -> UInt8Array:
         """The frame with its caption beneath."""
         picture = Image.fromarray(np.ascontiguousarray(frame))
         scene = (self._width, self._scene_height)
         if picture.size != scene:
-            picture = picture.resize(scene, Image.Resampling.LANCZOS)
+            picture = picture.resize(scene, Image.Resampling.BILINEAR)  # enlarging gains nothing by slower ones
         canvas = Image.new("RGB", (self._width, self._scene_height + self._height), _BAR)
         canvas.paste(picture, (0, 0))
         self._draw_bar(ImageDraw.Draw(canvas), step)
@@ -94,8 +96,8 @@ class CaptionPainter:
         draw.rectangle((0, top, round(self._width * share), top + thickness - 1), fill=self._color if ended else _MUTED)
         # Two lines at most, centred in the upper two thirds.
         spacing = self._height * 0.24
-        first_line = top + self._height * 0.37 - spacing * (len(self._lines) - 1) / 2
-        for i, line in enumerate(self._lines):
+        first_line = top + self._height * 0.37 - spacing * (len(self.lines) - 1) / 2
+        for i, line in enumerate(self.lines):
             draw.text((left, first_line + i * spacing), line, font=self._font, fill=_INK, anchor="lm")
         last_line = top + self._height * 0.8
         draw.text((left, last_line), f"step {step}", font=self._small, fill=_MUTED, anchor="lm")

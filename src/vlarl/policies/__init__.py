@@ -10,6 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from vlarl.config.schema import ModelConfig
 from vlarl.errors import UsageError
+from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.images import ImagePipeline
@@ -37,11 +38,13 @@ def load_policy(
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     base: str | None = None,
 ) -> OpenVLAPolicy:
-    """Load a checkpoint or adapter folder, a built-in model or a hub id; what is None is taken from the checkpoint.
+    """Load a checkpoint or adapter folder, a built-in or fresh model, or a hub id; what is None is the checkpoint's.
 
     `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
     section `policy` in docs/configuration.md.
     """
+    if str(path) in FRESH:
+        path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
     try:
         policy = read_policy(
             path,

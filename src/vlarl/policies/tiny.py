@@ -6,7 +6,7 @@ Most parameters sit in the vision towers, which see 16 tokens an image, so that 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ STATISTICS_KEY = "tabletop"
 TEXT_VOCAB_SIZE = 768  # ids below it are text; the 256 action ids follow, then the padding rows
 NUM_ACTION_BINS = 256
 PAD_TO_MULTIPLE_OF = 64
+ACTION_DIM = 7
 PROPRIO_DIM = 8
+IMAGE_SIZE = 56
 
 PROMPT_PREFIX = "In: What action should the robot take to"
 PROMPT_SUFFIX = "?\nOut:"
@@ -89,10 +91,17 @@ def tiny_config(
     num_images: int = 1,
     use_proprio: bool = True,
     learned_slots: bool = True,
+    image_size: int = IMAGE_SIZE,
+    action_dim: int = ACTION_DIM,
+    proprio_dim: int = PROPRIO_DIM,
     proprio_low: Sequence[float] = (-1.0,) * PROPRIO_DIM,
     proprio_high: Sequence[float] = (1.0,) * PROPRIO_DIM,
+    norm_stats: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> OpenVLAConfig:
-    """The configuration of the built-in model; proprio bounds are those of the robot it acts for."""
+    """The configuration of the built-in model; proprio bounds are those of the robot it acts for.
+
+    `norm_stats` are other statistics by their keys, for robots and suites beside the tabletop.
+    """
     vocab_size = TEXT_VOCAB_SIZE + NUM_ACTION_BINS + PAD_TO_MULTIPLE_OF
     raw: dict[str, Any] = {
         "model_type": "openvla",
@@ -105,7 +114,7 @@ def tiny_config(
             {"embed_dim": 128, "depth": 5, "num_heads": 4, "reg_tokens": 1},
             {"embed_dim": 128, "depth": 5, "num_heads": 4, "mlp_ratio": 4.0},
         ],
-        "image_sizes": [56, 56],
+        "image_sizes": [image_size, image_size],
         "image_resize_strategy": "resize-naive",
         "n_action_bins": NUM_ACTION_BINS,
         "pad_to_multiple_of": PAD_TO_MULTIPLE_OF,
@@ -124,13 +133,16 @@ def tiny_config(
             "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
             "tie_word_embeddings": False,
         },
-        "norm_stats": {STATISTICS_KEY: _statistics(proprio_low, proprio_high)},
+        "norm_stats": {STATISTICS_KEY: unit_statistics(proprio_low, proprio_high)}
+        if norm_stats is None
+        else norm_stats,
         NATIVE_KEY: {
             "decoder": decoder,
             "chunk_length": chunk_length or (4 if decoder == "parallel" else 1),
             "num_images": num_images,
             "use_proprio": use_proprio,
-            "proprio_dim": PROPRIO_DIM,
+            "action_dim": action_dim,
+            "proprio_dim": proprio_dim,
             "prompt_suffix_id": None,
             "learned_slots": learned_slots,
         },
@@ -179,9 +191,13 @@ def _fill_normal(parameter: torch.Tensor, std: float, generator: torch.Generator
     parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def _statistics(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """Actions are normalised already, the gripper too; proprio by the bounds given."""
+def unit_statistics(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
+    """Statistics of a robot whose actions are normalised already, the gripper too; its proprio has these bounds."""
     return {
-        "action": {"q01": [-1.0] * 7, "q99": [1.0] * 7, "mask": [True] * 6 + [False]},
+        "action": {
+            "q01": [-1.0] * ACTION_DIM,
+            "q99": [1.0] * ACTION_DIM,
+            "mask": [True] * (ACTION_DIM - 1) + [False],
+        },
         "proprio": {"q01": list(low), "q99": list(high), "mask": [True] * len(low)},
     }

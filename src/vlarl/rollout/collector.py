@@ -1,10 +1,14 @@
 """The episode loop: the only loop over time in vlarl.
 
-    tasks ─► free slot ─► reset ─► observation ─► process ─► engine ─► decode ─► step_chunk ─┐
-                 ▲                      ▲                                                     │
-                 └── episode ended ◄────┴──────────────── goes on ◄──────────────────────────┘
+    tasks ─► free slot ─► send_reset ─┐
+                 ▲                    ▼
+                 │                 receive ─► observation ─► process ─► engine ─► decode ─► send_chunk ─┐
+                 │                    ▲                                                                 │
+                 └── episode ended ◄──┴─────────────────────────────────────────────────────────────────┘
 
-All slots that have an episode act together in one batch; a slot whose episode ended takes the next task at once.
+The slots that are ready act together in one batch, while the others still run: nobody waits for the slowest, unless the
+pool works in lock-step. A slot whose episode ended takes the next task at once. An episode whose simulator died or hung
+is run again from its beginning; seeds follow from the task and the decision, so it becomes the same episode.
 """
 
 from __future__ import annotations
@@ -12,15 +16,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from vlarl.envs.base import EnvPool
+from vlarl.envs.base import EnvPool, fitting
+from vlarl.errors import VlarlError
 from vlarl.policies.base import Policy
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import derive_seed
-from vlarl.types import ChunkOutcome, Observation, Task, Trajectory, Transition, UInt8Array
+from vlarl.types import ChunkOutcome, FloatArray, IntArray, Observation, Task, Trajectory, Transition, UInt8Array
 
 log = logging.getLogger(__name__)
+
+RETRIES = 3
 
 
 @dataclass(frozen=True)
@@ -31,23 +38,41 @@ class Episode:
     frames: tuple[UInt8Array, ...] = ()
 
 
-@dataclass
-class _Slot:
-    """An episode under way."""
+@dataclass(frozen=True)
+class _Waiting:
+    """An episode to run."""
 
     index: int  # place of the task in the caller's list
     task: Task
-    observation: Observation
+    attempt: int = 0
+
+
+@dataclass
+class _Running:
+    """An episode under way. What was decided last waits for its outcome."""
+
+    started: _Waiting
+    observation: Observation | None = None
+    token_ids: IntArray | None = None  # [K*D]
+    engine_logprobs: FloatArray | None = None  # [K*D]
     transitions: list[Transition] = field(default_factory=list)
     frames: list[UInt8Array] = field(default_factory=list)
 
-    def finish(self, outcome: ChunkOutcome, version: int) -> Episode:
-        if outcome.error is not None:
-            log.warning(
-                "episode %s crashed after %d decisions: %s", self.task.episode_id, len(self.transitions), outcome.error
+    def note(self, outcome: ChunkOutcome) -> None:
+        """Take in what the environment answered."""
+        self.frames.extend(outcome.frames)
+        if self.observation is not None and self.token_ids is not None and self.engine_logprobs is not None:
+            self.transitions.append(
+                Transition(
+                    self.observation, self.token_ids, self.engine_logprobs, outcome.rewards, outcome.num_executed
+                )
             )
+        self.observation = outcome.observation
+
+    def finish(self, outcome: ChunkOutcome, version: int) -> Episode:
+        """The episode, which ended with this outcome."""
         trajectory = Trajectory(
-            task=self.task,
+            task=self.started.task,
             transitions=tuple(self.transitions),
             final_observation=outcome.observation,
             terminated=outcome.terminated,
@@ -55,6 +80,7 @@ class _Slot:
             success=outcome.success,
             policy_version=version,
             status="ok" if outcome.error is None else "crashed",
+            redone=self.started.attempt,
         )
         return Episode(trajectory, tuple(self.frames))
 
@@ -62,10 +88,13 @@ class _Slot:
 class Collector:
     """Runs episodes of a policy in a pool of environments."""
 
-    def __init__(self, pool: EnvPool, policy: Policy, engine: Engine) -> None:
+    def __init__(self, pool: EnvPool, policy: Policy, engine: Engine, retries: int = RETRIES) -> None:
+        """`retries`: how often an episode is run again whose simulator failed, before it is given up as crashed."""
         self.pool = pool
         self.policy = policy
         self.engine = engine
+        self.retries = retries
+        self._last_task: list[int | None] = [None] * pool.num_envs  # of each slot
 
     def collect(
         self,
@@ -73,55 +102,76 @@ class Collector:
         temperature: float,
         film: frozenset[int] = frozenset(),
         on_episode: Callable[[int], None] = lambda done: None,
+        on_end: Callable[[int, Episode], Episode] = lambda index, episode: episode,
     ) -> list[Episode]:
         """Run every task to its end and return the episodes in the order of the tasks.
 
-        `film` names places in `tasks` to film; `on_episode` is told how many are done, and may raise to stop.
+        `film` names places in `tasks` to film. `on_end` is given an episode and its place as soon as it ends; what it
+        returns is kept. `on_episode` is told how many are done, and may raise to stop.
         """
-        waiting = deque(enumerate(tasks))
-        running: dict[int, _Slot] = {}
+        waiting = deque(_Waiting(index, task) for index, task in enumerate(tasks))
+        running: dict[int, _Running] = {}
         finished: dict[int, Episode] = {}
+        ready: list[int] = []
         while waiting or running:
             self._start(waiting, running, film)
-            slots = sorted(running)
-            outcomes = self._advance(slots, running, temperature, film)
-            for slot, outcome in zip(slots, outcomes, strict=True):
+            for slot, outcome in self.pool.receive():
                 episode = running[slot]
-                episode.frames.extend(outcome.frames)
-                episode.observation = outcome.observation
-                if outcome.terminated or outcome.truncated or outcome.error is not None:
-                    finished[episode.index] = episode.finish(outcome, self.engine.version)
+                if outcome.error is None:
+                    episode.note(outcome)
+                    if not (outcome.terminated or outcome.truncated):
+                        ready.append(slot)
+                        continue
+                elif self._try_again(episode, outcome.error, waiting):
                     del running[slot]
+                    continue
+                index = episode.started.index
+                finished[index] = on_end(index, episode.finish(outcome, self.engine.version))
+                del running[slot]
+            has_free_slot = waiting and len(running) < self.pool.num_envs
+            if ready and not (self.pool.lockstep and has_free_slot):
+                self._decide(sorted(ready), running, temperature, film)
+                ready = []
             on_episode(len(finished))
-        return [finished[index] for index in range(len(tasks))]
+        episodes = [finished[index] for index in range(len(tasks))]
+        if episodes and all(episode.trajectory.status == "crashed" for episode in episodes):
+            raise VlarlError(
+                f"none of {len(episodes)} episodes of {self.pool.spec.name} could be run; see the warnings."
+            )
+        return episodes
 
-    def _start(self, waiting: deque[tuple[int, Task]], running: dict[int, _Slot], film: frozenset[int]) -> None:
-        """Give waiting tasks to free slots."""
+    def _start(self, waiting: deque[_Waiting], running: dict[int, _Running], film: frozenset[int]) -> None:
+        """Give waiting tasks to free slots, each one of the task that it ran last where there is one."""
         free = [slot for slot in range(self.pool.num_envs) if slot not in running][: len(waiting)]
-        if not free:
-            return
-        started = [waiting.popleft() for _ in free]
-        observations = self.pool.reset(free, [task for _, task in started])
-        for slot, (index, task), observation in zip(free, started, observations, strict=True):
-            running[slot] = _Slot(index, task, observation)
-            if index in film:
-                running[slot].frames.append(self.pool.frame(slot))
+        for slot in free:
+            place = fitting([each.task for each in waiting], self._last_task[slot], set(self._last_task))
+            running[slot], self._last_task[slot] = _Running(waiting[place]), waiting[place].task.task_id
+            del waiting[place]
+        if free:
+            tasks = [running[slot].started.task for slot in free]
+            self.pool.send_reset(free, tasks, self._filmed(free, running, film))
 
-    def _advance(
-        self, slots: list[int], running: dict[int, _Slot], temperature: float, film: frozenset[int]
-    ) -> list[ChunkOutcome]:
-        """One decision in every running slot: observe, generate, decode, step; and note it down."""
+    def _try_again(self, episode: _Running, error: str, waiting: deque[_Waiting]) -> bool:
+        """Put an episode whose simulator failed back in front of the others; False once it was tried often enough."""
+        started, decisions = episode.started, len(episode.transitions)
+        again = started.attempt < self.retries
+        fate = "it is run again" if again else f"given up after {started.attempt + 1} attempts"
+        log.warning("episode %s failed after %d decisions, %s: %s", started.task.episode_id, decisions, fate, error)
+        if again:
+            waiting.appendleft(replace(started, attempt=started.attempt + 1))
+        return again
+
+    def _decide(self, slots: list[int], running: dict[int, _Running], temperature: float, film: frozenset[int]) -> None:
+        """One decision in each of these slots: process, generate, decode, and off to the environments."""
         episodes = [running[slot] for slot in slots]
-        inputs = self.policy.process([episode.observation for episode in episodes])
-        seeds = [derive_seed(episode.task.seed, len(episode.transitions)) for episode in episodes]
+        inputs = self.policy.process([episode.observation for episode in episodes if episode.observation is not None])
+        seeds = [derive_seed(episode.started.task.seed, len(episode.transitions)) for episode in episodes]
         tokens = self.engine.generate(inputs, temperature, seeds)
         token_ids, logprobs = tokens.ids.cpu().numpy(), tokens.engine_logprobs.cpu().numpy()
         chosen = self.policy.codec.decode(token_ids) if tokens.actions is None else tokens.actions.numpy()
-        actions = self.policy.unnormalize(chosen)
-        filmed = frozenset(slot for slot in slots if running[slot].index in film)
-        outcomes = self.pool.step_chunk(slots, actions, filmed)
-        for row, (episode, outcome) in enumerate(zip(episodes, outcomes, strict=True)):
-            episode.transitions.append(
-                Transition(episode.observation, token_ids[row], logprobs[row], outcome.rewards, outcome.num_executed)
-            )
-        return outcomes
+        for row, episode in enumerate(episodes):
+            episode.token_ids, episode.engine_logprobs = token_ids[row], logprobs[row]
+        self.pool.send_chunk(slots, self.policy.unnormalize(chosen), self._filmed(slots, running, film))
+
+    def _filmed(self, slots: list[int], running: dict[int, _Running], film: frozenset[int]) -> frozenset[int]:
+        return frozenset(slot for slot in slots if running[slot].started.index in film)

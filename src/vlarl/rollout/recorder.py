@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from vlarl.errors import VlarlError
+from vlarl.observability.episodes import episode_row
 from vlarl.observability.files import disk_errors
-from vlarl.observability.run_dir import RunDirectory
-from vlarl.observability.video import write_video
-from vlarl.types import EpisodeResult, Task, Trajectory, UInt8Array
+from vlarl.observability.video import Outcome, write_video
+from vlarl.types import EpisodeResult, Trajectory, UInt8Array
 
 Phase = Literal["rollout", "eval"]
 
 
-class EpisodeRecorder:
-    """Writes the episodes of a run into its directory."""
+class EpisodeFolder(Protocol):
+    """Where episodes are written: the folder of a run, or of an evaluation."""
 
-    def __init__(self, run_dir: RunDirectory) -> None:
-        self._path = run_dir.episodes_file
-        self._videos = run_dir.videos
+    @property
+    def episodes_file(self) -> Path:
+        """One row an episode."""
+        ...
+
+    @property
+    def videos(self) -> Path:
+        """Folder of filmed episodes."""
+        ...
+
+
+class EpisodeRecorder:
+    """Writes episodes into a folder as they end: what is there stays there, whatever happens next."""
+
+    def __init__(self, folder: EpisodeFolder) -> None:
+        self._path = folder.episodes_file
+        self._videos = folder.videos
         with disk_errors(self._path):
             self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
@@ -36,30 +49,32 @@ class EpisodeRecorder:
             with disk_errors(self._path):
                 self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def video_path(self, iteration: int, task: Task, success: bool) -> Path:
-        """Where the film of an episode goes."""
-        outcome = "success" if success else "failure"
-        return self._videos / f"iter_{iteration:04d}_task{task.task_id:02d}_state{task.init_state:02d}_{outcome}.mp4"
+    def film_episodes(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Path]:
+        """Write a film of every episode that carries frames, named by iteration, task, state and outcome."""
+        films = (
+            self.film(
+                f"iter_{iteration:04d}_task{e.task.task_id:02d}_state{e.task.init_state:02d}_{e.outcome}",
+                e.frames,
+                e.instruction,
+                e.outcome,
+                fps,
+            )
+            for e in episodes
+            if e.frames
+        )
+        return [path for path in films if path is not None]
 
     def film(
-        self, path: Path, frames: Sequence[UInt8Array], instruction: str, outcome: bool, fps: int = 10
+        self, name: str, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10
     ) -> Path | None:
-        """Write a film; a machine that can't encode one gets a warning, since training is worth more than its film."""
+        """Write a film; a machine that can't encode one gets a warning, since episodes are worth more than films."""
+        path = self._videos / f"{name}.mp4"
         try:
             write_video(path, frames, instruction, outcome, fps)
         except VlarlError as error:
             logging.getLogger(__name__).warning("%s", error)
             return None
         return path
-
-    def film_episodes(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Path]:
-        """Write a film of every episode that carries frames."""
-        films = (
-            self.film(self.video_path(iteration, e.task, e.success), e.frames, e.instruction, e.success, fps)
-            for e in episodes
-            if e.frames
-        )
-        return [path for path in films if path is not None]
 
     def close(self) -> None:
         """Close the file."""
@@ -75,23 +90,8 @@ class EpisodeRecorder:
 
 def _row(episode: Trajectory | EpisodeResult, policy_version: int) -> dict[str, Any]:
     if isinstance(episode, Trajectory):
-        instruction, episode_return = episode.final_observation.instruction, episode.env_return
-        status, policy_version = episode.status, episode.policy_version
+        result, version = EpisodeResult.of(episode, episode.final_observation.instruction), episode.policy_version
     else:
-        instruction, episode_return, status = episode.instruction, episode.episode_return, "ok"
+        result, version = episode, policy_version
     task = episode.task
-    return {
-        "episode_id": task.episode_id,
-        "suite": task.suite,
-        "task_id": task.task_id,
-        "init_state": task.init_state,
-        "seed": task.seed,
-        "group": task.group,
-        "member": task.member,
-        "instruction": instruction,
-        "success": bool(episode.success),
-        "length": int(episode.length),
-        "return": float(episode_return) if math.isfinite(episode_return) else None,
-        "status": status,
-        "policy_version": policy_version,
-    }
+    return {**episode_row(result), "group": task.group, "member": task.member, "policy_version": version}

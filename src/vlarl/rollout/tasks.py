@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vlarl.config.eval_request import StateProtocol, missing_states
 from vlarl.config.schema import Config
 from vlarl.envs.base import SuiteSpec
 from vlarl.errors import UsageError
@@ -32,7 +33,7 @@ class TaskSampler:
         self.num_groups = math.ceil(config.rollout.num_groups * config.rollout.oversample)
         self.group_size = config.rollout.group_size
         self.task_ids = chosen_task_ids(spec, config.env.task_ids)
-        self.states = spec.eval_states if config.env.train_on_eval_states else spec.train_states
+        self.states = training_states(spec, config.env.protocol)
         self.curriculum = Curriculum(config.curriculum, self.task_ids)
 
     def get_batch(self, iteration: int) -> list[list[Task]]:
@@ -102,18 +103,32 @@ def worker_slice(groups: Sequence[list[Task]], worker: int, num_workers: int) ->
     return list(groups[worker::num_workers])
 
 
-def evaluation_tasks(spec: SuiteSpec, task_ids: Sequence[int] | None, states_per_task: int, seed: int) -> list[Task]:
-    """The fixed episodes of an evaluation: the first `states_per_task` evaluation states of each task."""
-    if states_per_task > len(spec.eval_states):
-        raise UsageError(
-            f"eval.states_per_task: {states_per_task} is more than the {len(spec.eval_states)} evaluation states "
-            f"that a task of {spec.name} has."
-        )
+def evaluation_tasks(
+    spec: SuiteSpec,
+    task_ids: Sequence[int] | None,
+    states_per_task: int,
+    seed: int,
+    protocol: StateProtocol = "disjoint",
+) -> list[Task]:
+    """The fixed episodes of an evaluation: the first `states_per_task` of the protocol's states of each task."""
+    counts = len(spec.eval_states), len(spec.benchmark_states)
+    if message := missing_states(states_per_task, spec.name, protocol, *counts):
+        raise UsageError(f"eval.states_per_task = {states_per_task}: {message}.")
     return [
         Task(spec.name, task_id, state, derive_seed(seed, _EVALUATION, task_id, state))
         for task_id in chosen_task_ids(spec, task_ids)
-        for state in spec.eval_states[:states_per_task]
+        for state in evaluation_states(spec, protocol)[:states_per_task]
     ]
+
+
+def evaluation_states(spec: SuiteSpec, protocol: StateProtocol) -> tuple[int, ...]:
+    """The initial states that a protocol evaluates on, of every task."""
+    return spec.eval_states if protocol == "disjoint" else spec.benchmark_states
+
+
+def training_states(spec: SuiteSpec, protocol: StateProtocol) -> tuple[int, ...]:
+    """The initial states that a protocol trains on, of every task."""
+    return spec.train_states if protocol == "disjoint" else spec.benchmark_states
 
 
 def chosen_task_ids(spec: SuiteSpec, task_ids: Sequence[int] | None) -> list[int]:

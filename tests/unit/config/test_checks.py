@@ -7,10 +7,8 @@ from vlarl.config.checks import check
 from vlarl.config.known import (
     BUILTIN_CHUNKS,
     BUILTIN_DECODERS,
-    EVAL_STATES_PER_TASK,
     KNOWN_SUITES,
-    MAX_STEPS,
-    TASKS_PER_SUITE,
+    SUITES,
 )
 
 SIZES = {"run.iterations": 20, "rollout.num_groups": 24, "rollout.group_size": 8}
@@ -137,14 +135,20 @@ def test_rules_of_finetune():
 
 
 def test_the_suites_are_those_of_the_environment():
-    from vlarl.envs.tabletop import SUITES
+    from vlarl.envs.libero.suites import libero_spec
+    from vlarl.envs.metaworld.suites import metaworld_spec
+    from vlarl.envs.tabletop import SUITES as TABLETOP
 
-    specs = [suite.spec for suite in SUITES.values()]
-    assert {spec.name: {task.max_steps for task in spec.tasks} for spec in specs} == {
-        suite: {steps} for suite, steps in MAX_STEPS.items()
-    }
-    assert {len(spec.tasks) for spec in specs} == {TASKS_PER_SUITE}
-    assert {len(spec.eval_states) for spec in specs} == {EVAL_STATES_PER_TASK}
+    specs = [suite.spec for suite in TABLETOP.values()]
+    specs += [libero_spec(suite, None) for suite in SUITES if suite.startswith("libero_")]
+    specs += [metaworld_spec(suite, None) for suite in SUITES if suite.startswith("metaworld_")]
+    assert [spec.name for spec in specs] == list(SUITES)
+    for spec in specs:
+        facts = SUITES[spec.name]
+        assert (len(spec.tasks), {task.max_steps for task in spec.tasks}) == (facts.num_tasks, {facts.max_steps})
+        assert len(spec.eval_states) == facts.num_eval_states
+        assert len(spec.benchmark_states) == facts.num_benchmark_states
+        assert set(spec.train_states).isdisjoint(spec.eval_states)
 
 
 @pytest.mark.parametrize("size", BUILTIN_DECODERS)

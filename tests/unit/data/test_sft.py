@@ -1,18 +1,25 @@
 """Supervised fine-tuning: a short version of the recipe learns, and learns the same twice."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from vlarl.config.schema import DemoConfig, FinetuneConfig, LoraConfig, PolicyConfig, StartConfig
-from vlarl.data.demos import generate_demos
-from vlarl.data.sft import DemoBatches, FinetuneSummary, demonstrate, finetune, imitation_loss, start_policy
+from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
+from vlarl.config.schema import LoraConfig, PolicyConfig
+from vlarl.data.batches import DemoBatches, Demonstrated
+from vlarl.data.demo_set import DemoSet
+from vlarl.data.demos import collect_demos, open_sources
+from vlarl.data.sft import FinetuneSummary, finetune, imitate, imitation_loss, start
+from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
+from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate
 from vlarl.policies import load_policy
+from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 
 
@@ -60,7 +67,7 @@ def test_the_autoregressive_recipe_learns_too(tmp_path):
 def test_batches_hold_what_the_demonstrator_saw_and_did():
     policy = init_tiny("parallel", seed=0)
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    batches = DemoBatches(demos, policy, torch.device("cpu"))
+    batches = DemoBatches([demos], policy, torch.device("cpu"))
     assert len(batches) == len(demos)
     batch = batches.draw(5, torch.Generator().manual_seed(3))
     inputs, token_ids = batch.inputs, batch.token_ids
@@ -81,7 +88,8 @@ def test_demonstrations_show_what_the_policy_reads():
     policy = init_tiny("parallel", seed=0, num_images=2, use_proprio=False)
     del policy.config.norm_stats["tabletop"]["proprio"]
     config = DemoConfig(suites=("tabletop_spatial",), episodes_per_task=1, num_workers=1)
-    batches = DemoBatches(demonstrate(config, 0, policy), policy, torch.device("cpu"))
+    demos, _ = collect_demos(open_sources(config, 0, policy.image_size, policy.num_images), note=lambda text: None)
+    batches = DemoBatches(demos, policy, torch.device("cpu"))
     batch = batches.draw(3, torch.Generator().manual_seed(0))
     inputs = batch.inputs
     assert inputs.pixels.shape == (3, 2, 3, policy.image_size, policy.image_size) and inputs.proprio is None
@@ -93,7 +101,7 @@ def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.zero_()
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    batch = DemoBatches(demos, policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
+    batch = DemoBatches([demos], policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
     config = FinetuneConfig()
     assert imitation_loss(policy, batch, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
 
@@ -111,7 +119,7 @@ def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
 
 def test_a_frozen_backbone_leaves_the_heads_to_learn(tmp_path):
     settings = StartConfig(path="init:tiny-oft", actions="l1", freeze="backbone")
-    policy = start_policy(recipe(tmp_path, "x").model_copy(update={"policy": settings}), torch.device("cpu"))
+    policy, _ = start(recipe(tmp_path, "x").model_copy(update={"policy": settings}), torch.device("cpu"))
     trained = {name.partition(".")[0] for name, p in policy.named_parameters() if p.requires_grad}
     assert trained == {"l1_head", "proprio_projector"}
 
@@ -127,3 +135,48 @@ def test_adapters_can_be_taught(tmp_path):
     summary = finetune(config)
     assert summary.last_loss < 0.9 * summary.first_loss
     assert (summary.checkpoint / "adapter_model.safetensors").is_file()
+
+
+class Poisoned:
+    """Batches whose draws of these numbers hold NaN."""
+
+    def __init__(self, batches: DemoBatches, bad: set[int]) -> None:
+        self.batches, self.bad, self.number = batches, bad, 0
+
+    def draw(self, size: int, generator: torch.Generator) -> Demonstrated:
+        self.number += 1
+        batch = self.batches.draw(size, generator)
+        return replace(batch, actions=batch.actions * torch.nan) if self.number in self.bad else batch
+
+
+@pytest.fixture(scope="module")
+def regression() -> tuple[FinetuneConfig, DemoSet]:
+    config = FinetuneConfig.model_validate(
+        {"optim": {"steps": 6, "batch_size": 4, "lr": 1e-3, "warmup_steps": 0, "log_interval": 3}}
+    )
+    return config, generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56, task_ids=[0])
+
+
+def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> tuple[OpenVLAPolicy, list[dict]]:
+    config, demos = regression
+    policy = init_tiny("parallel", seed=0)
+    policy.attach_l1_head(0)
+    policy.acts_by_regression = True
+    rows: list[dict] = []
+    batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu")), bad)
+    imitate(policy, batches, config, lambda step, row: rows.append(row))
+    return policy, rows
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_counted(regression):
+    policy, rows = poisoned_run(regression, {2, 4, 5})
+    assert [row["train/skipped_steps"] for row in rows] == [1, 2]
+    assert all(np.isfinite([row["train/loss"], row["train/grad_norm"]]).all() for row in rows)
+    assert all(parameter.isfinite().all() for parameter in policy.parameters())
+    spared, _ = poisoned_run(regression, {1, 2, 4, 5})
+    assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), spared.parameters(), strict=True))
+
+
+def test_a_run_without_any_finite_step_ends(regression):
+    with pytest.raises(VlarlError, match="not finite in any of the 3 steps up to 6"):
+        poisoned_run(regression, {4, 5, 6})

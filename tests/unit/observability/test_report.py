@@ -139,9 +139,22 @@ def test_a_difference_within_the_noise_is_called_that(make_run: MakeRun) -> None
 
 def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     run = make_run(videos=0)
-    run.config_file.write_text("env:\n  train_on_eval_states: true\n")
+    run.config_file.write_text("env:\n  protocol: benchmark\neval:\n  temperature: 0.5\n")
     text = _text(write_report(run.path).read_text())
     assert "never saw" not in text and "were also trained on" in text
+    assert "Sampled success rose from" in text and "Evaluation is sampled and drawn" in text
+    assert "reedy" not in text
+
+
+def test_episodes_that_crashed_are_no_part_of_a_score(make_run: MakeRun) -> None:
+    run = make_run(videos=0)
+    row = json.loads(run.episodes_file.read_text().splitlines()[0])
+    with run.episodes_file.open("a") as file:
+        for task in range(10):
+            crashed = row | {"task_id": task, "init_state": 99, "success": False, "status": "crashed"}
+            file.write(json.dumps(crashed) + "\n")
+    first = load_run(run.path).first
+    assert first is not None and (first.score.won, first.score.total) == (97, 200)
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from vlarl.errors import UsageError
 from vlarl.rollout.curriculum import Curriculum, TaskRecord, deal, entropy, read_curriculum
 from vlarl.rollout.tasks import TaskSampler
 
-SPEC = SuiteSpec("suite", tuple(TaskSpec(i, f"do {i}", 10) for i in range(4)), train_states=(3, 4, 5), eval_states=(0,))
+SPEC = SuiteSpec(
+    "suite",
+    tuple(TaskSpec(i, f"do {i}", 10) for i in range(4)),
+    train_states=(3, 4, 5),
+    eval_states=(0,),
+    benchmark_states=(0,),
+)
 
 
 def adaptive(**options) -> CurriculumConfig:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -7,7 +8,7 @@ import pytest
 
 from vlarl.errors import VlarlError
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.observability.video import caption_height, write_video
+from vlarl.observability.video import CaptionPainter, caption_height, write_video
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.types import EpisodeResult, Observation, Task, Trajectory, Transition
 
@@ -20,7 +21,8 @@ def _trajectory(status: str = "ok") -> Trajectory:
         seen, np.zeros(14, np.int64), np.zeros(14, np.float32), np.array([0.25, 0.5], np.float32), num_executed=2
     )
     task = Task("tabletop_spatial", task_id=3, init_state=31, seed=77, group=5, member=2)
-    return Trajectory(task, (step, step), seen, True, False, True, policy_version=6, status=status)  # type: ignore[arg-type]
+    redone = 2 if status == "crashed" else 0
+    return Trajectory(task, (step, step), seen, True, False, True, policy_version=6, status=status, redone=redone)  # type: ignore[arg-type]
 
 
 def _result(success: bool, frames: int = 0) -> EpisodeResult:
@@ -49,9 +51,10 @@ def test_one_line_an_episode_with_everything_needed_to_replay_it(tmp_path: Path)
         "length": 4,
         "return": 1.5,
         "status": "ok",
+        "redone": 0,
         "policy_version": 6,
     }
-    assert rows[1]["status"] == "crashed"
+    assert (rows[1]["status"], rows[1]["redone"]) == ("crashed", 2)
     assert (rows[2]["phase"], rows[2]["success"], rows[2]["length"], rows[2]["return"]) == ("eval", False, 12, 0.0)
     assert rows[2]["policy_version"] == 7
 
@@ -87,7 +90,7 @@ def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool
 
 def test_odd_sizes_become_even(tmp_path: Path) -> None:
     path = tmp_path / "odd.mp4"
-    write_video(path, [np.zeros((333, 401, 3), np.uint8)] * 2, "a very long instruction " * 20, True, fps=5)
+    write_video(path, [np.zeros((333, 401, 3), np.uint8)] * 2, "a very long instruction " * 20, "success", fps=5)
     with imageio.get_reader(path, format="FFMPEG") as film:
         assert film.get_meta_data()["size"] == (400, 332 + caption_height(400))
         assert len(list(film.iter_data())) == 2 + 5
@@ -96,8 +99,28 @@ def test_odd_sizes_become_even(tmp_path: Path) -> None:
 def test_a_film_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     frames = [np.zeros((64, 64, 3), np.uint8)]
-    missing = tmp_path / "missing" / "film.mp4"
     with pytest.raises(VlarlError, match="film.mp4"):
-        write_video(missing, frames, INSTRUCTION, True)
+        write_video(tmp_path / "missing" / "film.mp4", frames, INSTRUCTION, "success")
     with EpisodeRecorder(run) as recorder:
-        assert recorder.film(missing, frames, INSTRUCTION, True) is None
+        assert recorder.film("missing/film", frames, INSTRUCTION, "success") is None
+        assert recorder.film("film", frames, INSTRUCTION, "crashed") == run.videos / "film.mp4"
+
+
+def test_a_film_of_an_episode_that_crashed_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    with EpisodeRecorder(run) as recorder:
+        crashed = replace(_result(success=False, frames=2), status="crashed")
+        assert recorder.film_episodes(3, [crashed]) == [run.videos / "iter_0003_task03_state31_crashed.mp4"]
+
+
+@pytest.mark.parametrize("width", [320, 512])
+def test_instructions_wrap_and_only_what_leaves_two_lines_is_cut(width: int) -> None:
+    longest = "put the white mug on the left plate and put the yellow and white mug on the right plate"  # of LIBERO
+    painter = CaptionPainter(longest, "success", 9, (width, width))
+    assert len(painter.lines) == 2 and " ".join(painter.lines) == longest
+    first, second = CaptionPainter(f"{longest} and then close the drawer", "success", 9, (width, width)).lines
+    assert longest.startswith(first) and second.endswith("...")
+    ink = painter.paint(np.zeros((width, width, 3), np.uint8), 3)[width:].min(axis=2) > 200
+    rows, margin = np.flatnonzero(ink.any(axis=1)), width // 32
+    assert np.diff(rows).max() > 1, "two lines apart from each other"
+    assert not ink[:, :margin].any() and not ink[:, -margin:].any()

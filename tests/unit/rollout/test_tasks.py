@@ -1,6 +1,7 @@
 """Which episodes are run: groups, seeds, and initial states kept apart."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,11 @@ from vlarl.errors import UsageError
 from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks, worker_slice
 
 SPEC = SuiteSpec(
-    "suite", tuple(TaskSpec(i, f"do {i}", 10) for i in range(4)), train_states=(3, 4, 5, 6, 7), eval_states=(0, 1, 2)
+    "suite",
+    tuple(TaskSpec(i, f"do {i}", 10) for i in range(4)),
+    train_states=(3, 4, 5, 6, 7),
+    eval_states=(0, 1, 2),
+    benchmark_states=(0, 1),
 )
 
 
@@ -50,8 +55,8 @@ def test_training_never_sees_the_states_of_the_evaluation(configure):
     seen = {t.init_state for n in range(30) for g in sampler(configure).get_batch(n) for t in g}
     evaluated = {t.init_state for t in evaluation_tasks(SPEC, None, 3, 0)}
     assert seen == {3, 4, 5, 6, 7} and evaluated == {0, 1, 2}
-    mixed = sampler(configure, train_on_eval_states=True)
-    assert {t.init_state for n in range(30) for g in mixed.get_batch(n) for t in g} == {0, 1, 2}
+    mixed = sampler(configure, protocol="benchmark")
+    assert {t.init_state for n in range(30) for g in mixed.get_batch(n) for t in g} == {0, 1}
 
 
 def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
@@ -63,11 +68,20 @@ def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
     assert training.isdisjoint(t.seed for t in evaluation_tasks(SPEC, None, 3, 0))
 
 
+def test_a_protocol_has_states_of_its_own_and_a_state_keeps_its_seed():
+    spec = replace(SPEC, benchmark_states=(5, 1))
+    benchmark = evaluation_tasks(spec, [0], 2, 0, "benchmark")
+    assert [t.init_state for t in benchmark] == [5, 1]
+    assert benchmark[1] == evaluation_tasks(spec, [0], 2, 0, "disjoint")[1], "so that results can be paired"
+
+
 def test_what_the_suite_does_not_have_is_refused(configure):
     with pytest.raises(UsageError, match=r"env.task_ids: suite has no task \[4, 9\]; its tasks are 0 to 3."):
         sampler(configure, task_ids=(9, 1, 4))
-    with pytest.raises(UsageError, match=r"eval.states_per_task: 4 is more than the 3 evaluation states"):
+    with pytest.raises(UsageError, match=r"eval.states_per_task = 4: a task of suite has 3 initial states"):
         evaluation_tasks(SPEC, None, 4, 0)
+    with pytest.raises(UsageError, match=r"eval.states_per_task = 3: a task of suite has 2 initial states"):
+        evaluation_tasks(SPEC, None, 3, 0, "benchmark")
 
 
 def test_seeds_depend_on_every_number():

@@ -17,7 +17,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from vlarl.envs.tabletop.pool import ACTION_DIM, RewardMode, TabletopPool
+from vlarl.envs.base import RewardMode
+from vlarl.envs.tabletop.pool import ACTION_DIM, TabletopPool
 from vlarl.envs.tabletop.render import Camera
 from vlarl.types import FloatArray, Task, UInt8Array
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
+from vlarl.envs.base import LockstepPool, RewardMode
 from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
 from vlarl.envs.tabletop.render import Camera, Renderer
 from vlarl.envs.tabletop.tasks import get_suite, initial_state
 from vlarl.envs.tabletop.world import TabletopWorld
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
-RewardMode = Literal["sparse", "dense"]
 ACTION_DIM = 7
 
 
-class TabletopPool:
+class TabletopPool(LockstepPool):
     """`num_envs` tables of one suite.
 
     The sparse reward is 1 at success. The dense one is the change of progress towards the goals.
@@ -31,12 +31,15 @@ class TabletopPool:
         cameras: Sequence[Camera] = ("agent",),
         reward: RewardMode = "sparse",
         film_size: int = 256,
+        max_steps: int | None = None,
     ) -> None:
         if tuple(cameras) not in (("agent",), ("agent", "wrist")):
             raise ValueError(f"cameras must be ('agent',) or ('agent', 'wrist'), not {tuple(cameras)}")
         if reward not in ("sparse", "dense"):
             raise ValueError(f"reward must be 'sparse' or 'dense', not {reward!r}")
-        self.suite = get_suite(suite)
+        super().__init__()
+        known = get_suite(suite)
+        self.suite = known if max_steps is None else replace(known, max_steps=max_steps)
         self.spec = self.suite.spec
         self.num_envs = num_envs
         self.world = TabletopWorld(num_envs)

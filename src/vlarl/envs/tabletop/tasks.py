@@ -48,7 +48,8 @@ class TabletopSuite:
         """The suite as the rest of vlarl knows it."""
         tasks = tuple(TaskSpec(i, task.instruction, self.max_steps) for i, task in enumerate(self.tasks))
         train, evaluation = range(NUM_TRAIN_STATES), range(NUM_TRAIN_STATES, NUM_FIXED_STATES)
-        return SuiteSpec(self.name, tasks, train_states=tuple(train), eval_states=tuple(evaluation))
+        states = tuple(evaluation)
+        return SuiteSpec(self.name, tasks, train_states=tuple(train), eval_states=states, benchmark_states=states)
 
 
 def _on(thing: str, target: str) -> Goal:

@@ -14,6 +14,7 @@ import yaml
 
 from vlarl.observability.files import read_jsonl
 from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.significance import wilson_interval
 
 Series = list[tuple[float, float]]  # iteration, value
 
@@ -36,10 +37,7 @@ class Score:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95% interval, which stays sensible near 0 and 1."""
-        z, n, p = 1.96, self.total, self.rate
-        center = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, center - half), min(1.0, center + half)
+        return wilson_interval(self.won, self.total)
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,16 @@ class RunData:
         values = self.config.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
 
+    @property
+    def manner(self) -> str:
+        """How evaluated episodes chose their actions: greedy or sampled."""
+        return "sampled" if self.option("eval", "temperature") else "greedy"
+
+    @property
+    def has_seen_its_exam(self) -> bool:
+        """Whether training used the initial states of the evaluation."""
+        return bool(self.option("env", "protocol") == "benchmark")
+
     def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
         """Films of the same task and initial state before training and at the end."""
         last = max((v.iteration for v in self.videos), default=0)
@@ -168,9 +176,11 @@ def _parse(text: str) -> Mapping[str, Any]:
 
 
 def _evaluations(path: Path) -> tuple[Evaluation, ...]:
+    """Evaluated episodes by iteration; those that crashed say nothing about the policy."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_jsonl(path):
-        if row.get("phase") == "eval" and {"iteration", "task_id", "init_state", "success"} <= row.keys():
+        is_whole = {"iteration", "task_id", "init_state", "success"} <= row.keys() and row.get("status") != "crashed"
+        if row.get("phase") == "eval" and is_whole:
             found.setdefault(int(row["iteration"]), []).append(row)
     return tuple(Evaluation(iteration, tuple(rows)) for iteration, rows in sorted(found.items()))
 

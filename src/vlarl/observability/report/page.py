@@ -77,7 +77,8 @@ def verdict(data: RunData) -> str:
         assert known is not None
         when = "before training" if known is first else f"after iteration {known.iteration}"
         missing = "There is no evaluation after training yet." if last is None else "It was not evaluated before."
-        return f"Greedy success {when} is <b>{_percent(known.score)}</b> on {known.score.total} {states}. {missing}"
+        rate = f"<b>{_percent(known.score)}</b> on {known.score.total} {states}"
+        return f"{data.manner.capitalize()} success {when} is {rate}. {missing}"
     before, after = first.score, last.score
     if after.interval[0] > before.interval[1]:
         verb = "rose"
@@ -88,7 +89,7 @@ def verdict(data: RunData) -> str:
     noise = "" if verb != "went" else " The 95% intervals overlap: this may be noise."
     at = "" if last.iteration == data.iteration else f" (evaluated after iteration {last.iteration})"
     sentence = (
-        f"Greedy success {verb} from <b>{_percent(before)}</b> to <b>{_percent(after)}</b>{at}, "
+        f"{data.manner.capitalize()} success {verb} from <b>{_percent(before)}</b> to <b>{_percent(after)}</b>{at}, "
         f"measured on {after.total} {states}."
     )
     return sentence + noise + _changed(first, last)
@@ -106,7 +107,7 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
 
 
 def _states(data: RunData) -> str:
-    if data.option("env", "train_on_eval_states"):
+    if data.has_seen_its_exam:
         return "episodes whose initial states were also trained on"
     return "episodes from initial states that training never saw"
 

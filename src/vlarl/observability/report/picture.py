@@ -81,7 +81,9 @@ def _heading(data: RunData) -> str:
     first, last = data.first, data.last
     title = "Success over iterations"
     if first and last:
-        title = f"Greedy success on unseen initial states: {first.score.rate:.1%} to {last.score.rate:.1%}"
+        states = "trained" if data.has_seen_its_exam else "unseen"
+        change = f"{first.score.rate:.1%} to {last.score.rate:.1%}"
+        title = f"{data.manner.capitalize()} success on {states} initial states: {change}"
     algorithm = str(data.option("algorithm", "name") or "").upper()
     facts = [str(data.option("env", "suite") or ""), algorithm, f"seed {data.option('run', 'seed')}"]
     note = " · ".join(fact for fact in facts if fact and fact != "seed None")

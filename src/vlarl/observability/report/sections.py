@@ -39,9 +39,10 @@ def learning(data: RunData) -> str:
     )
     if not data.metrics:
         return _section("Learning", "No iteration has ended yet: there are no curves.", "")
+    lower = ", so they may score lower" if data.manner == "greedy" else ""
     lead = (
-        "Success over iterations. Evaluation is greedy and drawn with its 95% interval; "
-        "training episodes are sampled, so they may score lower."
+        f"Success over iterations. Evaluation is {data.manner} and drawn with its 95% interval; "
+        f"training episodes are sampled{lower}."
     )
     return _section(
         "Learning",

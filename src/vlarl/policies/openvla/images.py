@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
 from typing import Literal, cast, get_args
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from vlarl.policies.openvla.jpeg import decode_image, encode_jpeg
 from vlarl.types import FloatArray, IntArray, UInt8Array
 
 ResizeStrategy = Literal["resize-naive", "letterbox", "resize-crop"]
@@ -23,7 +23,6 @@ Color = tuple[int, int, int]
 CROP_AREA = 0.9
 FLOAT_TO_BYTE = np.float32(255.5)  # TensorFlow cuts off the fraction of this product, which is not quite rounding
 LANCZOS_RADIUS = 3
-CHROMA_WEIGHTS = ((0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0))  # of blue and red chroma in red, green, blue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +35,8 @@ class ImagePipeline:
 
 
 def jpeg_round_trip(image: UInt8Array) -> UInt8Array:
-    """Encode at quality 95 with halved chroma and decode as TensorFlow's decode_image does, which favours speed."""
-    file = BytesIO()
-    Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
-    decoded = Image.open(file)
-    decoded.draft("YCbCr", decoded.size)
-    # The fast inverse DCT, which is several grey levels off the exact one. With it PIL repeats chroma values instead of
-    # interpolating them, so every second one is taken and interpolated here.
-    decoded.decoderconfig = (1, 1)
-    planes = np.asarray(decoded)  # [H, W, 3] luma, blue, red
-    height, width = planes.shape[:2]
-    chroma = [_upsample(planes[::2, ::2, c])[:height, :width] - np.float32(128) for c in (1, 2)]
-    rgb = [planes[:, :, 0] + np.rint(b * chroma[0] + r * chroma[1]) for b, r in CHROMA_WEIGHTS]
-    return np.stack([_to_uint8(channel) for channel in rgb], axis=2)
+    """Encode and decode as TensorFlow does."""
+    return decode_image(encode_jpeg(image))
 
 
 def lanczos_resize(image: UInt8Array, size: int) -> UInt8Array:
@@ -104,16 +92,6 @@ def resize_strategy(raw_config: Mapping[str, object]) -> ResizeStrategy:
 def _to_uint8(values: np.ndarray) -> UInt8Array:
     rounded: UInt8Array = np.clip(np.rint(values), 0, 255).astype(np.uint8)
     return rounded
-
-
-def _upsample(plane: UInt8Array) -> np.ndarray:
-    """[h, w] -> [2h, 2w], three parts of the near value and one of the far, rounded as libjpeg does."""
-    padded = np.pad(plane.astype(np.int16), 1, mode="edge")
-    near = 3 * padded[1:-1]
-    rows = np.stack([near + padded[:-2], near + padded[2:]], axis=1).reshape(-1, padded.shape[1])
-    near = 3 * rows[:, 1:-1]
-    both = np.stack([near + rows[:, :-2] + 8, near + rows[:, 2:] + 7], axis=2)
-    return both.reshape(rows.shape[0], -1) >> 4
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from vlarl.data.demos import DemoSet, generate_demos
+from vlarl.data.demo_set import DemoSet
+from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT, PERFECT
 
 SUITE = "tabletop_goal"

@@ -1,0 +1,177 @@
+"""`vlarl env`: what suites there are, what their tasks are, and whether an environment keeps the contract."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlarl.cli import arguments as args
+from vlarl.config.flags import parse_flags
+from vlarl.config.known import GYM, SUITES
+from vlarl.config.load import load_config
+from vlarl.config.problems import unknown
+from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
+from vlarl.errors import UsageError
+
+if TYPE_CHECKING:
+    from vlarl.envs.base import EnvFactory, Expert, RewardMode, SingleEnv, SuiteSpec
+    from vlarl.envs.check import Subject
+
+IMAGE_SIZE = 224  # where env.image_size does not say: what OpenVLA reads
+WIDTH = 110
+LABELS = {"passed": "ok", "breach": "BREACH", "note": "note"}
+
+HELP = """\
+usage: vlarl env list
+       vlarl env tasks SUITE
+       vlarl env check [PRESET|FILE] [--section.field value …] [--out DIR]
+
+  list    suites, their tasks and limits, and what to install for them
+  tasks   ids and instructions of a suite's tasks
+  check   play with the configured environment and say what breaks the contract that training relies on"""
+
+
+def env(arguments: Sequence[str]) -> int:
+    """Run one of the three."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(HELP)
+        return 0
+    commands = {"list": list_suites, "tasks": list_tasks, "check": check}
+    if name not in commands:
+        raise UsageError(f"{name!r}: {unknown('command', name, tuple(commands))} (see `vlarl env --help`)")
+    return commands[name](rest)
+
+
+def list_suites(arguments: Sequence[str]) -> int:
+    """Print a line for each suite."""
+    args.Parser("env list", "List the suites, their tasks and limits, and what to install for them.").parse_args(
+        arguments
+    )
+    rows = [("suite", "tasks", "steps", "")]
+    for name, facts in SUITES.items():
+        install = "built in" if facts.extra is None else f"pip install 'vlarl[{facts.extra}]'"
+        rows.append((name, str(facts.num_tasks), str(facts.max_steps), install))
+    rows.append((GYM, "", "", "any Gymnasium environment; see docs/adding-an-env.md"))
+    print("\n".join(f"{name:<20} {tasks:>5}  {steps:>5}  {text}".rstrip() for name, tasks, steps, text in rows))
+    return 0
+
+
+def list_tasks(arguments: Sequence[str]) -> int:
+    """Print a line for each task of a suite."""
+    parser = args.Parser("env tasks", "List the ids and instructions of a suite's tasks.")
+    parser.add_argument("suite", type=args.suite, metavar="SUITE", help="one of `vlarl env list`")
+    suite = parser.parse_args(arguments).suite
+    if suite == GYM:
+        raise UsageError("the tasks of gym are what gym.instructions of your configuration says")
+    print("\n".join(f"{task.task_id:>3}  {task.instruction}" for task in _spec(suite).tasks))
+    return 0
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check the configured environment, print what is found, and return 1 if it breaks the contract."""
+    about = (
+        "Play short episodes of random actions with the configured environment and say what breaks the contract that "
+        "training relies on. Options are those of `vlarl train`, such as --env.suite, --env.max_steps and section gym."
+    )
+    parser = args.Parser("env check", about)
+    parser.usage = "vlarl env check [PRESET|FILE] [--section.field value …] [--out DIR]"
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the first pictures here as PNG")
+    given, rest = parser.parse_known_args(arguments)
+    flags = parse_flags(rest, Config)
+    sources, flags.positionals = flags.positionals, []
+    if len(sources) > 1:
+        raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
+    config = load_config(sources[0] if sources else None, flags)
+
+    from vlarl.envs.check import check_env
+
+    num_breaches, num_passed = 0, 0
+    with _subject(config) as subject:
+        print(f"{config.env.suite}, task 0: {subject.spec.tasks[0].instruction}")
+        for finding in check_env(subject):
+            num_breaches += finding.kind == "breach"
+            num_passed += finding.kind == "passed"
+            print(_entry(LABELS[finding.kind], finding.text, finding.remedy), flush=True)
+        if given.out is not None:
+            for file in _write_pictures(subject, given.out):
+                print(f"picture: {file}")
+    print(f"{num_breaches or 'no'} {'breach' if num_breaches == 1 else 'breaches'}, {num_passed} checks passed")
+    return 1 if num_breaches else 0
+
+
+def _entry(label: str, text: str, remedy: str) -> str:
+    """A finding as lines, the remedy below it."""
+    lines = textwrap.wrap(text, WIDTH, initial_indent=f"  {label:<8}", subsequent_indent=" " * 10)
+    return "\n".join(lines + textwrap.wrap(remedy, WIDTH, initial_indent=" " * 10 + "→ ", subsequent_indent=" " * 12))
+
+
+@contextmanager
+def _subject(config: Config) -> Iterator[Subject]:
+    """The configured environment in this process, and the same once more in another one, or in another slot."""
+    from vlarl.envs.build import build_factory, build_pool
+    from vlarl.envs.check import SlotEnv, Subject
+    from vlarl.envs.workers import WorkerPool
+
+    facts = suite_facts(config.env, config.gym)
+    reward: RewardMode = "dense" if facts is not None and facts.has_dense_reward else "sparse"
+    size = config.env.image_size or IMAGE_SIZE
+    if facts is not None and not facts.in_processes:
+        num_views = len(config.gym.images if config.env.suite == GYM else config.env.cameras)
+        pool = build_pool(config.env, config.gym, 2, size, reward)
+        try:
+            yield Subject(SlotEnv(pool, 0), pool.spec, (num_views, size, size, 3), twin=SlotEnv(pool, 1))
+        finally:
+            pool.close()
+        return
+    factory = build_factory(config.env, config.gym, size, reward)
+    os.environ.update(factory.variables(0))  # read when a simulator is imported
+    workers = WorkerPool(factory, 1, config.env.timeout_s)
+    try:
+        made = factory.build()
+        try:
+            yield Subject(made, factory.spec, factory.image_shape, SlotEnv(workers, 0), _expert(factory, made))
+        finally:
+            made.close()
+    finally:
+        workers.close()
+
+
+def _expert(factory: EnvFactory, made: SingleEnv) -> Expert | None:
+    try:
+        return factory.build_expert(made)
+    except UsageError:
+        return None
+
+
+def _write_pictures(subject: Subject, folder: Path) -> list[Path]:
+    """The first views of the first task, and a frame of its film."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    subject.env.reset(subject.task())
+    pictures = {f"view_{number}.png": view for number, view in enumerate(subject.env.observe().images)}
+    pictures["frame.png"] = subject.env.frame()
+    for name, picture in pictures.items():
+        Image.fromarray(picture).save(folder / name)
+    return [folder / name for name in pictures]
+
+
+def _spec(suite: str) -> SuiteSpec:
+    """A suite's description, without its simulator."""
+    if suite.startswith("libero_"):
+        from vlarl.envs.libero.suites import libero_spec
+
+        return libero_spec(suite, None)
+    if suite.startswith("metaworld_"):
+        from vlarl.envs.metaworld.suites import metaworld_spec
+
+        return metaworld_spec(suite)
+    from vlarl.envs.tabletop.tasks import get_suite
+
+    return get_suite(suite).spec

@@ -1,0 +1,143 @@
+"""What `vlarl eval` and `vlarl compare` show: a counter while episodes run, tables at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from vlarl.observability.clock import duration
+from vlarl.observability.comparison import Comparison
+from vlarl.observability.eval_dir import EvalRecord
+from vlarl.observability.significance import wilson_interval
+from vlarl.types import EpisodeResult, EvalResult
+
+LINES = 10  # of a whole evaluation, where the terminal can't be written over
+SILENCE_S = 60.0  # and no longer than this without one
+LISTED = 5  # episodes named of those that could not be paired
+
+
+class EpisodeCounter:
+    """Says on stderr how far an evaluation is: a bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, label: str, console: Console | None = None) -> None:
+        self._label = label
+        self._console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._place: TaskID | None = None
+        self._won = self._counted = 0
+        self._started = self._last_line = time.monotonic()
+
+    def __enter__(self) -> EpisodeCounter:
+        self._started = self._last_line = time.monotonic()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            label, so_far = TextColumn("{task.description}"), TextColumn("{task.fields[so_far]}")
+            self._bar = Progress(
+                label, BarColumn(), MofNCompleteColumn(), so_far, console=self._console, transient=True
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, result: EpisodeResult, done: int, total: int) -> None:
+        """An episode has ended, the `done`-th of `total`."""
+        self._won += result.outcome == "success"
+        self._counted += result.outcome != "crashed"
+        elapsed = time.monotonic() - self._started
+        rate = f"{self._won / self._counted:.1%} won, " if self._counted else ""
+        so_far = f"{rate}{duration(elapsed)} elapsed, {duration(elapsed / done * (total - done))} left"
+        if self._bar is not None:
+            if self._place is None:
+                self._place = self._bar.add_task(self._label, total=total, so_far=so_far)
+            self._bar.update(self._place, completed=done, so_far=so_far)
+        elif done * LINES // total > (done - 1) * LINES // total or time.monotonic() - self._last_line > SILENCE_S:
+            self._last_line = time.monotonic()
+            self._console.print(
+                f"{self._label}: {done}/{total} episodes, {so_far}", soft_wrap=True, highlight=False, markup=False
+            )
+
+
+def success_table(result: EvalResult) -> str:
+    """Successes of each task and of all, with Wilson's 95% intervals and mean lengths, as aligned text."""
+    parts = result.by_task()
+    rows = [(str(i), *_cells(part), part.episodes[0].instruction) for i, part in parts.items()]
+    table = [("task", "won", "success", "95% interval", "steps", "instruction"), *rows, ("all", *_cells(result), "")]
+    return _aligned(table)
+
+
+def closing_lines(record: EvalRecord) -> list[str]:
+    """What has to be known about an evaluation beside its table."""
+    result, settings, lines = record.result, record.settings, []
+    if result.num_crashed:
+        lines.append(
+            f"{result.num_crashed} of {len(result.episodes)} episodes could not be run: their simulator failed. They "
+            "count neither as won nor as lost."
+        )
+    if redone := sum(e.redone for e in result.episodes):
+        lines.append(f"{redone} times an episode was run again because its simulator had died.")
+    if settings.num_trained_states:
+        lines.append(
+            f"{settings.num_trained_states} of the {settings.states_per_task} initial states of a task were trained on "
+            "by this run: the result says less about states it has never seen."
+        )
+    if not result.complete:
+        lines.append(
+            f"interrupted: {len(result.episodes)} of {record.num_planned} episodes had ended and are kept. Successes "
+            "end first, so the rate may be too high."
+        )
+    if record.folder is not None:
+        lines.append(f"results: {record.folder}")
+    return lines
+
+
+def comparison_table(comparison: Comparison) -> str:
+    """Success of both on each task and on all, and the difference in points, as aligned text."""
+    a, b = comparison.a.by_task(), comparison.b.by_task()
+    rows = [(str(i), *_side_by_side(a[i], b[i]), a[i].episodes[0].instruction) for i in a]
+    last = ("all", *_side_by_side(comparison.a, comparison.b), "")
+    return _aligned([("task", "A", "", "B", "", "B - A", "instruction"), *rows, last])
+
+
+def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> list[str]:
+    """Who A and B are, what the difference means, and what could not be compared."""
+    lines = [f"{name}: {record.settings.checkpoint}" for name, record in (("A", a), ("B", b))]
+    lines.append(comparison.in_words())
+    for name, other, unpaired in (("A", "B", comparison.unpaired_a), ("B", "A", comparison.unpaired_b)):
+        if unpaired:
+            more = f" and {len(unpaired) - LISTED} more" if len(unpaired) > LISTED else ""
+            listed = ", ".join(unpaired[:LISTED])
+            lines.append(f"{len(unpaired)} episodes of {name} are left out, since {other} has none: {listed}{more}")
+    for name, record in (("A", a), ("B", b)):
+        if not record.result.complete:
+            lines.append(f"{name} is not complete: {len(record.result.episodes)} of {record.num_planned} episodes.")
+    return lines
+
+
+def _cells(result: EvalResult) -> tuple[str, str, str, str]:
+    """won, success, interval, steps."""
+    total = len(result.counted)
+    if not total:
+        return "0/0", "-", "-", "-"
+    low, high = wilson_interval(result.won, total)
+    interval = f"{100 * low:.1f} - {100 * high:.1f}%"
+    return f"{result.won}/{total}", f"{result.success_rate:.1%}", interval, f"{result.mean_length:.1f}"
+
+
+def _side_by_side(a: EvalResult, b: EvalResult) -> tuple[str, ...]:
+    sides = (cell for part in (a, b) for cell in (f"{part.won}/{len(part.counted)}", f"{part.success_rate:.1%}"))
+    return (*sides, f"{100 * (b.success_rate - a.success_rate):+.1f}")
+
+
+def _aligned(table: Sequence[tuple[str, ...]]) -> str:
+    """Columns to the right, the last one to the left."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
+    lines = ("  ".join([*(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in table)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,86 @@
+"""What the simulators find on this machine: packages, ways to draw, assets. Facts of `vlarl doctor`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from vlarl.cli.installation import Check
+from vlarl.envs.libero.assets import find_assets
+from vlarl.envs.libero.versions import mujoco_problem
+from vlarl.errors import UsageError
+
+BACKENDS = {
+    "egl": "apt-get install libegl1 libgl1-mesa-dri, or a GPU driver with EGL",
+    "osmesa": "apt-get install libosmesa6",
+}
+PROBE_S = 60
+
+# Draws a red wall, so that a backend that opens and shows nothing is found out. Each backend needs a process: MuJoCo
+# and PyOpenGL choose theirs when they are imported.
+PROBE = """
+import os
+import mujoco
+from OpenGL import GL
+wall = "<mujoco><worldbody><light pos='0 0 3'/><geom type='plane' size='9 9 1' rgba='1 0 0 1'/></worldbody></mujoco>"
+model = mujoco.MjModel.from_xml_string(wall)
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+renderer = mujoco.Renderer(model, 32, 32)
+name = GL.glGetString(GL.GL_RENDERER).decode()
+renderer.update_scene(data)
+red, green, _ = renderer.render()[24:].mean((0, 1))
+print(name if red > 2 * green + 5 else "BLANK", flush=True)
+os._exit(0)  # taking a context down is another matter, and noisy
+"""
+
+
+def check_simulators() -> list[Check]:
+    """MuJoCo, each way it can draw, and LIBERO's assets; a line for each, whether or not it is there."""
+    found = _version("mujoco")
+    if found is None:
+        return [Check("missing", "mujoco", "no LIBERO, no Meta-World: run pip install 'vlarl[libero,metaworld]'")]
+    problem = mujoco_problem(found)
+    mujoco = Check("warning", "mujoco", f"{found}: {problem}") if problem else Check("ok", "mujoco", found)
+    return [mujoco, *(_backend(name, remedy) for name, remedy in BACKENDS.items()), _libero_assets()]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _backend(name: str, remedy: str) -> Check:
+    """Whether MuJoCo draws a picture with this backend, and by which driver."""
+    environment = {**os.environ, "MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("missing", f"gl {name}", f"did not draw within {PROBE_S} s; to use it: {remedy}")
+    driver = probe.stdout.strip()
+    if probe.returncode == 0 and driver != "BLANK":
+        return Check("ok", f"gl {name}", f"draws with {driver}")
+    reason = "draws a blank picture" if driver == "BLANK" else _last_line(probe.stderr)
+    return Check("missing", f"gl {name}", f"{reason}; to use it: {remedy}")
+
+
+def _last_line(text: str) -> str:
+    """The error itself, of a traceback."""
+    lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
+    errors = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (errors or lines or ["fails without a word"])[0]
+
+
+def _libero_assets() -> Check:
+    if _version("hf-libero") is None:
+        return Check("missing", "libero", "run pip install 'vlarl[libero]'")
+    try:
+        return Check("ok", "libero", f"assets in {find_assets(None)}")
+    except UsageError as error:
+        return Check("missing", "libero", " ".join(str(error).split()))

@@ -1,0 +1,99 @@
+"""Rules of the sections `env` and `gym`, and of what evaluation takes from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
+from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.schema import Config, GymConfig
+from vlarl.config.suites import suite_facts
+
+Problems = Iterator[Problem]
+
+NUM_TABLETOP_VIEWS = 2
+
+
+def check_suite(suite: str, option: str = "env.suite") -> Problems:
+    """A suite must be one that exists."""
+    if suite not in KNOWN_SUITES:
+        yield Problem(f"{option} = {shown(suite)}", unknown("suite", suite, KNOWN_SUITES), (option,))
+
+
+def check_task_ids(
+    task_ids: tuple[int, ...] | None, facts: SuiteFacts | None, option: str = "env.task_ids"
+) -> Problems:
+    """Task ids must be there, exist in the suite, and each be named once."""
+    if task_ids is None:
+        return
+    subject = f"{option} = {shown(task_ids)}"
+    if not task_ids:
+        yield Problem(subject, "names no task; leave it out for all tasks", (option,))
+    if len(set(task_ids)) < len(task_ids):
+        repeated = sorted({task for task in task_ids if task_ids.count(task) > 1})
+        yield Problem(subject, f"task {_and(repeated)} given more than once; name each task once", (option,))
+    if facts is not None and (beyond := [task for task in task_ids if task >= facts.num_tasks]):
+        yield Problem(subject, f"no task {_and(beyond)}; the suite has tasks 0 to {facts.num_tasks - 1}", (option,))
+
+
+def check_env(config: Config) -> Problems:
+    """The suite and its tasks exist, and what is asked of it is there."""
+    env, facts = config.env, suite_facts(config.env, config.gym)
+    yield from check_suite(env.suite)
+    yield from check_task_ids(env.task_ids, facts)
+    if facts is None:
+        return
+    states = config.eval.states_per_task
+    num_states = facts.num_eval_states if env.protocol == "disjoint" else facts.num_benchmark_states
+    if states > num_states:
+        message = f"a task has {num_states} evaluation states with env.protocol {env.protocol}; use that many or fewer"
+        yield Problem(f"eval.states_per_task = {states}", message, ("eval.states_per_task", "env.protocol"))
+    needs_dense = {"dense", "shaped"} & {config.reward.source, *config.reward.sources}
+    if needs_dense and not facts.has_dense_reward:
+        subject = f"reward.source = {shown(config.reward.source)} with env.suite = '{env.suite}'"
+        remedy = "this suite pays for success only; use sparse or rules, or a reward of yours"
+        yield Problem(subject, remedy, ("reward.source", "env.suite"))
+
+
+def check_cameras(config: Config) -> Problems:
+    """Views are named once, in the order that policies read them, and as many as a built-in policy reads."""
+    env = config.env
+    subject = f"env.cameras = {shown(env.cameras)}"
+    kind, _, _ = config.policy.path.partition(":")
+    wanted = config.policy.num_images or (BUILTIN_CAMERAS if kind in ("builtin", "init") else None)
+    if len(set(env.cameras)) < len(env.cameras):
+        yield Problem(subject, "a view is given twice; name each once", ("env.cameras",))
+    elif env.cameras[:1] != ("agent",):
+        yield Problem(subject, "the first view must be agent: use [agent] or [agent, wrist]", ("env.cameras",))
+    elif wanted is not None and env.suite != GYM and len(env.cameras) != wanted:
+        reads = "one view: use [agent]" if wanted == 1 else f"{wanted} views: use [agent, wrist]"
+        remedy = f"{config.policy.path} reads {reads}, or a checkpoint made for {len(env.cameras)} views"
+        yield Problem(subject, remedy, ("env.cameras", "policy.path"))
+
+
+def check_gym(config: Config) -> Problems:
+    """A Gymnasium environment is named where it is the suite, and nowhere else; its parts can be found."""
+    gym, is_suite = config.gym, config.env.suite == GYM
+    if not is_suite:
+        for name in GymConfig.model_fields:
+            if getattr(gym, name) != GymConfig.model_fields[name].default:
+                remedy = "only read with env.suite gym; set that, or leave it out"
+                yield Problem(f"gym.{name} = {shown(getattr(gym, name))}", remedy, (f"gym.{name}", "env.suite"))
+        return
+    if gym.env is None:
+        yield Problem("gym.env = null", "name the environment: an id, or module:factory", ("gym.env",))
+    elif ":" in gym.env and not re.fullmatch(r"[\w.]+:[\w./-]+", gym.env):
+        yield Problem(f"gym.env = {shown(gym.env)}", "must be an id, module:id or module:factory", ("gym.env",))
+    if not gym.images:
+        yield Problem("gym.images = []", "a policy needs a view: name one, or render", ("gym.images",))
+    if not gym.instructions:
+        remedy = "say what the policy is to do, one sentence for each task, or name a path such as info.instruction"
+        yield Problem("gym.instructions = []", remedy, ("gym.instructions",))
+    if len(gym.instructions) > 1 and gym.task_option is None:
+        remedy = "several instructions are several tasks; name the reset option that chooses the task"
+        yield Problem("gym.task_option = null", remedy, ("gym.task_option", "gym.instructions"))
+
+
+def _and(numbers: list[int]) -> str:
+    return " and ".join(str(n) for n in numbers)

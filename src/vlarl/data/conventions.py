@@ -1,0 +1,27 @@
+"""How recorded actions differ from what a policy gives, for the suites where they do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vlarl.types import FloatArray
+
+
+def policy_actions(name: str, recorded: FloatArray) -> FloatArray:
+    """[N, D] recorded actions as a policy gives them.
+
+    LIBERO's recordings hold the simulator's gripper command, -1 open and 1 closed; OpenVLA's policies say 1 for open
+    and 0 for closed.
+    """
+    if not name.startswith("libero"):
+        return recorded
+    gripper = 1.0 - np.clip(recorded[:, -1:], 0.0, 1.0)
+    return np.concatenate([recorded[:, :-1], gripper], axis=1).astype(np.float32)
+
+
+def recorded_actions(name: str, actions: FloatArray) -> FloatArray:
+    """The inverse of `policy_actions`."""
+    if not name.startswith("libero"):
+        return actions
+    gripper = 1.0 - 2.0 * actions[:, -1:]
+    return np.concatenate([actions[:, :-1], gripper], axis=1).astype(np.float32)

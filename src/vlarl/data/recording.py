@@ -1,0 +1,89 @@
+"""Scripted demonstrations to an RLDS dataset: the work behind `vlarl data record`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from vlarl.config.known import GYM
+from vlarl.config.schema import Camera, EnvConfig, GymConfig
+from vlarl.data.demos import demonstration_tasks
+from vlarl.data.rlds_writer import RldsWriter
+from vlarl.data.tabletop_demos import TabletopExperts
+from vlarl.envs.base import Demonstration, SuiteSpec
+from vlarl.envs.build import build_factory
+from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
+from vlarl.envs.workers import WorkerPool
+from vlarl.errors import UsageError, VlarlError
+from vlarl.types import Task
+
+
+class Experts(Protocol):
+    """Whoever plays the episodes to record."""
+
+    spec: SuiteSpec
+
+    def demonstrate(self, tasks: Sequence[Task], action_noise: float) -> Iterator[Demonstration]:
+        """The episodes in the order of the tasks."""
+        ...
+
+
+@dataclass
+class TaskCount:
+    """How the demonstrations of one task went."""
+
+    instruction: str
+    num_episodes: int = 0
+    num_successes: int = 0
+    num_recorded_steps: int = 0
+
+
+@contextmanager
+def open_experts(
+    suite: str, image_size: int, cameras: tuple[Camera, ...], num_envs: int, timeout_s: float = EnvConfig().timeout_s
+) -> Iterator[Experts]:
+    """A suite's experts, in processes of their own where it is a simulator's."""
+    if suite == GYM:
+        raise UsageError("--suite gym: your environment has no scripted expert; write its episodes with RldsWriter.")
+    if suite in TABLETOP_SUITES:
+        yield TabletopExperts(suite, image_size, cameras)
+        return
+    factory = build_factory(EnvConfig(suite=suite, cameras=cameras), GymConfig(), image_size, "sparse")
+    with closing(WorkerPool(factory, num_envs, timeout_s)) as pool:
+        yield pool
+
+
+def record(
+    experts: Experts,
+    out: str | Path,
+    task_ids: Sequence[int] | None,
+    episodes_per_task: int,
+    seed: int,
+    action_noise: float,
+    keep_failures: bool,
+    on_episode: Callable[[Demonstration, int, int], None],
+) -> tuple[Path, dict[int, TaskCount]]:
+    """Play, write what is kept, and return the dataset's folder and how each task went.
+
+    `on_episode` is told of every episode, how many are done, and of how many.
+    """
+    tasks = demonstration_tasks(experts.spec, task_ids, episodes_per_task, seed)
+    counts: dict[int, TaskCount] = {}
+    with RldsWriter(out, experts.spec.name) as writer:
+        for number, episode in enumerate(experts.demonstrate(tasks, action_noise), start=1):
+            count = counts.setdefault(episode.task.task_id, TaskCount(episode.instruction))
+            count.num_episodes += 1
+            count.num_successes += episode.success
+            if episode.success or keep_failures:
+                writer.add(episode)
+                count.num_recorded_steps += len(episode.actions)
+            on_episode(episode, number, len(tasks))
+    if not len(writer):
+        raise VlarlError(
+            f"none of {len(tasks)} demonstrations of {experts.spec.name} succeeded, so nothing was recorded: lower "
+            "--noise, choose other --tasks, or keep them with --keep-failures."
+        )
+    return writer.folder, counts

@@ -1,0 +1,213 @@
+"""What an environment does: steps, repeats itself, starts where it is told, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlarl.envs.base import SingleEnv, StepOutcome
+from vlarl.envs.check.findings import Finding, Findings, Subject, breach, note, passed
+from vlarl.errors import UsageError
+from vlarl.types import FloatArray, Task, UInt8Array
+
+NUM_STEPS = 24  # of an episode that is played twice
+LOOK_EVERY = 6  # steps between its observations
+NUM_STATES = 4  # initial states that are compared
+
+
+def steps(subject: Subject) -> Findings:
+    """One step's promises, over an episode's first steps."""
+    env = subject.env
+    env.reset(subject.task())
+    wrong: dict[str, Finding] = {}
+    for number, action in enumerate(subject.actions(NUM_STEPS), start=1):
+        given = action.copy()
+        step = env.step(given)
+        for finding in _step_breaches(step, number):
+            wrong.setdefault(finding.remedy, finding)
+        if not np.array_equal(given, action):
+            remedy = "copy it first: the action that is learnt from is the one that was given"
+            wrong.setdefault(remedy, breach("steps: step() changed the action it was given", remedy))
+        if step.terminated or step.truncated:
+            env.reset(subject.task())
+    yield from wrong.values() or [passed(f"steps: {NUM_STEPS} of random actions with finite rewards")]
+    env.reset(subject.task())
+    was_finite = np.isfinite(env.observe().proprio).all()
+    _run(env, subject.actions(3) * 5.0)
+    if was_finite and not np.isfinite(env.observe().proprio).all():
+        yield breach("steps: actions beyond [-1, 1] make proprio infinite", "clip them")
+    else:
+        yield passed("steps: actions beyond [-1, 1] do no harm")
+
+
+def _step_breaches(step: StepOutcome, number: int) -> Findings:
+    after = f"steps: step {number}"
+    if not np.isfinite(step.reward):
+        yield breach(f"{after} paid {step.reward}", "pay a finite number")
+    for name in ("terminated", "truncated", "success"):
+        if not isinstance(getattr(step, name), bool | np.bool_):
+            yield breach(f"{after} answered {name} = {getattr(step, name)!r}", "answer True or False")
+    if step.terminated and step.truncated:
+        remedy = "terminated when the task is over, truncated when time is: PPO goes on from the latter"
+        yield breach(f"{after} is terminated and truncated at once", remedy)
+    if step.success and not step.terminated:
+        yield breach(f"{after} succeeded without ending", "terminate at success, or it is paid again at every step")
+
+
+def _run(env: SingleEnv, actions: FloatArray) -> list[StepOutcome]:
+    """Step until the episode or the actions end."""
+    taken: list[StepOutcome] = []
+    for action in actions:
+        taken.append(env.step(action))
+        if taken[-1].terminated or taken[-1].truncated:
+            break
+    return taken
+
+
+def kept(subject: Subject) -> Findings:
+    """Whoever was handed an observation keeps it as it was."""
+    env = subject.env
+    env.reset(subject.task())
+    first = env.observe()
+    images, proprio = first.images.copy(), first.proprio.copy()
+    _run(env, subject.actions(4))
+    later = env.observe()
+    reused = {
+        "images": np.shares_memory(first.images, later.images) or not _same(first.images, images),
+        "proprio": np.shares_memory(first.proprio, later.proprio) or not _same(first.proprio, proprio),
+    }
+    if any(reused.values()):
+        names = " and ".join(name for name, is_reused in reused.items() if is_reused)
+        remedy = "hand out copies: an episode is learnt from after it has ended"
+        yield breach(f"kept: later steps write into the {names} of an earlier observation", remedy)
+    else:
+        yield passed("kept: later steps leave earlier observations alone")
+
+
+class _Moment(NamedTuple):
+    num_steps: int
+    images: UInt8Array
+    proprio: FloatArray
+    paid: float  # so far
+
+
+def _play(env: SingleEnv, task: Task, actions: FloatArray) -> list[_Moment]:
+    """What is seen in an episode, and what it pays, at some of its steps and at its end."""
+
+    def look(num_steps: int) -> _Moment:
+        seen = env.observe()
+        return _Moment(num_steps, seen.images.copy(), seen.proprio.copy(), paid)
+
+    env.reset(task)
+    paid = 0.0
+    moments = [look(0)]
+    for number, action in enumerate(actions, start=1):
+        step = env.step(action)
+        paid += float(np.float32(step.reward))  # as pools hand it on
+        ended = step.terminated or step.truncated
+        if number % LOOK_EVERY == 0 or ended:
+            moments.append(look(number))
+        if ended:
+            break
+    return moments
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+
+
+def _difference(ours: Sequence[_Moment], theirs: Sequence[_Moment]) -> str | None:
+    """The first thing that two episodes don't share, in words."""
+    for a, b in zip(ours, theirs, strict=False):
+        after = f"after {a.num_steps} steps"
+        if a.num_steps != b.num_steps:
+            return f"one ended after {min(a.num_steps, b.num_steps)} steps, the other did not"
+        if not _same(a.proprio, b.proprio):
+            with np.errstate(invalid="ignore"):
+                distance = np.nanmax(np.abs(a.proprio - b.proprio))
+            return f"proprio differs {after}, by up to {distance:g}"
+        if not _same(a.images, b.images):
+            distances = np.abs(a.images.astype(np.int16) - b.images)
+            share = (distances.max(axis=-1) > 0).mean()
+            return f"{share:.1%} of the pixels differ {after}, by up to {distances.max()} of 255"
+        if not _same(np.array(a.paid), np.array(b.paid)):
+            return f"the rewards differ {after}: {a.paid:g} and {b.paid:g} in all"
+    return None
+
+
+def replay(subject: Subject) -> Findings:
+    """The same task and actions give the same episode: again, after another one, and elsewhere."""
+    env, task, limit = subject.env, subject.task(), subject.spec.tasks[0].max_steps
+    actions = subject.actions(min(NUM_STEPS, limit - 1))  # pools keep the limit, environments need not
+    first = _play(env, task, actions)
+    remedy = "everything random must follow from the task: seed all generators in reset(), carry nothing over"
+    if difference := _difference(first, _play(env, task, actions)):
+        yield breach(f"replay: the same task and actions gave another episode: {difference}", remedy)
+        return
+    _play(env, subject.task(1), subject.actions(LOOK_EVERY + 1, seed=1))
+    if difference := _difference(first, _play(env, task, actions)):
+        yield breach(f"replay: after an episode of another state it is not the same: {difference}", remedy)
+        return
+    yield passed(f"replay: the same {first[-1].num_steps} steps again, also after another episode")
+    if subject.twin is None:
+        return
+    if difference := _difference(first, _play(subject.twin, task, actions)):
+        yield breach(f"replay: elsewhere it is not the same: {difference}", remedy)
+    else:
+        yield passed("replay: the same elsewhere (in another process, or another slot)")
+
+
+def states(subject: Subject) -> Findings:
+    """An initial state is what the task says: another one for another number, the same one for the same."""
+
+    def first(state: int, seed: int = 1) -> list[_Moment]:
+        return _play(subject.env, subject.task(state, seed), subject.actions(0))
+
+    count = min(NUM_STATES, len(subject.spec.train_states))
+    looks = [first(state) for state in range(count)]
+    alike = [pair for pair in combinations(range(count), 2) if _difference(looks[pair[0]], looks[pair[1]]) is None]
+    if alike:
+        remedy = "task.init_state must choose the state; in Gymnasium, reset(seed) must choose it"
+        yield breach(f"states: initial states {alike[0][0]} and {alike[0][1]} look and feel the same", remedy)
+    else:
+        yield passed(f"states: {count} initial states, all different")
+    if difference := _difference(looks[0], first(0, seed=2)):
+        remedy = "a group's episodes start alike: let the state follow from task.init_state, not from task.seed"
+        yield breach(f"states: the same state begins differently with another seed: {difference}", remedy)
+
+
+def ending(subject: Subject) -> Findings:
+    """An episode up to the time limit, and a new one after it."""
+    env, limit = subject.env, subject.spec.tasks[0].max_steps
+    env.reset(subject.task())
+    taken = _run(env, subject.actions(limit))
+    if taken[-1].truncated and len(taken) < limit:
+        yield note(f"ending: it stops by itself after {len(taken)} steps, before the limit of {limit} (env.max_steps)")
+    env.reset(subject.task())
+    if env.step(subject.actions(1)[0]).truncated:
+        remedy = "count the steps of each episode from its reset()"
+        yield breach("ending: the episode after a reset is truncated in its first step", remedy)
+    else:
+        yield passed(f"ending: {len(taken)} steps, and a new episode after them")
+
+
+def success(subject: Subject) -> Findings:
+    """Whether an expert, where there is one, is told that it succeeded."""
+    if subject.expert is None:
+        yield note("success: no expert to reach it with; play an episode yourself to see that it is reported")
+        return
+    subject.env.reset(subject.task())
+    try:
+        subject.expert.reset()
+    except UsageError as error:
+        yield note(f"success: the expert can't play this task: {error}")
+        return
+    for number in range(1, subject.spec.tasks[0].max_steps + 1):
+        if subject.env.step(subject.expert.act()).success:
+            yield passed(f"success: the expert reached it in {number} steps")
+            return
+    yield note(f"success: the expert did not reach it within {subject.spec.tasks[0].max_steps} steps")

@@ -1,0 +1,84 @@
+"""LIBERO: four suites of ten tasks and one of ninety, for a Panda arm in MuJoCo.
+
+suites.py   what the tasks are, without loading the simulator
+assets.py   meshes and textures; importing the package without its questions
+physics.py  a task's simulator without pictures
+render.py   pictures
+env.py      both behind `SingleEnv`, and all conventions
+expert.py   scripted demonstrator
+stock.py    the package's own environment, for comparison
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vlarl.config.schema import EnvConfig
+from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
+from vlarl.envs.libero.assets import find_assets
+from vlarl.envs.libero.suites import libero_spec
+from vlarl.envs.libero.versions import KNOWN_GOOD_MUJOCO, mujoco_problem
+from vlarl.errors import MissingExtraError, UsageError
+
+__all__ = ["KNOWN_GOOD_MUJOCO", "LiberoFactory", "libero_factory", "mujoco_problem"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LiberoFactory:
+    """Makes LIBERO environments in their processes."""
+
+    spec: SuiteSpec
+    image_shape: tuple[int, int, int, int]  # (I, H, W, 3) of an observation
+    assets: Path
+    cameras: tuple[Literal["agent", "wrist"], ...]
+    exact_pixels: bool
+    render: Literal["auto", "egl", "osmesa", "glx"]
+    render_gpu: int | None
+
+    def variables(self, slot: int) -> Mapping[str, str]:
+        """Environment variables of the process: how it draws, and one thread for everything."""
+        backend = os.environ.get("MUJOCO_GL", "egl") if self.render == "auto" else self.render
+        variables = {"MUJOCO_GL": backend, "LP_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        if backend in ("egl", "osmesa", "glx"):
+            variables["PYOPENGL_PLATFORM"] = backend
+        if self.render_gpu is not None:
+            variables["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
+        return variables
+
+    def build(self) -> SingleEnv:
+        """The environment; called in its process."""
+        from vlarl.envs.libero.env import LiberoEnv
+
+        return LiberoEnv(self.spec, self.assets, self.cameras, self.image_shape[1], self.exact_pixels)
+
+    def build_expert(self, env: SingleEnv) -> Expert:
+        """The scripted expert of an environment that this factory made."""
+        from vlarl.envs.libero.env import LiberoEnv
+        from vlarl.envs.libero.expert import LiberoExpert
+
+        assert isinstance(env, LiberoEnv)
+        return LiberoExpert(env)
+
+
+def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse", "dense"]) -> LiberoFactory:
+    """The factory of a configured suite; what is missing on this machine is said here, before anything starts."""
+    if reward == "dense":
+        raise UsageError(f"reward: {config.suite} pays at success only; choose another reward than dense.")
+    spec = libero_spec(config.suite, config.max_steps)
+    assets = find_assets(config.assets)
+    try:
+        mujoco = importlib.metadata.version("mujoco")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingExtraError("mujoco", "libero") from None
+    if problem := mujoco_problem(mujoco):
+        _log.warning("MuJoCo %s: %s", mujoco, problem)
+    shape = (len(config.cameras), image_size, image_size, 3)
+    return LiberoFactory(spec, shape, assets, config.cameras, config.exact_pixels, config.render, config.render_gpu)

@@ -1,0 +1,189 @@
+"""Where a parallel gripper that points down can take hold of a thing, found from the shapes of the scene.
+
+    collision geoms ── boxes ── surface heights, seen from above ── grasps ── the cheapest one
+
+A grasp needs free ground under both open fingers and under the palm, and something of the thing between the pads. So a
+bowl is taken by its rim and a box across its narrow side, without a word about bowls and boxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlarl.envs.libero.physics import Float64Array
+
+# The Panda hand in metres; heights relative to its grip site, `along` the way that the fingers move.
+FINGER_ALONG = (0.034, 0.070)  # of an open finger, from the middle
+FINGER_ACROSS = 0.014
+FINGER_TIP = 0.0125  # below the grip site
+PALM_ALONG, PALM_ACROSS = 0.108, 0.036
+PALM_BOTTOM = 0.026  # above the grip site
+PAD_ACROSS = 0.006
+TIP_GAP, PALM_GAP = 0.001, 0.004  # kept free below
+GOOD_DEPTH = 0.018  # of the thing's top above the grip site; more holds no better
+
+TURNS = np.arange(-75, 91, 15)  # degrees of the wrist; the hand is the same turned by 180
+SHIFT_ALONG, SHIFT_ACROSS = (-0.08, 0.08), 0.03  # of the hand from the middle of the thing
+
+CELL = 0.005  # of the grids
+REACH = 0.20  # of the map around a thing
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Oriented boxes around collision geoms."""
+
+    centres: Float64Array  # [G, 3]
+    rotations: Float64Array  # [G, 3, 3] columns are the boxes' axes
+    halves: Float64Array  # [G, 3]
+
+    def tops(self, points: Float64Array) -> Float64Array:
+        """Heights of the highest box over each point [N, 2]; -inf where there is none."""
+        if not len(self.centres):
+            return np.full(len(points), -np.inf)
+        down = -self.rotations[:, 2, :] + 1e-9  # [G, 3] in each box's frame, never quite parallel to a face
+        start = np.pad(points, ((0, 0), (0, 1)))[:, None, :] - self.centres  # [N, G, 3]
+        start = np.einsum("ngi,gij->ngj", start, self.rotations)
+        faces = np.stack([(-self.halves - start) / down, (self.halves - start) / down])
+        enter, leave = faces.min(axis=0).max(axis=-1), faces.max(axis=0).min(axis=-1)
+        heights: Float64Array = np.where(enter <= leave, -enter, -np.inf).max(axis=1)
+        return heights
+
+    def corners(self) -> Float64Array:
+        """[8 G, 3] in the world."""
+        signs = np.array(np.meshgrid([-1, 1], [-1, 1], [-1, 1])).reshape(3, -1).T
+        local = signs[None] * self.halves[:, None]
+        corners: Float64Array = self.centres[:, None] + np.einsum("gcj,gij->gci", local, self.rotations)
+        return corners.reshape(-1, 3)
+
+
+class Scene:
+    """The shapes of a simulator's things, as they lie now. The robot is not part of it."""
+
+    def __init__(self, simulator: Any) -> None:
+        self._simulator = simulator
+        model = simulator.sim.model
+        self._roots = model.body_rootid[model.geom_bodyid]
+        robot = model.body_rootid[model.site_bodyid[simulator.robots[0].eef_site_id]]
+        self._solid = ((model.geom_contype | model.geom_conaffinity) != 0) & (self._roots != robot)
+
+    def thing(self, name: str) -> Boxes:
+        """The boxes of one thing."""
+        return self._boxes(self._solid & (self._roots == self._root(name)))
+
+    def others(self, name: str, around: Float64Array, radius: float) -> Boxes:
+        """The boxes of everything but this thing that reach within `radius` of a point [2]."""
+        model, data = self._simulator.sim.model, self._simulator.sim.data
+        away = np.linalg.norm(data.geom_xpos[:, :2] - around, axis=1)
+        unbounded = model.geom_rbound == 0  # planes
+        near = unbounded | (away < radius + model.geom_rbound)
+        return self._boxes(self._solid & near & (self._roots != self._root(name)))
+
+    def _root(self, name: str) -> int:
+        return int(self._simulator.sim.model.body_rootid[self._simulator.obj_body_id[name]])
+
+    def _boxes(self, geoms: NDArray[np.bool_]) -> Boxes:
+        model, data = self._simulator.sim.model, self._simulator.sim.data
+        rotations = data.geom_xmat[geoms].reshape(-1, 3, 3)
+        bounds = model.geom_aabb[geoms]
+        centres = data.geom_xpos[geoms] + np.einsum("gij,gj->gi", rotations, bounds[:, :3])
+        return Boxes(centres, rotations, bounds[:, 3:])
+
+
+class Map:
+    """Surface heights of a thing and of its surroundings on a grid around a point [2]."""
+
+    def __init__(self, scene: Scene, name: str, around: Float64Array) -> None:
+        self._corner = around - REACH
+        ticks = np.arange(-REACH, REACH + CELL / 2, CELL)
+        points = around + np.stack(np.meshgrid(ticks, ticks, indexing="ij"), axis=-1).reshape(-1, 2)
+        self.thing = scene.thing(name).tops(points).reshape(len(ticks), -1)
+        self.others = scene.others(name, around, 1.5 * REACH).tops(points).reshape(len(ticks), -1)
+
+    def cells(self, points: Float64Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Indices of the cells under points [..., 2]."""
+        index = np.rint((points - self._corner) / CELL).astype(np.intp).clip(0, len(self.thing) - 1)
+        return index[..., 0], index[..., 1]
+
+
+@dataclass(frozen=True)
+class Grasp:
+    """A pose of the gripper around a thing."""
+
+    position: Float64Array  # [3] of the grip site
+    turn: float  # of the wrist from its rest, in radians
+
+
+def hand_points(at: Float64Array, turn: float, along: tuple[float, float], across: float) -> Float64Array:
+    """[..., N, 2] grid over a part of the hand at positions [..., 2], `along` and `across` its fingers."""
+    direction, normal = _axes(turn)
+    a, b = np.meshgrid(_ticks(*along), _ticks(-across, across), indexing="ij")
+    return at[..., None, :] + a.reshape(-1, 1) * direction + b.reshape(-1, 1) * normal
+
+
+def lowest_grip(chart: Map, surface: Float64Array, at: Float64Array, turn: float) -> Float64Array:
+    """Least heights of the grip site at positions [..., 2] over a surface of a map, with open fingers."""
+    fingers = [hand_points(at, turn, along, FINGER_ACROSS) for along in (FINGER_ALONG, _mirrored(FINGER_ALONG))]
+    palm = hand_points(at, turn, (-PALM_ALONG, PALM_ALONG), PALM_ACROSS)
+    under_fingers = surface[chart.cells(np.concatenate(fingers, axis=-2))].max(axis=-1)
+    under_palm = surface[chart.cells(palm)].max(axis=-1)
+    heights: Float64Array = np.maximum(under_fingers + FINGER_TIP + TIP_GAP, under_palm - PALM_BOTTOM + PALM_GAP)
+    return heights
+
+
+def plan_grasp(scene: Scene, name: str, gripper: Float64Array) -> Grasp | None:
+    """The cheapest grasp of a thing for a gripper that is here [3]; None where the hand fits nowhere."""
+    corners = scene.thing(name).corners()
+    chart = Map(scene, name, _middle(corners))
+    choices = [_best_at_turn(chart, corners, turn, gripper) for turn in np.radians(TURNS)]
+    cost, grasp = min(choices, key=lambda choice: choice[0])
+    return grasp if np.isfinite(cost) else None
+
+
+def _best_at_turn(chart: Map, corners: Float64Array, turn: float, gripper: Float64Array) -> tuple[float, Grasp]:
+    """The cheapest grasp with the wrist turned so, and its cost."""
+    middle = _middle(corners)
+    at = hand_points(middle, turn, SHIFT_ALONG, SHIFT_ACROSS)  # [S, 2]
+    direction, normal = _axes(turn)
+    heights = lowest_grip(chart, np.maximum(chart.thing, chart.others), at, turn)  # [S]
+    pads = hand_points(at, turn, (-FINGER_ALONG[0], FINGER_ALONG[0]), PAD_ACROSS)  # [S, N, 2]
+    between = chart.thing[chart.cells(pads)]
+    depth = between.max(axis=1) - heights
+    blocked = (chart.others[chart.cells(pads)] > heights[:, None] - FINGER_TIP).any(axis=1)
+    held = between > heights[:, None]
+    along = (pads - at[:, None]) @ direction
+    first, last = np.where(held, along, 1.0).min(axis=1), np.where(held, along, -1.0).max(axis=1)
+    cost = (
+        np.abs(first + last) / 2 / 0.01
+        + np.abs((at - middle) @ normal) / 0.005
+        + np.maximum(GOOD_DEPTH - depth, 0) / 0.003
+        + np.linalg.norm(at - gripper[:2], axis=1) / 0.1
+        + np.ptp(corners[:, :2] @ direction) / 0.02  # the width of the thing: a box is not to be taken askew
+        + abs(turn)
+    )
+    cost = np.where((depth > 0) & ~blocked, cost, np.inf)
+    choice = int(cost.argmin())
+    return float(cost[choice]), Grasp(np.append(at[choice], heights[choice]), turn)
+
+
+def _middle(corners: Float64Array) -> Float64Array:
+    middle: Float64Array = (corners.min(axis=0) + corners.max(axis=0))[:2] / 2
+    return middle
+
+
+def _axes(turn: float) -> tuple[Float64Array, Float64Array]:
+    """The ways [2] along and across the fingers; at rest they move along the world's y axis."""
+    direction = np.array([-np.sin(turn), np.cos(turn)])
+    return direction, np.array([direction[1], -direction[0]])
+
+
+def _ticks(first: float, last: float) -> Float64Array:
+    return np.linspace(first, last, round((last - first) / CELL) + 1)
+
+
+def _mirrored(interval: tuple[float, float]) -> tuple[float, float]:
+    return -interval[1], -interval[0]

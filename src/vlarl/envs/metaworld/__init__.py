@@ -1,0 +1,75 @@
+"""Meta-World: a robot arm in MuJoCo, fifty tasks in nine suites, each with a scripted expert."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vlarl.config.schema import Camera, EnvConfig
+from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec
+from vlarl.envs.metaworld.suites import metaworld_spec
+from vlarl.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from vlarl.envs.metaworld.env import MetaWorldEnv
+    from vlarl.envs.metaworld.expert import MetaWorldExpert
+
+
+@dataclass(frozen=True)
+class MetaWorldFactory:
+    """Makes environments of one suite; see `EnvFactory`."""
+
+    spec: SuiteSpec
+    cameras: tuple[Camera, ...]
+    image_size: int
+    reward: RewardMode
+    exact_pixels: bool
+    render: str  # a value of MUJOCO_GL
+    render_gpu: int | None
+
+    @property
+    def image_shape(self) -> tuple[int, int, int, int]:
+        """(I, H, W, 3) of an observation."""
+        return (len(self.cameras), self.image_size, self.image_size, 3)
+
+    def variables(self, slot: int) -> Mapping[str, str]:
+        """How MuJoCo draws; and one thread for each process, as there are as many processes as cores."""
+        chosen = {"MUJOCO_GL": self.render, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+        if self.render != "glx":
+            chosen["PYOPENGL_PLATFORM"] = self.render
+        if self.render_gpu is not None:
+            chosen["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
+        return chosen
+
+    def build(self) -> MetaWorldEnv:
+        """The environment; called in its process."""
+        from vlarl.envs.metaworld.env import MetaWorldEnv
+
+        return MetaWorldEnv(self.spec, self.cameras, self.image_size, self.reward, self.exact_pixels)
+
+    def build_expert(self, env: SingleEnv) -> MetaWorldExpert:
+        """The scripted expert of an environment that this factory made."""
+        from vlarl.envs.metaworld.env import MetaWorldEnv
+        from vlarl.envs.metaworld.expert import MetaWorldExpert
+
+        assert isinstance(env, MetaWorldEnv)
+        return MetaWorldExpert(env)
+
+
+def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) -> MetaWorldFactory:
+    """What makes the configured suite's environments; refuses where Meta-World is not installed."""
+    if importlib.util.find_spec("metaworld") is None:
+        raise MissingExtraError("metaworld", "metaworld")
+    render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
+    return MetaWorldFactory(
+        metaworld_spec(config.suite, config.max_steps),
+        config.cameras,
+        image_size,
+        reward,
+        config.exact_pixels,
+        render,
+        config.render_gpu,
+    )

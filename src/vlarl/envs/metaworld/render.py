@@ -1,0 +1,123 @@
+"""Pictures of MuJoCo models, drawn offscreen with one OpenGL context for a process.
+
+    Canvas                 the process's OpenGL context
+      └─ Drawing           what one model has uploaded to it: meshes, textures, a framebuffer
+           └─ draw(view)   one picture
+
+Nothing is drawn, and no context made, before the first picture is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vlarl.envs.metaworld.views import FixedView, View
+from vlarl.types import UInt8Array
+
+MAX_GEOMS = 1000  # Meta-World's largest scene has a fifth of it
+HIDDEN_GROUP = 5  # of geoms that MuJoCo does not draw
+
+
+class Canvas:
+    """An OpenGL context, for pictures of at most `size` pixels square."""
+
+    def __init__(self, size: int, exact: bool) -> None:
+        self.size = size
+        self.exact = exact  # multisampling, shadows and reflections, as the model asks for them
+        self._context: Any = None
+
+    def use(self) -> None:
+        """Make the context and make it the current one."""
+        import mujoco
+
+        if self._context is None:
+            self._context = mujoco.GLContext(self.size, self.size)
+        self._context.make_current()
+
+    def close(self) -> None:
+        """Release the context; drawings on it have to be closed before."""
+        if self._context is not None:
+            self._context.free()
+            self._context = None
+
+
+class Drawing:
+    """One model on a canvas."""
+
+    def __init__(self, canvas: Canvas, model: Any) -> None:
+        import mujoco
+
+        self._canvas = canvas
+        self._model = model
+        model.vis.global_.offwidth = model.vis.global_.offheight = canvas.size
+        if not canvas.exact:
+            model.vis.quality.offsamples = 0
+            model.vis.quality.shadowsize = 0
+        canvas.use()
+        self._resources = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50)
+        self._scene = mujoco.MjvScene(model, maxgeom=MAX_GEOMS)
+        for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
+            self._scene.flags[flag] = canvas.exact
+        self._options = mujoco.MjvOption()
+        self._groups = model.geom_group.copy()
+
+    def draw(self, data: Any, view: View, size: int) -> UInt8Array:
+        """A picture [size, size, 3], upright, of the model in the given state."""
+        import mujoco
+
+        self._canvas.use()
+        camera, upside_down = self._camera(view)
+        self._compose(data, camera)
+        if not self._canvas.exact:
+            self._model.geom_group[self._out_of_view(data)] = HIDDEN_GROUP
+            self._compose(data, camera)
+            self._model.geom_group[:] = self._groups
+        viewport = mujoco.MjrRect(0, 0, size, size)
+        picture = np.empty((size, size, 3), np.uint8)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._resources)
+        mujoco.mjr_render(viewport, self._scene, self._resources)
+        mujoco.mjr_readPixels(picture, None, viewport, self._resources)
+        # OpenGL's first row is the lowest; a camera that hangs upside down has its columns swapped instead.
+        return np.ascontiguousarray(picture[:, ::-1] if upside_down else picture[::-1])
+
+    def _compose(self, data: Any, camera: Any) -> None:
+        import mujoco
+
+        every = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(self._model, data, self._options, None, camera, every, self._scene)
+
+    def _out_of_view(self, data: Any) -> NDArray[np.bool_]:
+        """Which geoms lie wholly outside the picture: the robot's large meshes often do, and cost half of the time."""
+        import mujoco
+
+        camera = mujoco.mjv_averageCamera(*self._scene.camera)  # of two eyes
+        right = np.cross(camera.forward, camera.up)
+        offsets = data.geom_xpos - camera.pos
+        depth = offsets @ camera.forward
+        slope = camera.frustum_top / camera.frustum_near  # pictures are square, so that all four sides have it
+        radius = self._model.geom_rbound * np.sqrt(1 + slope**2)
+        aside = np.maximum(np.abs(offsets @ right), np.abs(offsets @ camera.up))
+        out: NDArray[np.bool_] = (aside - slope * depth > radius) & (radius > 0)  # a plane has no bounds
+        return out
+
+    def _camera(self, view: View) -> tuple[Any, bool]:
+        import mujoco
+
+        camera = mujoco.MjvCamera()
+        if isinstance(view, FixedView):
+            camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+            camera.fixedcamid = self._model.camera(view.camera).id
+            return camera, view.upside_down
+        camera.type = mujoco.mjtCamera.mjCAMERA_FREE
+        camera.lookat[:] = view.lookat
+        camera.distance, camera.azimuth, camera.elevation = view.distance, view.azimuth, view.elevation
+        self._model.vis.global_.fovy = view.fovy
+        return camera, False
+
+    def close(self) -> None:
+        """Release what was uploaded."""
+        self._canvas.use()
+        self._resources.free()

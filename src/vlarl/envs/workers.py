@@ -1,0 +1,293 @@
+"""Environments as processes, one for each slot, kept warm for a whole run.
+
+    Collector ── send_reset, send_chunk ──► WorkerPool ──► worker 0, worker 1 … (`envs/worker.py`)
+              ◄── receive ────────────────
+
+Nobody waits for the slowest: `receive` returns as soon as one worker has answered, with all that have; in lock-step,
+with all that were asked. A worker that dies, or doesn't answer before its deadline, is killed and replaced, and its
+slot answers with an error: the collector runs that episode again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import IO
+
+import numpy as np
+
+from vlarl.envs.base import Demonstration, EnvFactory, fitting, started
+from vlarl.envs.worker import Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
+from vlarl.errors import UsageError, VlarlError
+from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "from vlarl.envs.worker import main; main()"
+LOG_TAIL_LINES = 12
+CLOSE_S = 5.0
+
+
+class WorkerError(Exception):
+    """A worker died, hung, or its environment raised."""
+
+
+class WorkerProcess:
+    """One process with its connection, its shared memory and its log."""
+
+    def __init__(self, factory: EnvFactory, slot: int, timeout_s: float) -> None:
+        self.slot = slot
+        self.deadline: float | None = None  # when its answer is due; None: nothing was asked
+        self._timeout_s = timeout_s
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a worker may hang in the middle of a message
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(timeout_s), 0))
+        size = SharedObservation.size(factory.image_shape, factory.spec.proprio_dim)
+        with tempfile.TemporaryFile(dir=_memory_folder()) as memory, theirs:
+            memory.truncate(size)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(memory.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(), memory.fileno()),
+                env={**os.environ, **factory.variables(slot)},
+            )
+            self.shared = SharedObservation(memory.fileno(), factory.image_shape, factory.spec.proprio_dim)
+        self.connection = Connection(ours.detach())
+        self._tell(list(sys.path))
+        self._tell(factory)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def send(self, message: Message) -> None:
+        """Ask for something; the answer is due within the time limit."""
+        if self.deadline is not None:
+            raise RuntimeError(f"slot {self.slot} has not answered yet: receive its answer before asking again")
+        self.deadline = time.monotonic() + self._timeout_s
+        self._tell(message)
+
+    def _tell(self, message: Message | EnvFactory | list[str]) -> None:
+        with contextlib.suppress(OSError):  # it has died: the closed connection says so when the answer is read
+            self.connection.send(message)
+
+    def receive(self) -> Answer:
+        """The answer that has arrived; `WorkerError` if there is none."""
+        self.deadline = None
+        if not self.connection.poll():
+            late = f"process {self.pid} did not answer within {self._timeout_s:g} s and was stopped"
+            raise WorkerError(f"{late}{self.log_tail()}")
+        try:
+            answer: Answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise WorkerError(f"{self._end()}{self.log_tail()}") from error
+        if answer.refusal is not None:
+            raise UsageError(answer.refusal)
+        if answer.error is not None:
+            raise WorkerError(f"the environment raised {answer.error}")
+        return answer
+
+    def _end(self) -> str:
+        try:
+            code = self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return f"process {self.pid} closed its connection"
+        reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"process {self.pid} {reason}"
+
+    def log_tail(self) -> str:
+        """The last lines that it wrote, for a message; empty if it wrote nothing."""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
+        return "".join(f"\n    {line}" for line in lines)
+
+    def stop(self) -> None:
+        """Ask it to end by closing the connection."""
+        self.connection.close()
+
+    def kill(self) -> None:
+        """End it now, unless it has ended within `CLOSE_S` where it was asked to."""
+        if self.connection.closed:
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                log.debug("process %d did not end by itself", self.pid)
+        else:
+            self.connection.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def _memory_folder() -> str | None:
+    """Where a file is memory; elsewhere it is an ordinary file that the system keeps in memory as it sees fit."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+class WorkerPool:
+    """`num_envs` environments of one factory, each in a process of its own."""
+
+    def __init__(self, factory: EnvFactory, num_envs: int, timeout_s: float = 180.0, lockstep: bool = False) -> None:
+        self.spec = factory.spec
+        self.num_envs = num_envs
+        self._factory = factory
+        self._timeout_s = timeout_s
+        self.lockstep = lockstep
+        self._ended = [True] * num_envs
+        self._last_seen = [self._blank()] * num_envs
+        self._workers: list[WorkerProcess] = []
+        for slot in range(num_envs):
+            self._workers.append(WorkerProcess(factory, slot, timeout_s))
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the processes, by slot."""
+        return [worker.pid for worker in self._workers]
+
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], film: frozenset[int] = frozenset()) -> None:
+        """Start each task in its slot; film the named slots' first pictures."""
+        for slot, task in zip(slots, tasks, strict=True):
+            if task.suite != self.spec.name:
+                raise ValueError(f"this pool runs {self.spec.name}, but the task is of {task.suite}")
+            self._ended[slot] = False
+            self._workers[slot].send(Reset(task, slot in film))
+
+    def send_chunk(self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()) -> None:
+        """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
+        if actions.ndim != 3 or actions.shape[0] != len(slots) or actions.shape[2] != self.spec.action_dim:
+            raise ValueError(f"actions must be [{len(slots)}, K, {self.spec.action_dim}], not {list(actions.shape)}")
+        if idle := [slot for slot in slots if self._ended[slot]]:
+            raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
+        for slot, chunk in zip(slots, np.asarray(actions, np.float32), strict=True):
+            self._workers[slot].send(Chunk(chunk, slot in film))
+
+    def receive(self) -> list[tuple[int, ChunkOutcome]]:
+        """The answers of the slots that are ready, by slot; in lock-step, of all that were asked."""
+        answers: dict[int, ChunkOutcome] = {}
+        while self._asked() and (self.lockstep or not answers):
+            for slot in self._ready():
+                answers[slot] = self._outcome(slot)
+        if not answers:
+            raise RuntimeError("nothing was sent that could be received")
+        return sorted(answers.items())
+
+    def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
+        """Start each task in its slot and return the first observations."""
+        self.send_reset(slots, tasks)
+        outcomes = self._receive_all(slots)
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if outcome.error is not None:
+                raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {outcome.error}")
+        return [outcome.observation for outcome in outcomes]
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+    ) -> list[ChunkOutcome]:
+        """Run one chunk in each slot and wait for all of them."""
+        self.send_chunk(slots, actions, film)
+        return self._receive_all(slots)
+
+    def frame(self, slot: int) -> UInt8Array:
+        """A large picture [H, W, 3] of a slot as it is now, for videos."""
+        self._workers[slot].send(Frame())
+        while slot not in self._ready([slot]):
+            pass
+        try:
+            picture: UInt8Array = self._workers[slot].receive().content
+        except WorkerError as failure:
+            self._replace(slot)
+            raise VlarlError(f"slot {slot} of {self.spec.name} can't be drawn: {failure}") from failure
+        return picture
+
+    def demonstrate(
+        self, tasks: Sequence[Task], action_noise: float, hesitation: float = 0.0, retries: int = 3
+    ) -> Iterator[Demonstration]:
+        """Let the factory's expert play every task, and give the episodes in the order of the tasks."""
+        waiting, playing = deque(enumerate(tasks)), {}
+        played: dict[int, Demonstration] = {}
+        attempts, last = [0] * len(tasks), [-1] * self.num_envs
+        given = 0
+        while given < len(tasks):
+            for slot in range(self.num_envs):
+                if slot not in playing and waiting:
+                    place = fitting([task for _, task in waiting], last[slot], set(last))
+                    playing[slot], last[slot] = waiting[place], waiting[place][1].task_id
+                    del waiting[place]
+                    self._workers[slot].send(Demonstrate(playing[slot][1], action_noise, hesitation))
+            for slot in self._ready():
+                index, task = playing.pop(slot)
+                try:
+                    played[index] = self._workers[slot].receive().content
+                except WorkerError as failure:
+                    self._replace(slot)
+                    attempts[index] += 1
+                    log.warning("the demonstration %s failed in slot %d: %s", task.episode_id, slot, failure)
+                    if attempts[index] > retries:
+                        raise VlarlError(f"the demonstration {task.episode_id} can't be played: {failure}") from failure
+                    waiting.appendleft((index, task))
+            while given in played:
+                yield played.pop(given)
+                given += 1
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            worker.stop()
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def _asked(self) -> list[WorkerProcess]:
+        return [worker for worker in self._workers if worker.deadline is not None]
+
+    def _ready(self, slots: Sequence[int] | None = None) -> list[int]:
+        """Wait until a slot has answered or missed its deadline; all such slots."""
+        due = {w.connection: w.deadline for w in self._asked() if w.deadline and (slots is None or w.slot in slots)}
+        answered = wait(list(due), max(0.0, min(due.values()) - time.monotonic()))
+        now = time.monotonic()
+        ready = {connection for connection, deadline in due.items() if connection in answered or now >= deadline}
+        return [worker.slot for worker in self._workers if worker.connection in ready]
+
+    def _outcome(self, slot: int) -> ChunkOutcome:
+        """The answer of a slot that is ready; a failed one is replaced and answers with its error."""
+        worker = self._workers[slot]
+        try:
+            outcome = arrived(worker.receive(), worker.shared)
+        except WorkerError as failure:
+            self._replace(slot)
+            self._ended[slot] = True
+            return started(self._last_seen[slot], error=str(failure))
+        self._last_seen[slot] = outcome.observation
+        self._ended[slot] = outcome.terminated or outcome.truncated
+        return outcome
+
+    def _receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
+        answers: dict[int, ChunkOutcome] = {}
+        while len(answers) < len(slots):
+            for slot in self._ready(slots):
+                answers[slot] = self._outcome(slot)
+        return [answers[slot] for slot in slots]
+
+    def _replace(self, slot: int) -> None:
+        self._workers[slot].kill()
+        self._workers[slot] = WorkerProcess(self._factory, slot, self._timeout_s)
+
+    def _blank(self) -> Observation:
+        images = np.zeros(self._factory.image_shape, np.uint8)
+        return Observation(images, np.zeros(self.spec.proprio_dim, np.float32), "")

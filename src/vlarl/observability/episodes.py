@@ -1,0 +1,40 @@
+"""Episodes as rows of JSON, in episodes.jsonl and results.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vlarl.types import EpisodeResult, Task
+
+
+def episode_row(episode: EpisodeResult) -> dict[str, Any]:
+    """What is kept of an episode: enough to count it, and to run it again."""
+    task = episode.task
+    return {
+        "episode_id": task.episode_id,
+        "suite": task.suite,
+        "task_id": task.task_id,
+        "init_state": task.init_state,
+        "seed": task.seed,
+        "instruction": episode.instruction,
+        "success": bool(episode.success),
+        "length": int(episode.length),
+        "return": float(episode.episode_return) if math.isfinite(episode.episode_return) else None,
+        "status": episode.status,
+        "redone": episode.redone,
+    }
+
+
+def read_episode(row: Mapping[str, Any]) -> EpisodeResult:
+    """The episode of a row; KeyError, TypeError or ValueError for what is none."""
+    return EpisodeResult(
+        task=Task(str(row["suite"]), int(row["task_id"]), int(row["init_state"]), int(row["seed"])),
+        instruction=str(row["instruction"]),
+        success=bool(row["success"]),
+        length=int(row["length"]),
+        episode_return=math.nan if row["return"] is None else float(row["return"]),
+        status=row["status"],
+        redone=int(row["redone"]),
+    )

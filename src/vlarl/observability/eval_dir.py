@@ -1,0 +1,203 @@
+"""The folder of one evaluation: where its results are, whoever reads them later.
+
+<folder>/  results.json     what was measured and how, success by task with intervals, every episode
+           episodes.jsonl   one row an episode, written when it ends
+           eval.log         warnings and errors
+           videos/          films, named by the episode's id and outcome
+
+results.json is there from the beginning, with `complete: false`, and is written again at the end, however that comes
+about. What a killed process leaves is read from both files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from vlarl.config.eval_request import run_of
+from vlarl.errors import UsageError
+from vlarl.observability.episodes import episode_row, read_episode
+from vlarl.observability.files import read_jsonl, write_atomically
+from vlarl.observability.run_dir import check_writable
+from vlarl.observability.significance import wilson_interval
+from vlarl.types import EvalResult
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """What an evaluation was made with. All but machine, time and place decides what comes out."""
+
+    checkpoint: str
+    fingerprint: str  # of the checkpoint's files
+    suite: str
+    protocol: str
+    task_ids: tuple[int, ...]
+    states_per_task: int
+    max_steps: int  # time limit of an episode
+    num_trained_states: int | None  # of these states of a task, those trained on; None: not known
+    temperature: float
+    seed: int
+    replay_of: str | None  # id of the one episode that was run again
+    env: dict[str, Any]
+    gym: dict[str, Any]  # empty for any other suite
+    policy: dict[str, Any]
+    vlarl: str
+    machine: str
+    started: str
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """An evaluation as it is kept: what was measured, how, and what came out."""
+
+    settings: EvalSettings
+    num_planned: int
+    result: EvalResult
+    folder: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of results.json."""
+        result = self.result
+        return {
+            "schema": SCHEMA,
+            "complete": result.complete,
+            **asdict(self.settings),
+            "num_planned": self.num_planned,
+            "total": summary(result),
+            "tasks": [
+                {"task_id": task_id, "instruction": part.episodes[0].instruction, **summary(part)}
+                for task_id, part in result.by_task().items()
+            ],
+            "episodes": [episode_row(episode) for episode in result.episodes],
+        }
+
+
+def summary(result: EvalResult) -> dict[str, Any]:
+    """Successes, rate with Wilson's 95% interval and mean length; null where no episode could be run."""
+    total = len(result.counted)
+    low, high = wilson_interval(result.won, total)
+    return {
+        "won": result.won,
+        "episodes": total,
+        "crashed": result.num_crashed,
+        "rate": result.success_rate if total else None,
+        "low": low if total else None,
+        "high": high if total else None,
+        "mean_length": result.mean_length if total else None,
+    }
+
+
+@dataclass(frozen=True)
+class EvalDirectory:
+    """The files of one evaluation."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> EvalDirectory:
+        """Make the folder of a new evaluation; an existing one is refused."""
+        cls.refuse_existing(path)
+        directory = cls(path)
+        try:
+            directory.videos.mkdir(parents=True)
+        except OSError as error:
+            raise UsageError(f"cannot write to {path} ({error.strerror}): name a folder you can write to.") from error
+        return directory
+
+    @staticmethod
+    def refuse_existing(path: Path) -> None:
+        """Refuse a folder that is there already or can't be made, before hours of episodes are run for it."""
+        if path.exists():
+            raise UsageError(f"{path} exists already, and results are never overwritten: name a new folder.")
+        check_writable(path.parent, "name a folder you can write to")
+
+    @property
+    def results_file(self) -> Path:
+        """What came out."""
+        return self.path / "results.json"
+
+    @property
+    def episodes_file(self) -> Path:
+        """One row an episode."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def log_file(self) -> Path:
+        """Warnings and errors."""
+        return self.path / "eval.log"
+
+    @property
+    def videos(self) -> Path:
+        """Folder of filmed episodes."""
+        return self.path / "videos"
+
+    def write(self, record: EvalRecord) -> None:
+        """Write results.json, in one atomic step."""
+        write_atomically(self.results_file, json.dumps(record.to_json(), indent=2, allow_nan=False) + "\n")
+
+
+def results_root(checkpoint: str) -> Path:
+    """Where results of a checkpoint belong: its run's `eval`, or `evals` for a checkpoint of no run."""
+    run = run_of(checkpoint)
+    return Path("evals") if run is None else run / "eval"
+
+
+def new_folder(checkpoint: str, suite: str, now: datetime) -> Path:
+    """A folder for the results of a checkpoint that is not there yet, named by the time."""
+    name = f"{now:%Y%m%d_%H%M%S}"
+    if run_of(checkpoint) is None:
+        label = re.sub(r"[^\w.-]+", "-", Path(checkpoint).name)
+        name = f"{label}_{suite}_{name}"
+    root = results_root(checkpoint)
+    names = (name, *(f"{name}_{number}" for number in range(2, 1000)))
+    return next(root / each for each in names if not (root / each).exists())
+
+
+def read_record(folder: Path) -> EvalRecord:
+    """The evaluation in a folder, also one that was stopped or killed before its end."""
+    directory = EvalDirectory(folder)
+    try:
+        content = json.loads(directory.results_file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{folder} is no evaluation: its results.json can't be read ({error.strerror}). Name the folder that "
+            "`vlarl eval` printed as `results:`."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{directory.results_file} is no JSON ({error}): evaluate the checkpoint again.") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{directory.results_file} was not written by this version of vlarl, which reads schema {SCHEMA}: "
+            "evaluate the checkpoint again."
+        )
+    try:
+        return _record(content, directory)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{directory.results_file} is damaged ({error!r}): evaluate the checkpoint again.") from error
+
+
+def find_records(root: Path) -> Iterator[EvalRecord]:
+    """The evaluations in the folders of a root, newest first; what can't be read is passed over."""
+    found = sorted(root.glob("*/results.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        try:
+            yield read_record(path.parent)
+        except UsageError:
+            continue
+
+
+def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
+    values = {field.name: content[field.name] for field in fields(EvalSettings)}
+    settings = EvalSettings(**(values | {"task_ids": tuple(values["task_ids"])}))
+    complete = bool(content["complete"])
+    # A process that was killed has written its episodes, but not what they came to.
+    rows = content["episodes"] if complete else list(read_jsonl(directory.episodes_file))
+    episodes = tuple(sorted((read_episode(row) for row in rows), key=lambda e: (e.task.task_id, e.task.init_state)))
+    return EvalRecord(settings, int(content["num_planned"]), EvalResult(episodes, complete), directory.path)

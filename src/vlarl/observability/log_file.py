@@ -1,0 +1,28 @@
+"""A log file for as long as something runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def log_to_file(path: Path, logger: str = "vlarl", level: int = logging.INFO) -> Iterator[Path]:
+    """Send a logger's records, and Python's warnings, to a file while the block runs."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    target, warnings_logger = logging.getLogger(logger), logging.getLogger("py.warnings")
+    previous_level = target.level
+    target.addHandler(handler)
+    warnings_logger.addHandler(handler)
+    if target.getEffectiveLevel() > level:
+        target.setLevel(level)
+    try:
+        yield path
+    finally:
+        target.removeHandler(handler)
+        warnings_logger.removeHandler(handler)
+        target.setLevel(previous_level)
+        handler.close()

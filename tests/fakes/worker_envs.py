@@ -1,0 +1,112 @@
+"""Environments for a process each, that do what a test asks of them: run, raise, die, hang, refuse."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vlarl.envs.base import StepOutcome, SuiteSpec, TaskSpec
+from vlarl.errors import UsageError
+from vlarl.types import Observation
+
+SPEC = SuiteSpec(
+    "counting",
+    tuple(TaskSpec(i, f"count to {i + 5}", 12) for i in range(4)),
+    train_states=(0, 1, 2),
+    eval_states=(3, 4),
+    benchmark_states=(3, 4),
+    action_dim=2,
+    proprio_dim=3,
+)
+
+
+class CountingEnv:
+    """Counts its steps; succeeds when the sum of its first actions reaches task_id + 5. Notes what it does in a file."""
+
+    def __init__(self, trouble: dict[str, int], diary: str | None) -> None:
+        self.trouble, self.diary = trouble, diary
+        self.note("built")
+
+    def note(self, text: str) -> None:
+        if self.diary:
+            with Path(self.diary).open("a") as file:
+                file.write(f"{os.getpid()} {text}\n")
+
+    def once(self, trouble: str) -> bool:
+        """Whether this trouble is to happen now: at its step, and only in the first process that gets there."""
+        if self.trouble.get(trouble) != self.steps:
+            return False
+        marker = Path(f"{self.diary}.{trouble}")
+        if marker.exists() and "always" not in self.trouble:
+            return False
+        marker.touch()
+        return True
+
+    def reset(self, task) -> None:
+        self.note(f"reset {task.task_id} {task.init_state}")
+        self.task, self.steps, self.total = task, 0, 0.0
+        self.rng = np.random.default_rng([task.task_id, task.init_state])
+        if "refuse" in self.trouble:
+            raise UsageError("the assets are missing: fetch them")
+
+    def step(self, action) -> StepOutcome:
+        self.steps += 1
+        self.total += float(action[0])
+        if self.once("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.once("hang"):
+            time.sleep(600)
+        if self.once("raise"):
+            raise ArithmeticError("the joints exploded")
+        if self.once("exit"):
+            print("a last word", flush=True)
+            os._exit(3)
+        success = self.total >= self.task.task_id + 5
+        return StepOutcome(float(self.steps), success, self.trouble.get("truncate") == self.steps, success)
+
+    def observe(self) -> Observation:
+        self.note("observe")
+        images = np.full((1, 4, 6, 3), self.steps, np.uint8)
+        proprio = np.array([self.total, self.task.init_state, self.rng.random()], np.float32)
+        if "shape" in self.trouble:
+            images = images[:, :2]
+        return Observation(images, proprio, SPEC.tasks[self.task.task_id].instruction)
+
+    def frame(self) -> np.ndarray:
+        return np.full((8, 8, 3), 100 + self.steps, np.uint8)
+
+    def close(self) -> None:
+        self.note("closed")
+
+
+class CountingExpert:
+    """Adds one at each step."""
+
+    def __init__(self, env: CountingEnv) -> None:
+        self.env = env
+
+    def reset(self) -> None:
+        pass
+
+    def act(self) -> np.ndarray:
+        return np.array([1.0, self.env.task.init_state], np.float32)
+
+
+@dataclass(frozen=True)
+class CountingFactory:
+    trouble: tuple[tuple[str, int], ...] = ()
+    diary: str | None = None
+    spec: SuiteSpec = SPEC
+    image_shape: tuple[int, int, int, int] = (1, 4, 6, 3)
+
+    def variables(self, slot: int) -> dict[str, str]:
+        return {"COUNTING_SLOT": str(slot)}
+
+    def build(self) -> CountingEnv:
+        return CountingEnv(dict(self.trouble), self.diary)
+
+    def build_expert(self, env: CountingEnv) -> CountingExpert:
+        return CountingExpert(env)

@@ -1,0 +1,207 @@
+"""`vlarl eval` and `vlarl compare`: what they refuse, do and print."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.eval_records import episode, record
+from rich.console import Console
+
+from vlarl.cli import main
+from vlarl.cli.compare import compare
+from vlarl.cli.eval_display import EpisodeCounter, closing_lines, comparison_lines, comparison_table, success_table
+from vlarl.errors import UsageError
+from vlarl.observability.comparison import compare as compare_records
+from vlarl.observability.eval_dir import EvalDirectory, read_record
+
+REPLAY = ["eval", "x", "--episode", "tabletop_goal-t00-s030-0000000000000001"]
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval"], "the following arguments are required: CHECKPOINT (see `vlarl eval --help`)"),
+        (["eval", "x", "--videos", "some"], "argument --videos: 'some' must be all, failures, none or a number"),
+        (["eval", "x", "--videos", "-1"], "argument --videos: '-1' must be all, failures, none or a number"),
+        (["eval", "x", "--num-envs", "0"], "argument --num-envs: '0' must be an integer >= 1 (see `vlarl eval --help`)"),
+        (["eval", "x", "--temperature", "hot"], "argument --temperature: 'hot' must be a number >= 0 (see `vlarl eval --help`)"),
+        (["eval", "x", "--tasks", "4", "4"], "--tasks = [4, 4]: task 4 given more than once; name each task once"),
+        (["eval", "x", "--protocol", "unseen"], "argument --protocol: invalid choice: 'unseen'"),
+        (["eval", "x", "--optim.lr", "1"], "--optim.lr: not an option of eval; see `vlarl eval --help`"),
+        (["eval", "x", "--policy.actoins", "l1"], "--policy.actoins: unknown option; did you mean --policy.actions?"),
+        (["eval", "x", "y"], "y: unexpected argument"),
+        (["eval", "x", "--episodes", "21"], "--episodes = 21: a task of tabletop_spatial has 20 initial states"),
+        ([*REPLAY, "--tasks", "1", "--seed", "0"], "--episode says which episode to run and films it: leave out --tasks, --seed"),
+        (["eval", "x", "--episode", "y"], "'y' is no episode's id: take one from episodes.jsonl"),
+        (["eval", "x", "--out", "."], ". exists already, and results are never overwritten: name a new folder."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_nothing_is_written(work, capsys, arguments, message):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err.splitlines()[-1]
+    assert list(work.iterdir()) == []
+
+
+def test_eval_names_the_nearest_suite(capsys):
+    assert main(["eval", "x", "--suite", "tabletop_gol"]) == 2
+    assert "did you mean 'tabletop_goal'?" in capsys.readouterr().err
+
+
+BUILTIN = "builtin:tiny-oft"  # turns the stove on (task 3), and can't put the bowl on the plate (task 0)
+GOALS = ["--suite", "tabletop_goal", "--tasks", "0", "3", "--episodes", "1", "--device", "cpu"]
+
+
+def test_an_evaluation_and_its_episodes_again(work, capsys):
+    assert main(["eval", BUILTIN, *GOALS, "--out", "evals/a"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "task  won  success   95% interval  steps  instruction",
+        "   0  0/1     0.0%    0.0 - 79.3%   32.0  put the bowl on the plate",
+        "   3  1/1   100.0%  20.7 - 100.0%    7.0  turn on the stove",
+        " all  1/2    50.0%    9.5 - 90.5%   19.5",
+        "results: evals/a",
+    ]
+    assert captured.err.startswith(f"evaluating {BUILTIN} on tabletop_goal, protocol benchmark, into evals/a\n")
+    lost, won = read_record(Path("evals/a")).result.episodes
+    assert main(["eval", BUILTIN, "--episode", won.task.episode_id, "--device", "cpu"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == f"{won.task.episode_id}: success after 7 steps (turn on the stove)"
+    assert second == "the same as recorded in evals/a"
+    folder = Path(third.removeprefix("results: "))
+    assert folder.parent == Path("evals") and folder.name.startswith("builtin-tiny-oft_tabletop_goal_")
+    assert len(list(folder.glob("videos/*_success.mp4"))) == 1
+
+    content = json.loads(Path("evals/a/results.json").read_text())
+    content["episodes"][1] |= {"length": 5}
+    Path("evals/a/results.json").write_text(json.dumps(content))
+    again = ["eval", BUILTIN, "--episode", won.task.episode_id, "--device", "cpu"]
+    assert main(again) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "not as recorded in evals/a: success after 5 steps"
+    assert main([*again, "--temperature", "0.5"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "no evaluation in evals has this episode of this checkpoint with temperature 0.5"
+    )
+
+
+def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
+    assert main(["eval", str(checkpoint), "--against", BUILTIN, *GOALS, "--out", "both"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "task    A          B           B - A  instruction",
+        "   0  0/1  0.0%  0/1    0.0%    +0.0  put the bowl on the plate",
+        "   3  0/1  0.0%  1/1  100.0%  +100.0  turn on the stove",
+        " all  0/2  0.0%  1/2   50.0%   +50.0",
+        f"A: {checkpoint}",
+        f"B: {BUILTIN}",
+        "B wins 1, A wins 0 of 1 episodes on which they differ (2 compared): p = 1.0000, that may be chance.",
+        "results: both/A",
+        "results: both/B",
+    ]
+    assert compare(["both/A", "both/B", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["checkpoint_a"], content["only_b_won"], content["p_value"]) == (str(checkpoint), 1, 1.0)
+    assert main(["eval", str(checkpoint), "--against", BUILTIN, *GOALS, "--out", "both"]) == 2, "never overwritten"
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_has_ended(work, capsys, monkeypatch):
+    monkeypatch.setattr(EpisodeCounter, "__call__", lambda self, *result: signal.raise_signal(signal.SIGINT))
+    assert main(["eval", BUILTIN, *GOALS, "--num-envs", "1", "--out", "stopped"]) == 130
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "interrupted: 1 of 2 episodes had ended and are kept. Successes end first, so the rate may be too high.",
+        "results: stopped",
+    ]
+    content = json.loads(Path("stopped/results.json").read_text())
+    assert (content["complete"], content["total"]["episodes"], content["num_planned"]) == (False, 1, 2)
+    both = ["eval", BUILTIN, "--against", BUILTIN, *GOALS, "--num-envs", "1", "--out", "both"]
+    assert main(both) == 130
+    assert [path.name for path in Path("both").iterdir()] == ["A"], "the second one is not begun"
+
+
+OUTCOMES = {(0, 1): True, (0, 2): True, (7, 1): False, (7, 2): True, (7, 3): None, (8, 1): None}
+
+
+def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
+    made = record(OUTCOMES, folder=Path("somewhere"), planned=9, num_trained_states=2)
+    assert success_table(made.result).splitlines() == [
+        "task  won  success   95% interval  steps  instruction",
+        "   0  2/2   100.0%  34.2 - 100.0%   10.0  do 0",
+        "   7  1/2    50.0%    9.5 - 90.5%   10.0  do 7",
+        "   8  0/0        -              -      -  do 8",
+        " all  3/4    75.0%   30.1 - 95.4%   10.0",
+    ]
+    assert closing_lines(made) == [
+        "2 of 6 episodes could not be run: their simulator failed. They count neither as won nor as lost.",
+        "2 of the 3 initial states of a task were trained on by this run: the result says less about states it has "
+        "never seen.",
+        "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
+        "results: somewhere",
+    ]
+    redone = replace(made.result.episodes[0], redone=2)
+    again = replace(made, result=replace(made.result, episodes=(redone,), complete=True), folder=None)
+    assert closing_lines(again)[0] == "2 times an episode was run again because its simulator had died."
+
+
+def test_a_comparison_names_what_it_leaves_out():
+    a = record({(0, state): True for state in range(9)}, checkpoint="one")
+    b = record({(0, 0): False, (0, 1): None}, checkpoint="two", planned=9)
+    comparison = compare_records(a, b)
+    assert comparison_table(comparison).splitlines()[1] == "   0  1/1  100.0%  0/1  0.0%  -100.0  do 0"
+    ids = [episode(0, state, True).task.episode_id for state in range(1, 6)]
+    assert comparison_lines(comparison, a, b) == [
+        "A: one",
+        "B: two",
+        "A wins 1, B wins 0 of 1 episodes on which they differ (1 compared): p = 1.0000, that may be chance.",
+        f"8 episodes of A are left out, since B has none: {', '.join(ids)} and 3 more",
+        "B is not complete: 2 of 9 episodes.",
+    ]
+
+
+def test_compare_reads_folders(tmp_path, capsys):
+    for name, success in (("a", True), ("b", False)):
+        EvalDirectory.create(tmp_path / name).write(record({(0, 1): success, (0, 2): True}))
+    assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["task", "A", "B", "B", "-", "A", "instruction"]
+    with pytest.raises(UsageError, match="is no evaluation"):
+        compare([str(tmp_path / "a"), str(tmp_path)])
+
+
+def test_the_counter_says_now_and_then_how_far_it_is():
+    text = io.StringIO()
+    with EpisodeCounter("suite", Console(file=text, width=80)) as counter:
+        for done in range(1, 41):
+            counter(episode(0, done, None if done == 1 else done % 2 == 0), done, 40)
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "suite: 4/40 episodes, 66.7% won, 0:00 elapsed, 0:00 left"
+    assert lines[-1] == "suite: 40/40 episodes, 51.3% won, 0:00 elapsed, 0:00 left"
+
+
+def test_in_a_terminal_the_counter_is_a_bar_that_goes_away():
+    text = io.StringIO()
+    with EpisodeCounter("suite", Console(file=text, force_terminal=True, width=100)) as counter:
+        counter(episode(0, 1, True), 1, 2)
+        counter(episode(0, 2, False), 2, 2)
+    assert "1/2" in text.getvalue() or "2/2" in text.getvalue()
+    assert "50.0% won" in text.getvalue() and "episodes," not in text.getvalue()
+
+
+def test_compare_and_the_help_of_eval_load_no_torch():
+    code = (
+        "import sys; from vlarl.cli.compare import compare; from vlarl.cli import main\n"
+        "for command in (lambda: compare(['a', 'b']), lambda: main(['eval', '--help'])):\n"
+        "    try:\n        command()\n    except (SystemExit, Exception):\n        pass\n"
+        "print('LOADED', sorted({'torch', 'transformers', 'mujoco'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []" and "--against" in done.stdout
