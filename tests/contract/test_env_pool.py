@@ -96,5 +96,7 @@ def test_only_filmed_slots_have_frames_one_a_step(pool):
 
 
 def test_an_unknown_suite_is_refused_with_the_known_ones():
-    with pytest.raises(UsageError, match=r"env.suite: 'tabletop' does not run in processes; those that do: libero_spat"):
+    with pytest.raises(
+        UsageError, match=r"env.suite: 'tabletop' does not run in processes; those that do: libero_spat"
+    ):
         build_pool(EnvConfig(suite="tabletop"), GymConfig(), 1, SIZE, "sparse")

@@ -148,7 +148,13 @@ def test_bad_requests_exit_2_and_write_nothing(saved_run, capsys, arguments, mes
 def test_help_of_train_lists_presets_options_and_aliases(capsys):
     assert main(["train", "--optim.lr", "x", "--help"]) == 0
     text = capsys.readouterr().out
-    for part in ("tabletop_ppo_openvla  PPO with", "--resume RUN", "--optim.lr ", "--task-suite ", "Learning rate of"):
+    for part in (
+        "tabletop_ppo_openvla        PPO with",
+        "--resume RUN",
+        "--optim.lr ",
+        "--task-suite ",
+        "Learning rate of",
+    ):
         assert part in text
     assert main(["finetune", "--help"]) == 0
     text = capsys.readouterr().out

@@ -92,9 +92,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(_compare, "RESULTS RESULTS", "two evaluations side by side, with a paired test"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
     "merge": Command(_merge, "ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
-    "env": Command(
-        _env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"
-    ),
+    "env": Command(_env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"),
     "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
     "doctor": Command(_doctor, "[--model PATH]", "say what this machine and a checkpoint can do, and what is missing"),

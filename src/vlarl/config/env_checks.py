@@ -12,8 +12,6 @@ from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
 
-NUM_TABLETOP_VIEWS = 2
-
 
 def check_suite(suite: str, option: str = "env.suite") -> Problems:
     """A suite must be one that exists."""
@@ -59,6 +57,8 @@ def check_env(config: Config) -> Problems:
 def check_cameras(config: Config) -> Problems:
     """Views are named once, in the order that policies read them, and as many as a built-in policy reads."""
     env = config.env
+    if env.cameras is None:
+        return
     subject = f"env.cameras = {shown(env.cameras)}"
     kind, _, _ = config.policy.path.partition(":")
     wanted = config.policy.num_images or (BUILTIN_CAMERAS if kind in ("builtin", "init") else None)
@@ -66,7 +66,7 @@ def check_cameras(config: Config) -> Problems:
         yield Problem(subject, "a view is given twice; name each once", ("env.cameras",))
     elif env.cameras[:1] != ("agent",):
         yield Problem(subject, "the first view must be agent: use [agent] or [agent, wrist]", ("env.cameras",))
-    elif wanted is not None and env.suite != GYM and len(env.cameras) != wanted:
+    elif wanted is not None and len(env.cameras) != wanted:
         reads = "one view: use [agent]" if wanted == 1 else f"{wanted} views: use [agent, wrist]"
         remedy = f"{config.policy.path} reads {reads}, or a checkpoint made for {len(env.cameras)} views"
         yield Problem(subject, remedy, ("env.cameras", "policy.path"))

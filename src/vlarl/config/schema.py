@@ -62,8 +62,8 @@ class EnvConfig(Section):
     """Train and evaluate on these tasks only; all tasks of the suite by default."""
     num_envs: PositiveInt | None = None
     """Environments that run side by side; by default 64 tabletops, or one simulator process for each core."""
-    cameras: tuple[Camera, ...] = ("agent",)
-    """Views the policy is given; the number must be what the checkpoint expects."""
+    cameras: tuple[Camera, ...] | None = None
+    """Views the policy is given; by default as many as it reads, agent first."""
     image_size: PositiveInt | None = None
     """Pixels of a rendered view; by default what the policy's processor reads."""
     max_steps: PositiveInt | None = None
@@ -90,7 +90,7 @@ class EnvConfig(Section):
 
 
 class GymConfig(Section):
-    """A Gymnasium environment as a suite, with env.suite gym: where everything is found that a policy needs."""
+    """A Gymnasium environment as the suite (env.suite gym): where everything is found."""
 
     env: str | None = None
     """Id of a registered environment, `module:Name-v0` where a module registers it, or `module:factory` of yours."""
@@ -409,7 +409,7 @@ class EmaConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation while training, greedy and on initial states that training never sees unless said otherwise."""
+    """Evaluation while training: greedy, on states that training never sees, unless said otherwise."""
 
     interval: NonNegativeInt = 10
     """Evaluate every so many iterations, besides start and end; 0 for start and end only."""

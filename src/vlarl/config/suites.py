@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlarl.config.known import GYM, SUITES, SuiteFacts
-from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.config.schema import Camera, EnvConfig, GymConfig
+
+CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies read them
 
 
 def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
@@ -22,6 +24,11 @@ def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
         )
     facts = SUITES.get(env.suite)
     return facts if facts is None or env.max_steps is None else replace(facts, max_steps=env.max_steps)
+
+
+def views(env: EnvConfig, num_images: int | None = None) -> tuple[Camera, ...]:
+    """The cameras that are drawn: as configured, or as many as a policy reads."""
+    return env.cameras or CAMERAS[: num_images or 1]
 
 
 def num_gym_eval_states(gym: GymConfig) -> int:

@@ -16,7 +16,8 @@ def policy_actions(name: str, recorded: FloatArray) -> FloatArray:
     if not name.startswith("libero"):
         return recorded
     gripper = 1.0 - np.clip(recorded[:, -1:], 0.0, 1.0)
-    return np.concatenate([recorded[:, :-1], gripper], axis=1).astype(np.float32)
+    converted: FloatArray = np.concatenate([recorded[:, :-1], gripper], axis=1).astype(np.float32)
+    return converted
 
 
 def recorded_actions(name: str, actions: FloatArray) -> FloatArray:
@@ -24,4 +25,5 @@ def recorded_actions(name: str, actions: FloatArray) -> FloatArray:
     if not name.startswith("libero"):
         return actions
     gripper = 1.0 - 2.0 * actions[:, -1:]
-    return np.concatenate([actions[:, :-1], gripper], axis=1).astype(np.float32)
+    converted: FloatArray = np.concatenate([actions[:, :-1], gripper], axis=1).astype(np.float32)
+    return converted

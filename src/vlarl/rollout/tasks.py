@@ -89,7 +89,8 @@ class TaskSampler:
         if self.curriculum.config.mode != "uniform":
             return np.array(self.task_ids)[deal(self.curriculum.probabilities(), count, rng)]
         rounds = -(-count // len(self.task_ids))
-        return np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[:count]
+        order: IntArray = np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[:count]
+        return order
 
     def _task(self, iteration: int, group: int, member: int, task_id: int, state: int) -> Task:
         seed = derive_seed(self.seed, _ROLLOUT, iteration, group, member)

@@ -77,6 +77,12 @@ def weighted(batch: TrainBatch, rows: torch.Tensor, how: Literal["token_mean", "
     return replace(batch, weights=weights)
 
 
+def uncounted(batch: TrainBatch) -> TrainBatch:
+    """The same decisions, of which nothing counts: the gradient of their loss is zero."""
+    weights = None if batch.weights is None else torch.zeros_like(batch.weights)
+    return replace(batch, mask=torch.zeros_like(batch.mask), weights=weights)
+
+
 def value_weight(batch: TrainBatch, rows: torch.Tensor) -> float:
     """What each value of an executed step counts in the minibatch of these rows."""
     return 1 / max(int(batch.value_mask[rows].sum()), 1)

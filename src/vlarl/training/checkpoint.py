@@ -3,6 +3,10 @@
 A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (moments of the
 optimizers, averages of the weights, state of torch's random numbers), `trainer.json` (counters) and, with a separate
 critic, `critic/` (what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it.
+
+A learner whose weights are spread over ranks writes them in parts (`sharded/`, see shards.py) in place of the files of
+the trainer and the critic; its periodic checkpoints leave the policy out, which takes gathering. Either kind is read by
+any number of ranks. All ranks call the store together; rank 0 writes whatever is whole, and renames.
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -23,11 +27,18 @@ from safetensors.torch import load_file, save_file
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.files import disk_errors
 from vlarl.policies.base import Policy
+from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
+from vlarl.training.ranks import Alone, Ranks, on_first
+from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_sharded, read_shards, stored_shapes, write_shards
+
+Entry = TypeVar("Entry")
 
 TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
+RANDOM = "rng.cpu"  # key of the state of torch's random numbers
+PERIODIC = "step_"  # how names of checkpoints begin that are kept for a while only
 
 
 @dataclass
@@ -70,21 +81,22 @@ class BestReturn:
 class CheckpointStore:
     """The `checkpoints` folder of a run."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, ranks: Ranks = Alone()) -> None:  # noqa: B008 - it has no state
         self.folder = folder
         self.keep = keep
-        folder.mkdir(parents=True, exist_ok=True)
-        self._recover()
+        self.ranks = ranks
+        on_first(ranks, self._recover)
 
     def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
         """Write a checkpoint that training can go on from, and the average of the weights as a policy of its own."""
 
-        def write(folder: Path) -> None:
-            learner.policy.save(folder)
-            if learner.critic is not None:
-                (folder / CRITIC_FOLDER).mkdir()
-                save_file(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
-            save_file(_on_host(trainer_tensors(learner)), folder / TENSORS)
+        exported = not (learner.sharded and name.startswith(PERIODIC))
+
+        def write_whole(folder: Path) -> None:
+            if exported:
+                learner.policy.save(folder)
+            if not learner.sharded:
+                _write_trainer(learner, folder)
             counters = asdict(state) | {
                 "version": learner.version,
                 "policy_updates": learner.policy_updates,
@@ -92,9 +104,15 @@ class CheckpointStore:
             }
             (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
 
+        def write(folder: Path) -> None:
+            if learner.sharded:
+                write_shards(trainer_tensors(learner) | trained_tensors(learner), folder)
+            with consolidated(learner.policy, self.ranks) if exported else nullcontext():
+                on_first(self.ranks, lambda: write_whole(folder))
+
         path = self._replace(name, write)
-        self._retire()
-        if learner.average is not None:
+        on_first(self.ranks, self._retire)
+        if learner.average is not None and exported:
             note = {"beta": learner.average.beta, "checkpoint": name}
             with learner.average.in_place():
                 self.save_policy(AVERAGE, learner.policy, note | {"training_step": state.iteration})
@@ -105,9 +123,13 @@ class CheckpointStore:
     ) -> Path:
         """Write the policy alone, with a note of what it is."""
 
-        def write(folder: Path) -> None:
+        def write_whole(folder: Path) -> None:
             policy.save(folder, dtype)
             (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+
+        def write(folder: Path) -> None:
+            with consolidated(policy, self.ranks):
+                on_first(self.ranks, lambda: write_whole(folder))
 
         return self._replace(name, write)
 
@@ -118,21 +140,29 @@ class CheckpointStore:
 
     def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
-        with disk_errors(final), _safetensors_errors(final):
+
+        def begin() -> None:
             for leftover in (fresh, old):
                 shutil.rmtree(leftover, ignore_errors=True)
             fresh.mkdir()
-            write(fresh)
+
+        def finish() -> None:
             _sync(fresh)
             if final.exists():
                 final.rename(old)
             fresh.rename(final)
             _sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+        with disk_errors(final), _safetensors_errors(final):
+            on_first(self.ranks, begin)
+            write(fresh)
+            on_first(self.ranks, finish)
         return final
 
     def _recover(self) -> None:
         """Finish what a crash interrupted: put an old checkpoint back when no new one took its place."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(".old-*"):
             final = self.folder / old.name.removeprefix(".old-")
             if final.exists():
@@ -144,20 +174,39 @@ class CheckpointStore:
 
     def _retire(self) -> None:
         """Keep the newest periodic checkpoints only."""
-        periodic = sorted(self.folder.glob("step_*"))
+        periodic = sorted(self.folder.glob(f"{PERIODIC}*"))
         for path in periodic[: -self.keep]:
             shutil.rmtree(path)
 
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     """Moments of the optimizers and averages by parameter name, and the state of torch's random numbers."""
-    tensors = {"rng.cpu": torch.get_rng_state()}
+    tensors = {RANDOM: torch.get_rng_state()}
     for name, parameter, optimizer in learner.named_trained():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = value
+            tensors[f"{OPTIMIZER}.{name}.{key}"] = value
     if learner.average is not None:
         tensors |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
     return tensors
+
+
+def trained_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """All weights that an optimizer moves, a separate critic's among them."""
+    return {f"{WEIGHTS}.{name}": parameter.detach() for name, parameter, _ in learner.named_trained()}
+
+
+def policy_folder(checkpoint: Path) -> Path | None:
+    """The checkpoint where it holds the policy; None: `restore` brings what was trained, to load on what the run began
+    with."""
+    return checkpoint if (checkpoint / "config.json").is_file() else None
+
+
+def _write_trainer(learner: Learner, folder: Path) -> None:
+    """What one process keeps beside the policy."""
+    if learner.critic is not None:
+        (folder / CRITIC_FOLDER).mkdir()
+        save_file(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
+    save_file(_on_host(trainer_tensors(learner)), folder / TENSORS)
 
 
 def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
@@ -170,18 +219,14 @@ def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def restore(learner: Learner, folder: Path) -> TrainerState:
-    """Put a learner (whose policy was loaded from the same folder) back where the checkpoint was written."""
+    """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
     counters = _read_counters(folder)
-    _refuse_other_critic(learner, folder)
     try:
-        tensors = load_file(folder / TENSORS)
-        torch.set_rng_state(tensors.pop("rng.cpu"))
-        if learner.critic is not None:
-            _fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
-        averages = _with_prefix(tensors, AVERAGE)
-        if learner.average is not None and averages:  # none: the run kept no average so far, and begins one here
-            _fill(learner.average.weights, averages)
-        _restore_moments(learner, _with_prefix(tensors, "optimizer"))
+        _refuse_other_critic(learner, folder)
+        if is_sharded(folder):
+            _restore_shards(learner, folder)
+        else:
+            _restore_trainer(learner, folder)
         learner.version = counters.pop("version")
         learner.policy_updates = counters.pop("policy_updates")
         learner.kl.coef = counters.pop("kl_coef", learner.kl.coef)
@@ -191,11 +236,42 @@ def restore(learner: Learner, folder: Path) -> TrainerState:
         raise UsageError(_damaged(folder, error)) from error
 
 
+def _restore_trainer(learner: Learner, folder: Path) -> None:
+    tensors = load_file(folder / TENSORS)
+    torch.set_rng_state(tensors.pop(RANDOM))
+    if learner.critic is not None:
+        _fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
+    averages = _with_prefix(tensors, AVERAGE)
+    if learner.average is not None and averages:  # none: the run kept no average so far, and begins one here
+        _fill(learner.average.weights, averages)
+    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
+    for full_name, tensor in _with_prefix(tensors, OPTIMIZER).items():
+        name, _, key = full_name.rpartition(".")
+        parameter, optimizer = trained[name]
+        optimizer.state[parameter][key] = part_like(tensor, parameter)
+
+
+def _restore_shards(learner: Learner, folder: Path) -> None:
+    shapes = stored_shapes(folder)
+    into = {RANDOM: torch.get_rng_state(), **trained_tensors(learner)}
+    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
+    for full_name, shape in _with_prefix(shapes, OPTIMIZER).items():
+        name, _, key = full_name.rpartition(".")
+        parameter, optimizer = trained[name]
+        fresh = torch.zeros_like(parameter.detach()) if shape else torch.zeros((), device=parameter.device)
+        optimizer.state[parameter][key] = into[f"{OPTIMIZER}.{full_name}"] = fresh
+    if learner.average is not None and _with_prefix(shapes, AVERAGE):
+        into |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
+    read_shards(into, folder, learner.ranks)
+    torch.set_rng_state(into[RANDOM])
+    learner.policy.weights_changed()
+
+
 def _refuse_other_critic(learner: Learner, folder: Path) -> None:
-    kinds = (
-        "separate" if there else "head" for there in (learner.critic is not None, (folder / CRITIC_FOLDER).is_dir())
-    )
-    wanted, found = kinds
+    there = (folder / CRITIC_FOLDER).is_dir()
+    if is_sharded(folder):
+        there = any(key.startswith(f"{WEIGHTS}.{CRITIC_FOLDER}.") for key in stored_shapes(folder))
+    wanted, found = ("separate" if separate else "head" for separate in (learner.critic is not None, there))
     if wanted != found:
         raise UsageError(
             f"critic.kind = {wanted!r}: the checkpoint {folder} was written with {found!r}, and a run keeps its "
@@ -203,22 +279,14 @@ def _refuse_other_critic(learner: Learner, folder: Path) -> None:
         )
 
 
-def _restore_moments(learner: Learner, moments: dict[str, torch.Tensor]) -> None:
-    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    for full_name, tensor in moments.items():
-        name, _, key = full_name.rpartition(".")
-        parameter, optimizer = trained[name]
-        optimizer.state[parameter][key] = tensor.to(parameter.device)
-
-
 @torch.no_grad()
 def _fill(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
     for name, tensor in own.items():
-        tensor.copy_(stored[name])
+        tensor.copy_(part_like(stored[name], tensor))
 
 
-def _with_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {n.removeprefix(f"{prefix}."): tensor for n, tensor in tensors.items() if n.startswith(f"{prefix}.")}
+def _with_prefix(entries: dict[str, Entry], prefix: str) -> dict[str, Entry]:
+    return {key.removeprefix(f"{prefix}."): e for key, e in entries.items() if key.startswith(f"{prefix}.")}
 
 
 def _read_counters(folder: Path) -> dict[str, Any]:

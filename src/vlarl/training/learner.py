@@ -4,20 +4,24 @@ for each epoch:          shuffle the rows, deal them out to minibatches
   for each minibatch:    zero the gradients once; fix what each token counts in it
     for each microbatch: score -> loss (its share of the whole minibatch's) -> backward
     clip, refuse a gradient that is not finite, step, take the weights into their average
+
+Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
+and everybody knows all numbers (`ranks.py`); their weights may be spread over them (`fsdp.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from vlarl.algorithms.base import Algorithm
-from vlarl.algorithms.kl import build_kl_controller, k3
-from vlarl.algorithms.losses import high_entropy_tokens, masked_sum
+from vlarl.algorithms.kl import build_kl_controller
+from vlarl.algorithms.losses import high_entropy_tokens
 from vlarl.config.derive import total_updates
 from vlarl.config.schema import Config
 from vlarl.observability.metrics import WeightedMeans
@@ -29,30 +33,60 @@ from vlarl.training.batching import (
     microbatches,
     minibatches,
     observations_with_last,
+    uncounted,
     value_weight,
     weighted,
     whole_minibatches,
 )
 from vlarl.training.critic import build_critic
 from vlarl.training.ema import WeightAverage
+from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
+from vlarl.training.numbers import Numbers, explained_variance, mismatch, note, numbers_of
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
+from vlarl.training.ranks import Alone, Ranks, spread
 from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
-from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+from vlarl.types import (
+    FloatArray,
+    Observation,
+    TrainBatch,
+    Trajectory,
+    TrajectoryGroup,
+    Transition,
+    UpdateResult,
+)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Learner:
     """Owns the policy's trainable weights, the critic, the optimizers and the count of updates."""
 
-    def __init__(self, policy: Policy, algorithm: Algorithm, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        config: Config,
+        device: torch.device,
+        ranks: Ranks = Alone(),  # noqa: B008 - it has no state
+        sharding: Sharding = Sharding(),  # noqa: B008 - frozen
+    ) -> None:
+        """A policy that is to be sharded may wait on the host; its parts go to the device."""
         self.policy = policy
         self.algorithm = algorithm
         self.config = config
         self.device = device
+        self.ranks = ranks
+        self.sharded = sharding.mode != "none"
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
         self.gathered: list[TrajectoryGroup] = []  # of rollouts that wait for the others of their update
         self.critic = build_critic(policy, algorithm, config)  # None: a head of the policy, or not needed
+        if self.sharded:  # from here on: what follows keeps and moves each rank's part
+            mesh = sharding.mesh(ranks, device)
+            for network in self._networks():
+                shard(network, sharding, mesh)
         self.kl = build_kl_controller(config.kl)
         self.reference = reference_here(policy, config) if config.kl.coef > 0 else None
         self.average = None if config.ema.beta is None else WeightAverage(policy, config.ema.beta)
@@ -65,9 +99,15 @@ class Learner:
         policy.eval()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by name, as engines take them."""
+        """Weights by name, as engines take them.
+
+        All ranks must go through them, and only rank 0 is given some: sharded ones are put together on its host, one
+        after the other, so that no more than one is whole at a time.
+        """
         for name, parameter in self.policy.named_parameters():
-            yield name, parameter.detach()
+            weight = whole(parameter.detach())
+            if self.ranks.rank == 0:
+                yield name, weight.cpu() if self.sharded else weight
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.AdamW]]:
         """Everything that an optimizer moves, by name, with its optimizer."""
@@ -86,11 +126,12 @@ class Learner:
             return []
         network = self.critic or self.policy
         observations = [o for t in trajectories for o in observations_with_last(t)]
-        size = self.config.optim.microbatch_size
-        parts = []
-        for start in range(0, len(observations), size):
-            inputs = self.policy.process(observations[start : start + size])
-            parts.append(network.values(inputs.to(self.device)).float().cpu().numpy())
+
+        def values(some: Sequence[Observation]) -> FloatArray:
+            inputs = self.policy.process(some).to(self.device)
+            return network.values(inputs).float().cpu().numpy()
+
+        parts = self._in_pieces(observations, values)
         ends = np.cumsum([len(t.transitions) + 1 for t in trajectories])
         return np.split(np.concatenate(parts), ends[:-1])
 
@@ -100,16 +141,17 @@ class Learner:
         if self.reference is None:
             return list(groups)
         transitions = [t for group in groups for trajectory in group.trajectories for t in trajectory.transitions]
-        size, logprobs = self.config.optim.microbatch_size, []
+
+        def logprobs(some: Sequence[Transition]) -> FloatArray:
+            inputs = self.policy.process([t.observation for t in some]).to(self.device)
+            ids = torch.from_numpy(np.stack([t.token_ids for t in some])).to(self.device)
+            places = ids - self.policy.codec.first_id
+            logits = self.policy.score(inputs, ids).logits
+            return token_logprobs(logits, places, self.algorithm.temperature).cpu().numpy()
+
         with self.reference.in_place():
-            for start in range(0, len(transitions), size):
-                some = transitions[start : start + size]
-                inputs = self.policy.process([t.observation for t in some]).to(self.device)
-                ids = torch.from_numpy(np.stack([t.token_ids for t in some])).to(self.device)
-                scores = self.policy.score(inputs, ids)
-                places = ids - self.policy.codec.first_id
-                logprobs += list(token_logprobs(scores.logits, places, self.algorithm.temperature).cpu().numpy())
-        scored = iter(replace(t, ref_logprobs=row) for t, row in zip(transitions, logprobs, strict=True))
+            rows = [row for part in self._in_pieces(transitions, logprobs) for row in part]
+        scored = iter(replace(t, ref_logprobs=row) for t, row in zip(transitions, rows, strict=True))
         return [
             TrajectoryGroup(
                 tuple(
@@ -120,10 +162,17 @@ class Learner:
             for group in groups
         ]
 
+    def _in_pieces(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
+        """What `work` makes of all items, as many at a time as a pass takes; every rank does its share."""
+        size = self.config.optim.microbatch_size
+        pieces = [items[start : start + size] for start in range(0, len(items), size)]
+        return spread(pieces, items[:1], work, self.ranks)
+
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has learnt since."""
         if self.reference is not None:
-            self.reference = reference_at_start(self.policy, self.config, self.device)
+            place = torch.device("cpu") if self.sharded else self.device  # whole only on the host
+            self.reference = reference_at_start(self.policy, self.config, place)
 
     def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
         """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
@@ -206,17 +255,23 @@ class Learner:
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "engine":
             return batch
+        selects = algorithm.entropy_top_share < 1
+
+        def score(part: TrainBatch) -> tuple[Numbers, torch.Tensor, torch.Tensor | None]:
+            logits = self.policy.score(part.inputs, part.token_ids).logits
+            learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
+            entropy = token_entropy(logits, self.algorithm.temperature).cpu() if selects else None
+            return mismatch(part, learner_logprobs), learner_logprobs.cpu(), entropy
+
         old_logprobs, entropies = torch.empty_like(batch.old_logprobs), torch.empty_like(batch.old_logprobs)
         for rows in first_epoch:
-            for micro, part in self._microbatches(batch, rows):
-                logits = self.policy.score(part.inputs, part.token_ids).logits
-                learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
-                note_mismatch(part, learner_logprobs, metrics)
-                old_logprobs[micro] = learner_logprobs.cpu()
-                if algorithm.entropy_top_share < 1:
-                    entropies[micro] = token_entropy(logits, self.algorithm.temperature).cpu()
+            for micro, (numbers, logprobs, entropy) in self._each_microbatch(batch, rows, score):
+                note(metrics, [numbers])
+                old_logprobs[micro] = logprobs
+                if entropy is not None:
+                    entropies[micro] = entropy
         batch = replace(batch, old_logprobs=old_logprobs)
-        if algorithm.entropy_top_share < 1:
+        if selects:
             learnt = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_share)
             batch = replace(batch, advantages=torch.where(learnt, batch.advantages, 0.0))
         return batch
@@ -227,21 +282,31 @@ class Learner:
         batch = weighted(batch, rows, self.config.algorithm.aggregate)
         if self.config.algorithm.ratio_level != "sequence":
             return batch
+
+        def score(part: TrainBatch) -> torch.Tensor:
+            logits = self.policy.score(part.inputs, part.token_ids).logits
+            learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
+            return (learner_logprobs - part.old_logprobs).cpu()
+
         log_ratio = torch.zeros(batch.mask.shape)
         if moved:  # before that, all ratios are 1
-            for micro, part in self._microbatches(batch, rows):
-                logits = self.policy.score(part.inputs, part.token_ids).logits
-                learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
-                log_ratio[micro] = (learner_logprobs - part.old_logprobs).cpu()
+            for micro, part in self._each_microbatch(batch, rows, score):
+                log_ratio[micro] = part
         return replace(batch, sequence_log_ratio=mean_by_trajectory(log_ratio, batch.mask, batch.trajectory))
 
-    def _microbatches(self, batch: TrainBatch, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, TrainBatch]]:
-        """A minibatch in pieces: their rows, and the decisions on the device."""
+    def _each_microbatch(
+        self, batch: TrainBatch, rows: torch.Tensor, work: Callable[[TrainBatch], Result]
+    ) -> list[tuple[torch.Tensor, Result]]:
+        """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
         optim = self.config.optim
         lengths = batch.inputs.attention_mask.sum(dim=1) if optim.sort_by_length else None
-        for micro in microbatches(rows, optim.microbatch_size, lengths):
-            part = batch.rows(micro)
-            yield micro, (part.pinned() if self.device.type == "cuda" else part).to(self.device)
+        pieces = microbatches(rows, optim.microbatch_size, lengths)
+
+        def fetch_and_work(micro: torch.Tensor) -> Result:
+            part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
+            return work((part.pinned() if self.device.type == "cuda" else part).to(self.device))
+
+        return list(zip(pieces, spread(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
 
     def _accumulate(
         self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, metrics: WeightedMeans, first: bool
@@ -249,24 +314,23 @@ class Learner:
         """Gradients of one minibatch, microbatch by microbatch; returns its approximate KL from the acting policy."""
         for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=True)
-        weight, kl_sum = value_weight(batch, rows), 0.0
-        self._train_mode(True)  # here alone: dropout and recomputed layers belong to passes that a backward follows
-        for _, part in self._microbatches(batch, rows):
+        weight = value_weight(batch, rows)
+
+        def learn(part: TrainBatch) -> Numbers:
             scores = self._score(part, train_policy)
             loss = self.algorithm.loss(
                 scores, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
             )
             torch.autograd.backward(loss.total)
-            num_tokens, num_decisions = int(part.mask.sum()), len(part)
-            for name, total in loss.token_sums.items():
-                metrics.add(name, float(total), num_tokens)
-            for name, total in loss.decision_sums.items():
-                metrics.add(name, float(total), num_decisions)
-            metrics.max("ratio_max", float(loss.maxima["ratio_max"]))
-            if first:  # nothing has moved yet, so the ratio must be 1
-                metrics.max("ratio_first_minibatch_error", float(loss.maxima["ratio_error"]))
-            kl_sum += float(loss.token_sums["approx_kl"])
+            return numbers_of(loss, part, first)
+
+        self._train_mode(True)  # here alone: dropout and recomputed layers belong to passes that a backward follows
+        numbers = [numbers for _, numbers in self._each_microbatch(batch, rows, learn)]
         self._train_mode(False)
+        if not self.sharded:
+            sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
+        note(metrics, numbers)
+        kl_sum = sum(one.sums["approx_kl"][0] for one in numbers)
         return kl_sum / max(int(batch.mask[rows].sum()), 1)
 
     def _score(self, part: TrainBatch, train_policy: bool) -> Scores:
@@ -278,9 +342,12 @@ class Learner:
         return replace(scores, values=self.critic.values(part.inputs))
 
     def _train_mode(self, enabled: bool) -> None:
-        for network in (self.policy, self.critic):
-            if network is not None:
-                network.train(enabled)
+        for network in self._networks():
+            network.train(enabled)
+
+    def _networks(self) -> list[Policy]:
+        """What is trained: the policy, and the critic where it is a network of its own."""
+        return [self.policy] + ([self.critic] if self.critic is not None else [])
 
     def _step(self, train_policy: bool, metrics: WeightedMeans) -> bool:
         """Clip and step; a gradient that is not finite is thrown away, and False says so."""
@@ -289,8 +356,8 @@ class Learner:
         if self.critic is not None:  # networks apart are clipped apart
             together = {self._norm_name(optimizer): _parameters(optimizer) for optimizer in moving}
         limit = self.config.optim.max_grad_norm
-        norms = {name: float(nn.utils.clip_grad_norm_(parts, limit)) for name, parts in together.items()}
-        if not np.isfinite(list(norms.values())).all():
+        norms = {name: clip_gradients(parts, limit) for name, parts in together.items()}
+        if self.ranks.any(not np.isfinite(list(norms.values())).all()):
             return False
         for name, norm in norms.items():
             metrics.add(name, norm, 1)
@@ -310,17 +377,3 @@ class Learner:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def note_mismatch(part: TrainBatch, learner_logprobs: torch.Tensor, metrics: WeightedMeans) -> None:
-    """Note how far the engine's log-probs (the batch's old ones, so far) are from the learner's."""
-    gap = torch.where(part.mask, learner_logprobs - part.old_logprobs, 0.0)
-    kl = masked_sum(k3(part.old_logprobs, learner_logprobs), part.mask)
-    metrics.add("engine_mismatch_kl", float(kl), int(part.mask.sum()))
-    metrics.max("engine_logprob_error", float(gap.abs().max()))
-
-
-def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
-    """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would."""
-    variance = returns.var()
-    return float("nan") if variance == 0 else float(1 - (returns - values).var() / variance)

@@ -16,6 +16,7 @@ from vlarl.config.schema import Config
 from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.policies.base import Policy
 from vlarl.policies.openvla.adapters import is_adapter
+from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights
 from vlarl.types import FloatArray, Trajectory
 
@@ -44,10 +45,10 @@ def reference_at_start(policy: Policy, config: Config, device: torch.device) -> 
     """The same for a run that goes on: what it started from is read again, since the policy has learnt since."""
     if policy.has_adapter and not starts_from_adapter(config):
         return Reference(policy, None)
-    settings = config.policy
+    settings, trained = config.policy, trained_weights(policy)
     start = load_configured(settings, settings.path, device, settings.decoder, settings.actions)
     start.prepare_training(settings, config.lora, config.run.seed)
-    return Reference(policy, {name: p.detach() for name, p in trained_weights(start).items()})
+    return Reference(policy, {name: part_like(p.detach(), trained[name]) for name, p in trained_weights(start).items()})
 
 
 def starts_from_adapter(config: Config) -> bool:

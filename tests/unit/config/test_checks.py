@@ -66,11 +66,11 @@ def test_the_defaults_have_no_problem():
             "dealt out evenly; use 64 or 96 or 192 minibatches",
         ),
         ({"env__task_ids": [3, 1, 3]}, "env.task_ids = [3, 1, 3]: task 3 given more than once; name each task once"),
-        ({"env__task_ids": [10]}, "env.task_ids = [10]: no task 10; a suite has tasks 0 to 9"),
+        ({"env__task_ids": [10]}, "env.task_ids = [10]: no task 10; the suite has tasks 0 to 9"),
         ({"env__task_ids": []}, "env.task_ids = []: names no task; leave it out for all tasks"),
         (
             {"env__suite": "libero"},
-            "env.suite = 'libero': unknown suite; known: tabletop_spatial, tabletop_object, tabletop_goal, tabletop_long",
+            "env.suite = 'libero': unknown suite; did you mean 'libero_90'? Known: " + ", ".join(KNOWN_SUITES),
         ),
         (
             {"env__cameras": ["agent", "wrist"]},
@@ -97,7 +97,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"eval__states_per_task": 21},
-            "eval.states_per_task = 21: a task has 20 evaluation states; use that many or fewer",
+            "eval.states_per_task = 21: a task has 20 evaluation states with env.protocol disjoint; use that many or fewer",
         ),
         ({"run__device": "gpu"}, "run.device = 'gpu': unknown device; use auto, cpu, mps, cuda or cuda:N"),
         (

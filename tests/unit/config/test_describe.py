@@ -22,7 +22,7 @@ def test_every_option_has_a_meaning(schema):
         ("run.num_threads", "an integer > 0 or null"),
         ("run.name", "text or null"),
         ("env.task_ids", "a list of integers >= 0, or null"),
-        ("env.cameras", "a list of agent or wrist"),
+        ("env.cameras", "a list of agent or wrist, or null"),
         ("algorithm.gamma", "a number >= 0 and <= 1"),
         ("algorithm.name", "one of grpo, rloo, group_norm, cpgd, reinforce, reinforce_baseline, reinforce_pp, ppo"),
         ("optim.betas", "a list of 2, each a number >= 0 and < 1"),

@@ -6,6 +6,7 @@ import pytest
 
 from vlarl.config import Config, ConfigError, FinetuneConfig, load_config, to_yaml
 from vlarl.config.flags import ALIASES
+from vlarl.config.known import KNOWN_SUITES
 from vlarl.errors import UsageError
 
 
@@ -102,6 +103,8 @@ def test_every_alias_sets_its_option():
     assert lora.target_modules == ("q_proj", "v_proj") and policy.gradient_checkpointing
     config = load_config(overrides=["--pretrained-checkpoint", "a", "--load-adapter-checkpoint", "b"])
     assert (config.policy.path, config.lora.adapter) == ("a", "b")
+    assert load_config(overrides=["--model", "tiny"]).policy.path == "init:tiny-oft"
+    assert load_config(overrides=["--model", "org/model"]).policy.path == "org/model"
     flags = ["--advantage-estimator", "cpgd", "--max-epochs", "5"]
     flags += ["--clip-ratio-low", "0.1", "--clip-ratio-high", "0.3"]
     flags += ["--entropy-coef", "0.01", "--action-reconstruction-coef", "0.02", "--aux-loss-coef", "0.03"]
@@ -137,6 +140,7 @@ def test_every_alias_sets_its_option():
         assert load_config(overrides=[flag, "4"]).algorithm.epochs == 4
     assert set(ALIASES) == {
         *(
+            "model",
             "task-suite",
             "task-id",
             "task-ids",
@@ -244,8 +248,8 @@ def test_all_errors_come_at_once_schema_and_cross_section(tmp_path):
         "  - --lr: unknown option; did you mean --optim.lr or --critic.lr?\n"
         f"  - optim.lr = 'x' ({path}, line 4): must be a number >= 0\n"
         "  - eval.interval = 'often' (--eval.interval): must be an integer >= 0\n"
-        "  - env.suite = 'tabletop_gaol': unknown suite; did you mean 'tabletop_goal'? Known: tabletop_spatial, "
-        "tabletop_object, tabletop_goal, tabletop_long\n"
+        "  - env.suite = 'tabletop_gaol': unknown suite; did you mean 'tabletop_goal'? Known: "
+        f"{', '.join(KNOWN_SUITES)}\n"
         "  - rollout.group_size = 1 with algorithm.name = 'grpo': GRPO compares the episodes of a group with each other; "
         "set rollout.group_size to 2 or more, or algorithm.name to ppo"
     )
@@ -286,8 +290,11 @@ def test_an_empty_file_is_all_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("tabletop_gpro", "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: lightrft, "),
-        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: lightrft, "),
+        (
+            "tabletop_gpro",
+            "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: libero_spatial_grpo_oft, ",
+        ),
+        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: libero_spatial_grpo_oft, "),
     ],
 )
 def test_sources_that_do_not_exist(source, message):

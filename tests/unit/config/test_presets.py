@@ -16,7 +16,7 @@ SHIPPED = [(command, name) for command, schema in COMMANDS.items() for name in p
 def test_every_file_belongs_to_one_command():
     assert sorted(name for _, name in SHIPPED) == sorted(presets())
     assert {"tabletop_grpo", "tabletop_ppo", "tabletop_ppo_openvla"} <= set(presets_of(Config))
-    assert set(presets_of(FinetuneConfig)) == {"tabletop_base", "tabletop_base_openvla"}
+    assert set(presets_of(FinetuneConfig)) == {"tabletop_base", "tabletop_base_openvla", "metaworld_base"}
 
 
 @pytest.mark.parametrize(("command", "name"), SHIPPED)

@@ -16,6 +16,7 @@ from vlarl.errors import UsageError
 from vlarl.types import FloatArray, Task
 
 ABOVE = np.array([0.0, 0.0, 0.5])
+STAY = np.zeros(2)
 
 
 def boxes(*parts: tuple[tuple[float, float, float], tuple[float, float, float], float]) -> Boxes:
@@ -57,7 +58,7 @@ def test_tops_of_a_slanted_box():
 def test_a_box_is_taken_across_its_narrow_side(degrees):
     # At rest the fingers move along y; this box is long in x, so it wants the wrist turned as it is turned itself.
     thing = boxes(((0.1, 0.2, 0.03), (0.07, 0.02, 0.03), np.radians(degrees)))
-    grasp = plan_grasp(FakeScene(thing, boxes(TABLE)), "box", ABOVE)
+    grasp = plan_grasp(FakeScene(thing, boxes(TABLE)), "box", ABOVE, STAY)
     assert np.degrees(grasp.turn) == pytest.approx(degrees)
     assert grasp.position[:2] == pytest.approx([0.1, 0.2], abs=0.008)
     assert 0.06 - 0.026 < grasp.position[2] < 0.06  # the pads are beside it, the palm is above it
@@ -72,22 +73,29 @@ def bowl(radius: float = 0.055) -> Boxes:
 
 
 def test_a_bowl_too_wide_for_the_hand_is_taken_by_its_near_rim():
-    grasp = plan_grasp(FakeScene(bowl(), boxes(TABLE)), "bowl", np.array([0.0, -0.3, 0.4]))
+    grasp = plan_grasp(FakeScene(bowl(), boxes(TABLE)), "bowl", np.array([0.0, -0.3, 0.4]), STAY)
     assert grasp.position[:2] == pytest.approx([0.0, -0.055], abs=0.008)
     assert grasp.turn == 0
 
 
 def test_a_wall_at_the_near_rim_makes_it_choose_another_place():
     wall = ((0.0, -0.1, 0.1), (0.3, 0.02, 0.1), 0.0)
-    grasp = plan_grasp(FakeScene(bowl(), boxes(TABLE, wall)), "bowl", np.array([0.0, -0.3, 0.4]))
+    grasp = plan_grasp(FakeScene(bowl(), boxes(TABLE, wall)), "bowl", np.array([0.0, -0.3, 0.4]), STAY)
     assert np.linalg.norm(grasp.position[:2]) == pytest.approx(0.055, abs=0.008)
     assert grasp.position[1] > 0
+
+
+def test_a_wall_at_the_place_makes_it_take_the_bowl_by_the_far_rim():
+    wall = ((0.0, 0.3, 0.1), (0.3, 0.02, 0.1), 0.0)
+    scene, gripper = FakeScene(bowl(), boxes(TABLE, wall)), np.array([0.0, 0.2, 0.4])
+    assert plan_grasp(scene, "bowl", gripper, STAY).position[1] > 0.04
+    assert plan_grasp(scene, "bowl", gripper, np.array([0.0, 0.2])).position[1] < 0.02
 
 
 def test_nothing_is_taken_where_the_hand_does_not_fit():
     thing = boxes(((0.0, 0.0, 0.03), (0.02, 0.02, 0.03), 0.0))
     shaft = [((x, y, 0.2), (0.03, 0.03, 0.2), 0.0) for x in (-0.06, 0, 0.06) for y in (-0.06, 0, 0.06) if x or y]
-    assert plan_grasp(FakeScene(thing, boxes(TABLE, *shaft)), "box", ABOVE) is None
+    assert plan_grasp(FakeScene(thing, boxes(TABLE, *shaft)), "box", ABOVE, STAY) is None
 
 
 def test_supports_names_what_only_needs_picking_and_placing():

@@ -136,7 +136,9 @@ def test_what_a_user_must_mend_ends_the_run_at_once(pools):
 
 
 def test_a_reset_that_fails_is_an_error_with_its_reason(pools, tmp_path):
-    with pytest.raises(VlarlError, match=r"in slot 0: the environment raised ValueError: .* promised uint8\[1, 4, 6, 3\]"):
+    with pytest.raises(
+        VlarlError, match=r"in slot 0: the environment raised ValueError: .* promised uint8\[1, 4, 6, 3\]"
+    ):
         pools(1, {"shape": 1}).reset([0], [task()])
 
 
@@ -157,7 +159,9 @@ def test_the_experts_play_in_the_order_of_the_tasks(pools, tmp_path):
 
 def test_an_expert_that_always_fails_is_an_error(pools, tmp_path):
     pool = pools(1, {"raise": 2, "always": 1}, tmp_path / "diary")
-    with pytest.raises(VlarlError, match="can't be played: the environment raised ArithmeticError: the joints exploded"):
+    with pytest.raises(
+        VlarlError, match="can't be played: the environment raised ArithmeticError: the joints exploded"
+    ):
         list(pool.demonstrate([task()], 0.0, retries=1))
 
 

@@ -16,10 +16,11 @@ from vlarl.training.learner import Learner
 from vlarl.types import TrajectoryGroup
 
 
-class NotePolicy:
+class NotePolicy(torch.nn.Module):
     """Stands in for a policy: writes one line, or fails half-way."""
 
     def __init__(self, text: str, error: Exception | None = None) -> None:
+        super().__init__()
         self.text = text
         self.error = error
 

@@ -136,4 +136,5 @@ def proprio(position: Float64Array, quaternion: Float64Array, fingers: Float64Ar
     w = float(np.clip(quaternion[0], -1.0, 1.0))
     sine = np.sqrt(1.0 - w * w)
     rotation = np.zeros(3) if np.isclose(sine, 0.0) else quaternion[1:] * (2.0 * np.arccos(w) / sine)
-    return np.concatenate([position, rotation, fingers]).astype(np.float32)
+    state: FloatArray = np.concatenate([position, rotation, fingers]).astype(np.float32)
+    return state

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 
 from vlarl.envs.libero.env import LiberoEnv
-from vlarl.envs.libero.grasping import FINGER_TIP, Grasp, Map, Scene, lowest_grip, plan_grasp
+from vlarl.envs.libero.grasping import (
+    FINGER_TIP,
+    PALM_ALONG,
+    PALM_BOTTOM,
+    Boxes,
+    Grasp,
+    Map,
+    Scene,
+    lowest_grip,
+    plan_grasp,
+    resting_surface,
+)
 from vlarl.envs.libero.physics import Float64Array
 from vlarl.errors import UsageError
 from vlarl.types import FloatArray
@@ -24,7 +35,7 @@ SUPPORTED = {
     "libero_spatial": frozenset(range(10)),
     "libero_object": frozenset(range(10)),
     "libero_goal": frozenset({1, 2, 4, 6, 8, 9}),
-    "libero_10": frozenset({0, 4, 5, 6, 7}),
+    "libero_10": frozenset({0, 1, 4, 5, 6, 7}),
 }
 """Tasks that it has been seen to solve from at least nine initial states of ten. The others have drawers and knobs."""
 
@@ -101,7 +112,8 @@ class LiberoExpert:
         while True:
             unmet = [goal for goal in self._goals if not self._simulator._eval_predicate(goal)]
             _, thing, target = unmet[0] if unmet else self._goals[0]
-            grasp = plan_grasp(self._scene, thing, self._gripper()) if unmet else None
+            shift = (self._place(target) - self._position(thing))[:2]
+            grasp = plan_grasp(self._scene, thing, self._gripper(), shift) if unmet else None
             if grasp is None:  # nothing is left to do, or the thing lies where no hand fits
                 yield self._towards(self._gripper(), OPEN, near=0.0, patience=20)
             else:
@@ -110,7 +122,7 @@ class LiberoExpert:
 
     def _fetch(self, thing: str, grasp: Grasp) -> Iterator[Waypoint]:
         """Rise, go over the thing, down around it, close."""
-        rise, hover = self._heights(thing, self._gripper()[:2], grasp.position[:2], FINGER_TIP)
+        rise, hover = self._heights(thing, grasp.position[:2], np.zeros(2), FINGER_TIP)
         if self._gripper()[2] < rise:
             yield self._towards(_at(self._gripper(), rise), OPEN, near=0.05)
         self._turn = grasp.turn
@@ -121,7 +133,7 @@ class LiberoExpert:
     def _bring(self, thing: str, target: str) -> Iterator[Waypoint]:
         """Lift, carry over the target, lower, open; given up when the thing slips."""
         held = self._held(thing)
-        rise, hover = self._heights(thing, self._position(thing)[:2], self._place(target)[:2], self._overhang(thing))
+        rise, hover = self._heights(thing, (self._place(target) - held)[:2], held[:2], self._overhang(thing))
         yield self._towards(_at(self._gripper(), rise), CLOSED, near=0.05, level=0.015)
         if np.linalg.norm(self._held(thing) - held) > SLIPPED:
             return
@@ -165,15 +177,19 @@ class LiberoExpert:
         rotation: Float64Array = np.cross(now.T, wanted.T).sum(axis=0) / 2
         return rotation
 
-    def _heights(self, thing: str, start: Float64Array, end: Float64Array, overhang: float) -> tuple[float, float]:
-        """Heights of the grip site at both ends of a straight way [2], so that what it carries clears everything."""
+    def _heights(self, thing: str, end: Float64Array, held: Float64Array, overhang: float) -> tuple[float, float]:
+        """Heights at both ends of the gripper's straight way to `end` [2], where it clears everything.
+
+        What it carries is `held` [2] beside it and reaches down by `overhang`.
+        """
+        start = self._gripper()[:2]
         length = float(np.linalg.norm(end - start))
         share = np.linspace(0, 1, int(length / 0.02) + 2)
-        sides = np.linspace(-ROOM, ROOM, 9)
-        room = np.stack(np.meshgrid(sides, sides, indexing="ij"), axis=-1).reshape(-1, 2)
-        points = start + share[:, None, None] * (end - start) + room
+        way = start + share[:, None] * (end - start)
         others = self._scene.others(thing, (start + end) / 2, length / 2 + 2 * ROOM)
-        needed = others.tops(points.reshape(-1, 2)).reshape(len(share), -1).max(axis=1) + overhang + CLEARANCE
+        needed = CLEARANCE + np.maximum(
+            _highest_along(others, way + held, ROOM) + overhang, _highest_along(others, way, PALM_ALONG) - PALM_BOTTOM
+        )
         first, second = share <= 0.5, share > 0.5
         rise = max(float(self._gripper()[2]), float(needed[first].max()))
         return rise, float((rise + (needed[second] - rise) / share[second]).max())
@@ -181,10 +197,16 @@ class LiberoExpert:
     def _release_height(self, thing: str, goal: Float64Array) -> float:
         """Height of the grip site with the thing just on what is below, or the hand just over what is in its way."""
         chart = Map(self._scene, thing, goal[:2])
-        base = 0.02 * np.array([[0, 0], [0, 1], [0, -1], [1, 0], [-1, 0]])
-        surface = float(chart.others[chart.cells(goal[:2] + self._held(thing)[:2] + base)].max())
-        free = float(lowest_grip(chart, chart.others, goal[:2], self._turn))
-        return max(surface + self._overhang(thing) - 0.003, free)
+        resting = resting_surface(chart, (goal + self._held(thing))[:2]) + self._overhang(thing)
+        return max(resting - 0.003, float(lowest_grip(chart, chart.others, goal[:2], self._turn)))
+
+
+def _highest_along(shapes: Boxes, way: Float64Array, room: float) -> Float64Array:
+    """[N] the highest top in a square around each point of a way [N, 2]."""
+    sides = np.linspace(-room, room, 9)
+    square = np.stack(np.meshgrid(sides, sides, indexing="ij"), axis=-1).reshape(-1, 2)
+    heights: Float64Array = shapes.tops((way[:, None] + square).reshape(-1, 2)).reshape(len(way), -1).max(axis=1)
+    return heights
 
 
 def _placements(simulator: Any) -> list[list[str]]:

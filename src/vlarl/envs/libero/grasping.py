@@ -135,44 +135,69 @@ def lowest_grip(chart: Map, surface: Float64Array, at: Float64Array, turn: float
     return heights
 
 
-def plan_grasp(scene: Scene, name: str, gripper: Float64Array) -> Grasp | None:
-    """The cheapest grasp of a thing for a gripper that is here [3]; None where the hand fits nowhere."""
+def resting_surface(chart: Map, at: Float64Array) -> float:
+    """Height of what a thing comes to stand on when it is put down at a point [2]."""
+    base = 0.02 * np.array([[0, 0], [0, 1], [0, -1], [1, 0], [-1, 0]])
+    return float(chart.others[chart.cells(at + base)].max())
+
+
+def plan_grasp(scene: Scene, name: str, gripper: Float64Array, shift: Float64Array) -> Grasp | None:
+    """The cheapest grasp of a thing that is to be moved by `shift` [2], for a gripper that is here [3].
+
+    None where the hand fits nowhere.
+    """
     corners = scene.thing(name).corners()
-    chart = Map(scene, name, _middle(corners))
-    choices = [_best_at_turn(chart, corners, turn, gripper) for turn in np.radians(TURNS)]
-    cost, grasp = min(choices, key=lambda choice: choice[0])
+    middle = (corners.min(axis=0) + corners.max(axis=0))[:2] / 2
+    errand = _Errand(
+        corners, middle, shift, gripper, here=Map(scene, name, middle), there=Map(scene, name, middle + shift)
+    )
+    cost, grasp = min((errand.best_at_turn(turn) for turn in np.radians(TURNS)), key=lambda choice: choice[0])
     return grasp if np.isfinite(cost) else None
 
 
-def _best_at_turn(chart: Map, corners: Float64Array, turn: float, gripper: Float64Array) -> tuple[float, Grasp]:
-    """The cheapest grasp with the wrist turned so, and its cost."""
-    middle = _middle(corners)
-    at = hand_points(middle, turn, SHIFT_ALONG, SHIFT_ACROSS)  # [S, 2]
-    direction, normal = _axes(turn)
-    heights = lowest_grip(chart, np.maximum(chart.thing, chart.others), at, turn)  # [S]
-    pads = hand_points(at, turn, (-FINGER_ALONG[0], FINGER_ALONG[0]), PAD_ACROSS)  # [S, N, 2]
-    between = chart.thing[chart.cells(pads)]
-    depth = between.max(axis=1) - heights
-    blocked = (chart.others[chart.cells(pads)] > heights[:, None] - FINGER_TIP).any(axis=1)
-    held = between > heights[:, None]
-    along = (pads - at[:, None]) @ direction
-    first, last = np.where(held, along, 1.0).min(axis=1), np.where(held, along, -1.0).max(axis=1)
-    cost = (
-        np.abs(first + last) / 2 / 0.01
-        + np.abs((at - middle) @ normal) / 0.005
-        + np.maximum(GOOD_DEPTH - depth, 0) / 0.003
-        + np.linalg.norm(at - gripper[:2], axis=1) / 0.1
-        + np.ptp(corners[:, :2] @ direction) / 0.02  # the width of the thing: a box is not to be taken askew
-        + abs(turn)
-    )
-    cost = np.where((depth > 0) & ~blocked, cost, np.inf)
-    choice = int(cost.argmin())
-    return float(cost[choice]), Grasp(np.append(at[choice], heights[choice]), turn)
+@dataclass(frozen=True)
+class _Errand:
+    """A thing, where it is and where it has to go."""
 
+    corners: Float64Array  # [C, 3] of the thing
+    middle: Float64Array  # [2] of the thing
+    shift: Float64Array  # [2]
+    gripper: Float64Array  # [3]
+    here: Map
+    there: Map
 
-def _middle(corners: Float64Array) -> Float64Array:
-    middle: Float64Array = (corners.min(axis=0) + corners.max(axis=0))[:2] / 2
-    return middle
+    def best_at_turn(self, turn: float) -> tuple[float, Grasp]:
+        """The cheapest grasp with the wrist turned so, and its cost."""
+        here = self.here
+        direction, normal = _axes(turn)
+        at = hand_points(self.middle, turn, SHIFT_ALONG, SHIFT_ACROSS)  # [S, 2]
+        heights = lowest_grip(here, np.maximum(here.thing, here.others), at, turn)  # [S]
+        pads = hand_points(at, turn, (-FINGER_ALONG[0], FINGER_ALONG[0]), PAD_ACROSS)  # [S, N, 2]
+        between = here.thing[here.cells(pads)]
+        depth = between.max(axis=1) - heights
+        blocked = (here.others[here.cells(pads)] > heights[:, None] - FINGER_TIP).any(axis=1)
+        held = between > heights[:, None]
+        along = (pads - at[:, None]) @ direction
+        first, last = np.where(held, along, 1.0).min(axis=1), np.where(held, along, -1.0).max(axis=1)
+        cost = (
+            np.abs(first + last) / 2 / 0.01
+            + np.abs((at - self.middle) @ normal) / 0.005
+            + np.maximum(GOOD_DEPTH - depth, 0) / 0.003
+            + self._drop(at, heights, turn) / 0.01
+            + np.linalg.norm(at - self.gripper[:2], axis=1) / 0.1
+            + np.ptp(self.corners[:, :2] @ direction) / 0.02  # the width of the thing: a box is not to be taken askew
+            + abs(turn)
+        )
+        cost = np.where((depth > 0) & ~blocked, cost, np.inf)
+        choice = int(cost.argmin())
+        return float(cost[choice]), Grasp(np.append(at[choice], heights[choice]), turn)
+
+    def _drop(self, at: Float64Array, heights: Float64Array, turn: float) -> Float64Array:
+        """[S] how far the thing would fall when it is let go at its place, because the hand fits no lower there."""
+        below = heights - self.corners[:, 2].min()
+        resting = resting_surface(self.there, self.middle + self.shift) + below
+        drop: Float64Array = lowest_grip(self.there, self.there.others, at + self.shift, turn) - resting
+        return drop.clip(min=0)
 
 
 def _axes(turn: float) -> tuple[Float64Array, Float64Array]:

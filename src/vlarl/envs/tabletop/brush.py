@@ -54,7 +54,8 @@ class Brush:
         pu, pv = self.u - cu, self.v - cv
         k1 = np.hypot(pu / ru, pv / rv)
         k2 = np.hypot(pu / ru**2, pv / rv**2)
-        return k1 * (k1 - 1.0) / np.maximum(k2, 1e-9)
+        distance: Float64Array = k1 * (k1 - 1.0) / np.maximum(k2, 1e-9)
+        return distance
 
     def disc(self, height: float, radius: float, y: float = 0.0) -> Float64Array:
         """Distance to a horizontal disc at a height above the base."""
@@ -67,7 +68,8 @@ class Brush:
         qu = np.abs(self.u - (u0 + u1) / 2) - hu
         qv = np.abs(self.v - (v0 + v1) / 2) - hv
         outside = np.hypot(np.maximum(qu, 0), np.maximum(qv, 0))
-        return outside + np.minimum(np.maximum(qu, qv), 0) - rounding
+        distance: Float64Array = outside + np.minimum(np.maximum(qu, qv), 0) - rounding
+        return distance
 
     def tapered(self, low: float, high: float, r_low: float, r_high: float) -> Float64Array:
         """Distance to the outline of an upright cone between two heights."""

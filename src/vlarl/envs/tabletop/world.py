@@ -141,13 +141,15 @@ class TabletopWorld:
         """[n, 8] gripper position, axis-angle and the two finger positions."""
         fingers = geo.FINGER_TRAVEL * self.finger_opening(rows)
         values = np.concatenate([self.eef[rows], self.rotation[rows], fingers[:, None], -fingers[:, None]], axis=1)
-        return values.astype(np.float32)
+        proprio: FloatArray = values.astype(np.float32)
+        return proprio
 
     def finger_opening(self, rows: IndexArray) -> Float64Array:
         """[n] the opening one sees: fingers stop at the thing between them."""
         held = self.held[rows]
         width = np.where(held == NOTHING, 0.0, GRIP_WIDTH[self.kind[rows, held]])
-        return np.maximum(self.opening[rows], width)
+        wanted: Float64Array = np.maximum(self.opening[rows], width)
+        return wanted
 
     def _goal_progress(self, rows: IndexArray, g: int) -> Float64Array:
         goal, thing = self.goal_type[rows, g], self.goal_thing[rows, g]

@@ -59,8 +59,8 @@ class OpenVLAModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
-        return self.projector.fc1.weight.device
+        """Where it computes; sharded weights may wait elsewhere."""
+        return self.vision_backbone.featurizer.pixel_mean.device
 
     def checkpoint_layers(self, enabled: bool) -> None:
         """Compute every layer and vision block again in the backward pass of training, instead of remembering it."""

@@ -1,0 +1,188 @@
+"""What a weight sync sends to an engine in another process: names and shapes beforehand, tensors one at a time.
+
+    policy ─► named_for_engine: adapters folded in, heads left out ─► WeightStream ─► buckets of bytes ─► engine
+
+Names are those of the checkpoint. An engine takes whole layers (vLLM keeps q, k, v as one matrix, and fills a layer
+only when all of it has come), so tensors travel in groups: whoever sends one of a group sends all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save
+from torch import nn
+
+from vlarl.errors import UsageError
+
+HEADS = ("value_head.", "l1_head.")  # the learner's own: engines neither value nor regress
+_PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_LANGUAGE_LINEAR = re.compile(rf"(language_model\..*)\.({'|'.join(_PACKED)})\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """Weights by the checkpoint's names; every iteration makes the tensors anew, one after the other."""
+
+    shapes: Mapping[str, tuple[int, ...]]  # in the order of the iteration
+    make: Callable[[str], torch.Tensor]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, self.make(name)) for name in self.shapes)
+
+    def only(self, names: Collection[str]) -> WeightStream:
+        """The part of it with these names."""
+        return WeightStream({name: shape for name, shape in self.shapes.items() if name in names}, self.make)
+
+
+def group_of(name: str) -> str:
+    """The layer of the engine that a tensor belongs to: its module, with the parts of packed matrices together."""
+    packed = _LANGUAGE_LINEAR.fullmatch(name)
+    return f"{packed[1]}.{_PACKED[packed[2]]}" if packed else name.rpartition(".")[0]
+
+
+def checkpoint_name(name: str) -> str | None:
+    """A policy's parameter by the checkpoint's name; None for what engines don't have."""
+    return None if name.startswith(HEADS) else name.removeprefix("model.")
+
+
+def policy_weights(policy: nn.Module) -> WeightStream:
+    """All weights of a policy that an engine has, adapters folded in on the way; the policy itself is not changed.
+
+    Shards (FSDP's DTensors) are gathered when their turn comes, so every rank has to iterate.
+    """
+    sources = dict(_sources(policy))
+    return WeightStream(
+        {name: tuple(tensor.shape) for name, (tensor, _) in sources.items()},
+        lambda name: _materialize(*sources[name]),
+    )
+
+
+def trained_names(policy: nn.Module) -> set[str]:
+    """Names of the weights that training moves, and of those that have to travel with them."""
+    moved = {group_of(name) for name, (tensor, layer) in _sources(policy) if layer is not None or tensor.requires_grad}
+    return {name for name, _ in _sources(policy) if group_of(name) in moved}
+
+
+class ChangedWeights:
+    """Remembers what an engine has: everything is sent once, afterwards only what training moves."""
+
+    def __init__(self, policy: nn.Module, *, engine_has_base: bool) -> None:
+        """`engine_has_base`: the engine was started from the very weights that are frozen here."""
+        self.policy = policy
+        self._complete = engine_has_base
+
+    def next(self) -> WeightStream:
+        """What the next sync has to send."""
+        everything = policy_weights(self.policy)
+        return everything.only(trained_names(self.policy)) if self._complete else everything
+
+    def sent(self) -> None:
+        """The engine has taken it."""
+        self._complete = True
+
+    def forget(self) -> None:
+        """The engine was replaced, or refused: the next sync sends everything."""
+        self._complete = False
+
+
+def buckets(weights: WeightStream, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[bytes]:
+    """The stream as safetensors of at most `bucket_bytes` each (a larger tensor has one for itself)."""
+    if bucket_bytes < 1:
+        raise UsageError(f"bucket_bytes = {bucket_bytes}: give a positive number of bytes, such as {256 << 20}.")
+    bucket: dict[str, torch.Tensor] = {}
+    filled = 0
+    for name, tensor in weights:
+        host = _on_host(tensor, dtype)
+        if bucket and filled + host.nbytes > bucket_bytes:
+            yield save(bucket)
+            bucket, filled = {}, 0
+        bucket[name] = host
+        filled += host.nbytes
+    if bucket:
+        yield save(bucket)
+
+
+def check_shapes(
+    sent: Mapping[str, tuple[int, ...]], known: Mapping[str, tuple[int, ...]], *, whole: bool = False
+) -> None:
+    """Refuse tensors that the engine doesn't have, that have another shape there, or that come without their group;
+    `whole`: or without any other one that the engine has."""
+    groups: dict[str, list[str]] = {}
+    for name in known:
+        groups.setdefault(group_of(name), []).append(name)
+    touched = dict.fromkeys(groups) if whole else dict.fromkeys(group_of(name) for name in sent)
+    problems = [
+        *(f"{name} is no weight of the engine's model" for name in sent if name not in known),
+        *(
+            f"{name} has shape {sent[name]}, the engine's {known[name]}"
+            for name in sent
+            if name in known and tuple(sent[name]) != tuple(known[name])
+        ),
+        *(
+            f"{name} is missing, and its layer can only be taken whole"
+            for group in touched
+            for name in groups.get(group, ())
+            if name not in sent
+        ),
+    ]
+    if problems:
+        raise UsageError(
+            f"the weight sync is refused and nothing was changed: {_first(problems)}. Engine and learner must be of "
+            "the same checkpoint."
+        )
+
+
+def _first(problems: Sequence[str], count: int = 5) -> str:
+    more = f", and {len(problems) - count} more" if len(problems) > count else ""
+    return "; ".join(problems[:count]) + more
+
+
+def _sources(policy: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, LoraLayer | None]]]:
+    """Each weight of the base model by its name, with the adapter that changes it."""
+    layers = {name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)}
+    for full, parameter in policy.named_parameters():
+        if ".lora_" in full:
+            continue
+        path = full.replace(".base_layer.", ".")
+        name = checkpoint_name(path)
+        if name is not None:
+            adapted = path.endswith(".weight") and full != path
+            yield name, (parameter, layers[path.removesuffix(".weight")] if adapted else None)
+
+
+@torch.no_grad()
+def _materialize(tensor: torch.Tensor, layer: LoraLayer | None) -> torch.Tensor:
+    """The whole tensor, an adapter added in float32."""
+    whole = _gathered(tensor.detach())
+    if layer is None:
+        return whole
+    if whole.dtype in (torch.int8, torch.uint8):
+        raise UsageError(
+            "policy.quantize: a quantised base can't be sent to a vLLM engine; leave it out, or use the torch engine "
+            "(vllm_num_engines 0)."
+        )
+    adapter: Any = layer
+    (active,) = adapter.active_adapters
+    into, out = (_gathered(cast(nn.Linear, part[active]).weight.detach()) for part in (adapter.lora_A, adapter.lora_B))
+    delta = (out.float() @ into.float()).mul_(adapter.scaling[active])
+    return delta.add_(whole.float()).to(whole.dtype)
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A shard's whole tensor, by a collective of all ranks."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else cast(torch.Tensor, full())
+
+
+def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    host = tensor.detach().to("cpu", kept).contiguous()
+    whole = host.untyped_storage().nbytes() == host.nbytes
+    return host if whole else host.clone()  # safetensors refuses views of one storage

@@ -1,0 +1,144 @@
+"""The processes that train one policy together, and how they share work.
+
+Every rank runs the same program on the same batch. Work comes in pieces, microbatches mostly, which are dealt out in
+turn; whoever has none left works on an idle piece, since a sharded model needs all ranks in every pass. Then everybody
+gets all results, in the order that one process would have made them in:
+
+    pieces   0  1  2  3  4         rank 0:  0  2  4
+                                   rank 1:  1  3  idle      gather ─► 0 1 2 3 4 on both
+
+Whatever is decided (an early stop, a step that is refused) is decided from such results, hence alike everywhere. A rank
+waits for the others in every call below, and for no longer than the deadline that it joined with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from vlarl.errors import VlarlError
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+
+class Ranks(Protocol):
+    """What one of the processes knows of all of them. Every call must be made by all ranks, in the same order."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, own: Result) -> list[Result]:
+        """What each rank gave, in the order of ranks, for everybody; it is pickled."""
+        ...
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Make the tensor the sum of all ranks' tensors, in place."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on some rank."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
+
+
+class Alone:
+    """The only process."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, own: Result) -> list[Result]:
+        """Its own."""
+        return [own]
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """The tensor is the sum."""
+
+    def any(self, flag: bool) -> bool:
+        """Its own flag."""
+        return flag
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+
+class ProcessGroup:
+    """One of several processes, over torch.distributed: gloo between hosts' memories, nccl between GPUs."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    @classmethod
+    def join(
+        cls, rank: int, world_size: int, address: str, port: int, device: torch.device, deadline: timedelta
+    ) -> ProcessGroup:
+        """Meet the other ranks at rank 0's address; no later call waits for them longer than `deadline`."""
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"  # objects, counters and offloaded shards travel between hosts' memories
+        dist.init_process_group(
+            backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size, timeout=deadline
+        )
+        return cls()
+
+    def leave(self) -> None:
+        """Part from the others; nothing can be asked of them afterwards."""
+        dist.destroy_process_group()
+
+    def gather(self, own: Result) -> list[Result]:
+        """What each rank gave, in the order of ranks, for everybody; it is pickled."""
+        everything: list[Result | None] = [None] * self.world_size
+        dist.all_gather_object(everything, own)
+        return cast(list[Result], everything)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Make the tensor the sum of all ranks' tensors, in place."""
+        dist.all_reduce(tensor)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on some rank."""
+        raised = torch.tensor(int(flag))
+        dist.all_reduce(raised)
+        return bool(raised)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.any(False)
+
+
+def spread(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result], ranks: Ranks) -> list[Result]:
+    """What `work` makes of each piece, in order, on every rank; each piece is worked on by one of them.
+
+    All ranks call `work` equally often: those that have no piece left do so on `idle`, whose result is dropped.
+    """
+    own = []
+    for first in range(0, len(pieces), ranks.world_size):
+        index = first + ranks.rank
+        own.append(work(pieces[index] if index < len(pieces) else idle))
+    turns = zip(*ranks.gather(own), strict=True)
+    return [result for turn in turns for result in turn][: len(pieces)]
+
+
+def on_first(ranks: Ranks, work: Callable[[], None]) -> None:
+    """Let rank 0 do something while the others wait; where it fails, it fails on all of them."""
+    problem: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            work()
+        except Exception as error:  # a process border: the others must not wait for what will never come
+            problem = error
+    reason = ranks.gather(None if problem is None else f"{problem or type(problem).__name__}")[0]
+    if problem is not None:
+        raise problem
+    if reason is not None:
+        raise VlarlError(f"rank 0 failed: {reason}")

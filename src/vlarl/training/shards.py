@@ -1,0 +1,66 @@
+"""What a sharded learner's checkpoint holds: each rank writes its parts with torch.distributed.checkpoint, and any
+number of ranks, or one process, reads them back.
+
+Only what is trained is in it (weights, moments, averages, a separate critic); the rest is what the run began with. The
+library's index of the parts is a pickle: go on from checkpoints of your own, and give others the exported policy.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from vlarl.errors import VlarlError
+from vlarl.training.ranks import Ranks
+
+FOLDER = "sharded"
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # prefixes of keys, before the parameter's name
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether the trainer's state is there in parts."""
+    return (checkpoint / FOLDER).is_dir()
+
+
+def write_shards(tensors: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Write the parts that this rank has of these tensors; all ranks must, and all fail if one does."""
+    try:
+        save(tensors, storage_writer=FileSystemWriter(checkpoint / FOLDER))
+    except CheckpointException as error:  # no Exception in the library's eyes
+        message = f"cannot write {checkpoint}: {_reason(error)}: free some space, then go on with --resume"
+        raise VlarlError(message) from None
+
+
+def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """What the parts add up to: keys and shapes. OSError where the index can't be read."""
+    try:
+        index = FileSystemReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+        return {key: tuple(entry.size) for key, entry in index.items() if hasattr(entry, "size")}
+    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise OSError(f"the index of {checkpoint / FOLDER} can't be read ({error})") from error
+
+
+def read_shards(into: dict[str, torch.Tensor], checkpoint: Path, ranks: Ranks) -> None:
+    """Fill these tensors, or this rank's parts of them, with what is stored under their keys."""
+    filled: dict[str, Any] = dict(into)
+    reader = FileSystemReader(checkpoint / FOLDER)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as one process means it
+            load(filled, storage_reader=reader, no_dist=ranks.world_size == 1)
+    except CheckpointException as error:
+        raise OSError(_reason(error)) from None
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first rank's failure in one line; the library's own text is a traceback of each."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"rank {rank}: {cause or type(cause).__name__}"

@@ -1,0 +1,254 @@
+"""Two ranks learn what one process learns: over three updates, whatever is trained and however it is spread."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import Case, Outcome, build, in_ranks, run, small_policy
+
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import load_policy
+from vlarl.training.checkpoint import COUNTERS, TENSORS, restore
+from vlarl.training.fsdp import Sharding
+from vlarl.training.ranks import Alone, Ranks, on_first, spread
+
+LORA = {"enabled": True, "rank": 4}
+ONCE = {"epochs": 1}  # where more would show nothing else, to save time
+PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
+REFERENCE = {"coef": 0.1}
+FULL, NONE = Sharding("full"), Sharding("none")
+
+CASES = {
+    "grpo": Case("parallel", {"kl": REFERENCE, "ema": {"beta": 0.9}}, FULL),
+    "grpo, offloaded": Case("autoregressive", {"algorithm": ONCE}, Sharding("full", cpu_offload=True)),
+    "grpo, none": Case("autoregressive", {"kl": REFERENCE, "algorithm": {"ratio_level": "sequence"}}, NONE),
+    "grpo, adapters": Case(
+        "parallel",
+        {"lora": LORA, "kl": REFERENCE, "policy": {"gradient_checkpointing": True}, "algorithm": ONCE},
+        FULL,
+    ),
+    "grpo, adapters, none": Case("autoregressive", {"lora": LORA, "algorithm": {"entropy_top_share": 0.5}}, NONE),
+    "grpo, adapters on bfloat16": Case(
+        "parallel", {"lora": LORA, "kl": REFERENCE, "policy": {"dtype": "bfloat16"}}, FULL
+    ),
+    "ppo": Case("autoregressive", {"algorithm": PPO | {"value_init_steps": 1}}, FULL),
+    "ppo, adapters": Case("parallel", {"algorithm": PPO | {"gae_level": "step"}, "lora": LORA}, FULL),
+    "ppo, adapters, none": Case("parallel", {"algorithm": PPO, "lora": LORA}, NONE),
+    "ppo, critic": Case("parallel", {"algorithm": PPO | {"value_init_steps": 1}, "critic": {"kind": "separate"}}, FULL),
+    "ppo, critic, none": Case("autoregressive", {"algorithm": PPO, "critic": {"kind": "separate"}}, NONE),
+    "ppo, critic, adapters": Case(
+        "autoregressive", {"algorithm": PPO, "critic": {"kind": "separate"}, "lora": LORA}, FULL
+    ),
+    "a refused step": Case("parallel", {"algorithm": ONCE}, FULL, broken=(2,)),
+    "a refused step, none": Case("parallel", {"algorithm": ONCE}, NONE, broken=(2,)),
+    "an early stop": Case("parallel", {"algorithm": {"max_approx_kl": 1e-5, "epochs": 3}}, FULL),
+}
+SAVED = ("grpo", "ppo, critic, adapters")  # with checkpoints, which others go on from
+ROUNDED = Case(
+    "parallel", {"algorithm": ONCE}, Sharding("full", compute_dtype=torch.bfloat16)
+)  # near to one process, not equal
+
+
+def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[str, Any]:
+    """All that is asked of two ranks, in one go: starting them takes longer than most of it."""
+    results: dict[str, Any] = {}
+    for name, case in (CASES | {"rounded": ROUNDED}).items():
+        results[name] = run(case, bases, ranks, save_to=folder / name if name in SAVED else None)
+    for name in SAVED:
+        results[f"{name}, resumed"] = run(CASES[name], bases, ranks, resume=alone / name / "step_000001")
+    results["failure"] = _failure(ranks)
+    results["refusals"] = _refusals(ranks, bases)
+    results["spread"] = spread("abc", "idle", str.upper, ranks), ranks.any(ranks.rank == 1), ranks.any(False)
+    return results
+
+
+def _failure(ranks: Ranks) -> str:
+    def fail() -> None:
+        raise VlarlError("the disk is full")
+
+    try:
+        on_first(ranks, fail)
+    except VlarlError as error:
+        return str(error)
+    return "nothing"
+
+
+def _refusals(ranks: Ranks, bases: Path) -> str:
+    try:
+        build(Case("parallel", {}, Sharding("hybrid", group_size=3)), bases, ranks)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def work_of_four(ranks: Ranks, folder: Path, bases: Path, two: Path) -> dict[str, Outcome]:
+    """Two groups of two ranks, and the checkpoint of two ranks."""
+    hybrid = Sharding("hybrid", group_size=2)
+    case = Case("parallel", CASES["grpo"].sections, hybrid)
+    return {
+        "grpo": run(case, bases, ranks, save_to=folder / "grpo"),
+        "grpo, resumed": run(case, bases, ranks, resume=two / "grpo" / "step_000001"),
+    }
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for decoder in ("parallel", "autoregressive"):
+        small_policy(decoder).save(folder / decoder)  # type: ignore[arg-type] - it is one of them
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(bases: Path, alone_folder: Path) -> dict[str, Outcome]:
+    """One process."""
+    torch.set_num_threads(1)
+    return {
+        name: run(case, bases, Alone(), save_to=alone_folder / name if name in SAVED else None)
+        for name, case in (CASES | {"rounded": ROUNDED}).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def two(bases: Path, alone: dict[str, Outcome], alone_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two ranks answered, and where their checkpoints are."""
+    folder = tmp_path_factory.mktemp("two")
+    return in_ranks(2, partial(work_of_two, bases=bases, alone=alone_folder), folder), folder
+
+
+@pytest.fixture(scope="module")
+def four(bases: Path, two: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("four")
+    return in_ranks(4, partial(work_of_four, bases=bases, two=two[1]), folder), folder
+
+
+def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]], bound: float = 1e-5) -> None:
+    assert len(found) == len(expected) > 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert list(mine) == list(theirs)
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=bound, abs=bound, nan_ok=True), name
+
+
+def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert list(found) == list(expected)
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_learn_what_one_process_learns(alone, two, name):
+    expected, (first, second) = alone[name], [results[name] for results in two[0]]
+    assert_same_numbers(first.metrics, expected.metrics)
+    assert repr(first.metrics) == repr(second.metrics)  # to the bit, and what is not a number alike
+    assert first.steps == second.steps == expected.steps
+    assert furthest(first.weights, expected.weights) < 1e-5
+    assert second.weights == {}, "rank 0 alone is given the weights"
+
+
+def test_the_cases_learn_something_and_stop_where_they_should(alone):
+    assert [steps[0] for steps in alone["grpo"].steps] == [2, 2, 2]
+    assert alone["a refused step"].steps == [(1, 0, False), (0, 1, False), (1, 0, False)]
+    assert [stopped for _, _, stopped in alone["an early stop"].steps] == [True, True, True]
+    assert alone["grpo"].metrics[-1]["kl_ref"] > 1e-6
+    assert alone["grpo, adapters on bfloat16"].metrics[-1]["ratio_max"] > 1.0
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo, critic, adapters"])
+def test_each_rank_keeps_about_half_of_a_sharded_policy(alone, two, name):
+    total = alone[name].local_numbers
+    parts = [results[name].local_numbers for results in two[0]]
+    assert sum(parts) == total and max(parts) < 0.55 * total
+    assert [results["grpo, none"].local_numbers for results in two[0]] == [alone["grpo, none"].local_numbers] * 2
+
+
+def test_passes_in_bfloat16_stay_near_and_leave_the_weights_in_float32(alone, two):
+    expected, found = alone["rounded"], two[0][0]["rounded"]
+    assert_same_numbers(found.metrics, expected.metrics, bound=0.05)
+    assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
+    assert 1e-5 < furthest(found.weights, expected.weights) < 2e-3
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_two_ranks_go_on_from_one_process(alone, two, name):
+    resumed = two[0][0][f"{name}, resumed"]
+    assert_same_numbers(resumed.metrics, alone[name].metrics[1:])
+    assert furthest(resumed.weights, alone[name].weights) < 1e-5
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_one_process_goes_on_from_two_ranks(bases, alone, two, name):
+    checkpoint = two[1] / name / "step_000001"
+    assert not (checkpoint / TENSORS).exists() and not (checkpoint / "config.json").exists()
+    resumed = run(CASES[name], bases, Alone(), resume=checkpoint)
+    assert_same_numbers(resumed.metrics, alone[name].metrics[1:])
+    assert furthest(resumed.weights, alone[name].weights) < 1e-5
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_last_checkpoint_of_ranks_holds_a_policy_that_anybody_can_load(two, name):
+    folder = two[1] / name / "final"
+    weights = dict(load_policy(folder).named_parameters())
+    expected = {n: w for n, w in two[0][0][name].weights.items() if n in weights}
+    assert furthest({n: weights[n].detach() for n in expected}, expected) == 0.0
+    assert json.loads((folder / COUNTERS).read_text())["iteration"] == 3
+    assert not list((two[1] / name).glob(".*")), "nothing half-written is left"
+
+
+def test_the_average_is_exported_too(alone_folder, alone, two):
+    ours, theirs = (
+        {n: p.detach() for n, p in load_policy(folder / "grpo" / "ema").named_parameters()}
+        for folder in (two[1], alone_folder)
+    )
+    assert furthest(ours, theirs) < 1e-5
+    assert furthest(ours, two[0][0]["grpo"].weights) > 1e-5, "it lags behind"
+
+
+def test_a_checkpoint_in_parts_with_another_critic_is_refused(bases, two):
+    learner, _ = build(CASES["ppo, adapters"], bases, Alone())
+    with pytest.raises(UsageError, match="critic.kind = 'head': .* was written with 'separate'"):
+        restore(learner, two[1] / "ppo, critic, adapters" / "step_000001")
+
+
+@pytest.mark.parametrize("damage", ["__0_0.distcp", ".metadata"])
+def test_a_damaged_checkpoint_in_parts_is_named(bases, two, tmp_path, damage):
+    folder = tmp_path / "step_000001"
+    shutil.copytree(two[1] / "grpo" / "step_000001", folder)
+    (folder / "sharded" / damage).write_bytes(b"\x80")
+    learner, _ = build(CASES["grpo"], bases, Alone())
+    with pytest.raises(UsageError, match="step_000001 is damaged .*: move it away"):
+        restore(learner, folder)
+
+
+def test_what_fails_on_the_first_rank_fails_on_all(two):
+    assert [results["failure"] for results in two[0]] == ["the disk is full", "rank 0 failed: the disk is full"]
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(two):
+    for results in two[0]:
+        assert results["refusals"].startswith("sharding in groups of 3: the 2 learner ranks can't be divided")
+
+
+def test_work_is_spread_and_everybody_has_all_of_it(two):
+    assert [results["spread"] for results in two[0]] == [(["A", "B", "C"], True, False)] * 2
+
+
+def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four):
+    results, folder = four
+    for rank in results:
+        assert_same_numbers(rank["grpo"].metrics, alone["grpo"].metrics)
+        assert_same_numbers(rank["grpo, resumed"].metrics, alone["grpo"].metrics[1:])
+    assert furthest(results[0]["grpo, resumed"].weights, alone["grpo"].weights) < 1e-5
+    total = alone["grpo"].local_numbers
+    assert all(rank["grpo"].local_numbers < 0.55 * total for rank in results)
+    assert sum(rank["grpo"].local_numbers for rank in results) == 2 * total
+    exported = dict(load_policy(folder / "grpo" / "final").named_parameters())
+    assert furthest({n: p.detach() for n, p in exported.items()}, results[0]["grpo"].weights) == 0.0

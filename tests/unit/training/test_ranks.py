@@ -1,0 +1,92 @@
+"""How ranks share work, without any: fakes that stand for one of several, and pieces that count nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vlarl.training.batching import uncounted, weighted
+from vlarl.training.fsdp import sum_gradients
+from vlarl.training.ranks import Alone, on_first, spread
+
+
+class OneOf:
+    """A rank whose others are made up: they answer what they would have, or the same as it."""
+
+    def __init__(self, rank: int, answers: list) -> None:
+        self.rank, self.world_size, self.answers = rank, len(answers), answers
+        self.summed: list[int] = []
+
+    def gather(self, own):
+        return [own if rank == self.rank else answer for rank, answer in enumerate(self.answers)]
+
+    def sum(self, tensor):
+        self.summed.append(tensor.numel())
+        tensor.mul_(self.world_size)
+
+    def any(self, flag):
+        return flag
+
+    def barrier(self):
+        pass
+
+
+def test_one_process_works_on_every_piece_in_order():
+    seen = []
+    assert spread([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, Alone()) == [10, 20, 30]
+    assert seen == [1, 2, 3]
+    assert spread([], 0, str, Alone()) == []
+
+
+def test_ranks_take_turns_and_the_last_is_idle():
+    seen: list[int] = []
+
+    def work(piece: int) -> int:
+        seen.append(piece)
+        return piece * 10
+
+    ranks = OneOf(1, [[10, 40], None, [30, -10]])
+    assert spread([1, 2, 3, 4], -1, work, ranks) == [10, 20, 30, 40]
+    assert seen == [2, -1], "as many passes as the others, one of them for nothing"
+
+
+def test_what_rank_0_could_not_do_is_known_to_the_others():
+    from vlarl.errors import VlarlError
+
+    done = []
+    on_first(OneOf(1, [None, None]), lambda: done.append("never"))
+    assert done == []
+    with pytest.raises(VlarlError, match="rank 0 failed: no space"):
+        on_first(OneOf(1, ["no space", None]), lambda: None)
+    with pytest.raises(OSError, match="no space"):  # as it was, where it happened
+        on_first(Alone(), lambda: (_ for _ in ()).throw(OSError("no space")))
+
+
+def test_gradients_are_summed_in_buckets(monkeypatch):
+    monkeypatch.setattr("vlarl.training.fsdp.BUCKET_BYTES", 40)
+    sizes = [(2, 3), (4,), (20,), (1,)]  # 24 and 16 bytes fit together, 80 are too many by themselves
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    for value, parameter in enumerate(parameters, start=1):
+        parameter.grad = torch.full_like(parameter, float(value))
+    parameters.insert(1, torch.nn.Parameter(torch.zeros(7)))  # without a gradient
+    ranks = OneOf(0, [None, None])
+    sum_gradients(parameters, ranks)
+    assert ranks.summed == [10, 20, 1]
+    for value, parameter in zip((1, None, 2, 3, 4), parameters, strict=True):
+        assert parameter.grad is None if value is None else torch.equal(parameter.grad, parameter * 0 + 2.0 * value)
+    alone = torch.nn.Parameter(torch.zeros(1))
+    alone.grad = torch.ones(1)
+    sum_gradients([alone], Alone())
+    assert alone.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "ppo", "critic_hidden": (16,), "gae_level": "step"}])
+def test_an_uncounted_decision_leaves_a_gradient_of_zero(policy, act, lesson, configure, build, algorithm):
+    learner = build(policy, configure(algorithm=algorithm))
+    batch = lesson(learner, act(policy))
+    batch = weighted(replace(batch, old_logprobs=batch.old_logprobs + 3.0), torch.arange(6), "token_mean")
+    part = uncounted(batch.rows(torch.tensor([4])))
+    loss = learner.algorithm.loss(learner._score(part, True), part, value_weight=0.5, kl_coef=0.1, train_policy=True)
+    loss.total.backward()
+    reached = [p.grad for _, p, _ in learner.named_trained() if p.grad is not None]
+    assert reached and all(not gradient.any() for gradient in reached)

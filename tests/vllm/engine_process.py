@@ -1,0 +1,106 @@
+"""vLLM engines in a process of their own, as they are meant to be used; one process for all tests, since imports take
+most of the time."""
+
+import multiprocessing
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from vlarl.policies.distribution import token_logprobs
+
+BUILTIN = "builtin:tiny-openvla"
+FLOAT32 = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+DEADLINE_S = 300.0
+
+
+def assert_agrees(engine, policy, inputs, temperature, seeds, tolerance=None):
+    """Log-probs of engine and learner are equal within 1e-5 at the rollout's temperature of 1.6.
+
+    The error of a logit counts for more at lower ones. The built-in policy's own float32 is 1.8e-5 off its float64 at 1.
+    """
+    tokens = engine.generate(inputs, temperature, seeds)
+    with torch.no_grad():
+        logits = policy.score(inputs, tokens.ids).logits
+    expected = token_logprobs(logits, tokens.ids - policy.codec.first_id, temperature or 1.0)
+    allowed = tolerance or 1e-5 * 1.6 / (temperature or 1.0)
+    torch.testing.assert_close(tokens.engine_logprobs, expected, atol=allowed, rtol=0)
+    return tokens
+
+
+class EngineProcess:
+    """Starts engines by name and calls their methods; an error over there is raised here."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+
+    def start(self, name: str, path: str, options: dict[str, Any], **settings: Any) -> "RemoteEngine":
+        self.call(name, "start", path, options, settings)
+        return RemoteEngine(self, name)
+
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        self._here.send_bytes(pickle.dumps((name, method, arguments)))  # plain bytes: no shared memory of torch's
+        if not self._here.poll(DEADLINE_S):
+            raise TimeoutError(f"the engine process has not answered {method} for {DEADLINE_S:.0f} s")
+        failed, answer = pickle.loads(self._here.recv_bytes())
+        if failed:
+            raise answer
+        return answer
+
+    def stop(self) -> None:
+        self._here.close()
+        self._process.kill()  # vLLM takes its time to leave
+        self._process.join()
+
+
+class RemoteEngine:
+    """One engine of the process, with the methods of `VllmEngine`."""
+
+    def __init__(self, process: EngineProcess, name: str) -> None:
+        self.process = process
+        self.name = name
+
+    def __getattr__(self, method: str) -> Any:
+        return lambda *arguments: self.process.call(self.name, method, *arguments)
+
+    @property
+    def version(self) -> int:
+        return int(self.process.call(self.name, "version"))
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Tensors by name, all of them in one message."""
+        self.process.call(self.name, "load_weights", [(n, t.detach().contiguous()) for n, t in weights], version)
+
+
+def _serve(connection: Connection) -> None:
+    """The engines' process: one call after the other, until the other side is gone."""
+    from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+
+    torch.set_num_threads(1)
+    engines: dict[str, VllmEngine] = {}
+
+    def handle(name: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "start":
+            path, options, settings = arguments
+            engines[name] = VllmEngine(path, VllmOptions(**options), **settings)
+            return None
+        if method == "tamper_with_version":
+            engines[name]._llm.update_weight_version(arguments[0])
+            return None
+        found = getattr(engines[name], method)
+        return found(*arguments) if callable(found) else found
+
+    while True:
+        try:
+            call = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (False, handle(*call))
+        except Exception as error:  # the border of a process: whatever it is, the test shall see it
+            answer = (True, error)
+        connection.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,128 @@
+"""The vLLM engine against the torch policy: the same log-probs, tokens from seeds alone, action ids only."""
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from engine_process import BUILTIN, FLOAT32, assert_agrees
+
+from vlarl.errors import UsageError
+from vlarl.policies import load_policy
+from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.openvla.config import parse_config, read_json
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.weights import write_json
+from vlarl.policies.tiny import init_tiny, initialize
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+from vlarl.types import PolicyInput
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "openvla-tiny"
+LLAMA_EMPTY_TOKEN = 29871
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
+def test_log_probs_are_those_of_the_learner(engine, policy, observations, temperature):
+    tokens = assert_agrees(engine, policy, policy.process(observations(16)), temperature, range(16))
+    assert tokens.engine_logprobs.dtype == torch.float32 and tokens.version == engine.version == 0
+
+
+def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
+    """bfloat16 on disk, shards, no key of ours; 32064 ids, of which only 256 are actions: no other may be sampled."""
+    raw = read_json(GOLDEN / "config.json")
+    raw["text_config"] |= {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    fresh = OpenVLAPolicy(parse_config(raw), None)
+    initialize(fresh, torch.Generator().manual_seed(0))
+    fresh.save(tmp_path, torch.bfloat16, max_shard_bytes=1 << 20)
+    write_json(tmp_path / "config.json", raw)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    policy = load_policy(tmp_path)
+    engine = engines.start("original", str(tmp_path), FLOAT32)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 29000, (4, 9), generator=generator)
+    ids[:, 0], ids[:, -1] = 1, LLAMA_EMPTY_TOKEN
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 6:] = False
+    pixels = torch.randint(0, 256, (4, 1, 3, 56, 56), dtype=torch.uint8, generator=generator)
+    for temperature in (0.6, 1.0, 1.6):
+        inputs = PolicyInput(ids, mask, pixels, None)
+        tokens = assert_agrees(engine, policy, inputs, temperature, [1, 2, 3, 4], tolerance=1e-5)
+        assert int(tokens.ids.min()) >= 31744 and int(tokens.ids.max()) <= 31999
+
+
+def test_heads_that_vllm_can_not_read_are_refused():
+    with pytest.raises(UsageError, match="heads of 8 numbers; vLLM on a CPU reads those of 32, 64.*vllm_num_engines 0"):
+        VllmEngine(GOLDEN)
+
+
+def test_two_images_and_no_proprio(engines, observations, tmp_path):
+    policy = init_tiny("autoregressive", seed=3, num_images=2, use_proprio=False)
+    with torch.no_grad():
+        policy.model.language_model.lm_head.weight.mul_(15)  # fresh ones are near uniform, and would hide what is wrong
+    policy.save(tmp_path / "two")
+    engine = engines.start("two images", str(tmp_path / "two"), FLOAT32)
+    inputs = policy.process(observations(6))
+    for temperature in (0.6, 1.6, 1.0):
+        tokens = assert_agrees(engine, policy, inputs, temperature, range(6), tolerance=1e-5)
+    swapped = PolicyInput(inputs.input_ids, inputs.attention_mask, inputs.pixels.flip(1), None)
+    with torch.no_grad():
+        other = token_logprobs(policy.score(swapped, tokens.ids).logits, tokens.ids - policy.codec.first_id, 1.0)
+    assert (other - tokens.engine_logprobs).abs().max() > 1e-2  # the order of the images matters
+
+
+def test_temperature_zero_is_greedy(engine, policy, observations):
+    inputs = policy.process(observations(8))
+    tokens = assert_agrees(engine, policy, inputs, 0.0, range(8))
+    expected = TorchEngine(policy, torch.device("cpu")).generate(inputs, 0.0, range(8))
+    assert torch.equal(tokens.ids, expected.ids)
+
+
+def test_a_row_follows_its_own_seed_whatever_stands_beside_it(engine, policy, observations):
+    seen = observations(5)
+    seeds = [11, 2**63 + 5, 13, 14, 15]
+    together = engine.generate(policy.process(seen), 1.6, seeds)
+    turned = engine.generate(policy.process(seen[::-1]), 1.6, seeds[::-1])
+    assert torch.equal(turned.ids.flip(0), together.ids)
+    alone = engine.generate(policy.process(seen[1:2]), 1.6, seeds[1:2])
+    assert torch.equal(alone.ids[0], together.ids[1])
+    other = engine.generate(policy.process(seen), 1.6, [11, 99, 13, 14, 15])
+    assert torch.equal(other.ids[[0, 2, 3, 4]], together.ids[[0, 2, 3, 4]])
+    assert not torch.equal(other.ids[1], together.ids[1])
+
+
+def test_samples_follow_the_distribution(engine, policy, observations):
+    """Many seeds for one observation: the first token's frequencies against its probabilities."""
+    count, temperature = 400, 1.6
+    one = policy.process(observations(1))
+    tokens = engine.generate(one.rows(torch.zeros(count, dtype=torch.int64)), temperature, range(count))
+    with torch.no_grad():
+        probs = (policy.score(one, tokens.ids[:1]).logits[0, 0] / temperature).softmax(-1)
+    seen = torch.bincount(tokens.ids[:, 0] - policy.codec.first_id, minlength=256) / count
+    likely = probs.topk(3).indices
+    deviation = (probs[likely] * (1 - probs[likely]) / count).sqrt()
+    assert ((seen[likely] - probs[likely]).abs() < 4 * deviation).all()
+
+
+def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
+    one = policy.process(observations(1))
+    long = PolicyInput(
+        one.input_ids[:, -1:].repeat(1, 600), torch.ones(1, 600, dtype=torch.bool), one.pixels, one.proprio
+    )
+    with pytest.raises(UsageError, match=r"takes 624 tokens, the engine reads 512"):
+        engine.generate(long, 1.0, [0])
+
+
+def test_parallel_decoding_is_refused():
+    with pytest.raises(UsageError, match=r"builtin:tiny-oft decodes in parallel .*vllm_num_engines 0"):
+        VllmEngine("builtin:tiny-oft")
+
+
+def test_vllms_own_class_is_for_the_original_model_alone():
+    with pytest.raises(UsageError, match="not the original OpenVLA .*model_class 'vlarl'"):
+        VllmEngine(BUILTIN, VllmOptions(model_class="vllm"))
+
+
+def test_engine_subprocesses_find_the_model_by_an_entry_point():
+    (plugin,) = entry_points(group="vllm.general_plugins", name="vlarl")
+    assert plugin.value == "vlarl.rollout.vllm_plugin:register"

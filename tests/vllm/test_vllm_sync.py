@@ -1,0 +1,124 @@
+"""Weights into a running engine: the learner's log-probs after every sync, and nothing half-taken."""
+
+import pytest
+import torch
+from engine_process import BUILTIN, FLOAT32, assert_agrees
+
+from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import load_policy
+from vlarl.rollout.vllm_engine import bucket
+from vlarl.rollout.weight_stream import ChangedWeights, buckets
+
+
+def test_every_sync_brings_the_learners_weights(engine, policy, observations, disturb):
+    """The same prompts and images before and after: what the caches hold of the old weights must not be read."""
+    inputs = policy.process(observations(8))
+    before = engine.generate(inputs, 1.6, range(8))
+    for version in (1, 2, 3):
+        disturb(policy, version)
+        engine.load_weights(policy.named_parameters(), version)
+        tokens = assert_agrees(engine, policy, inputs, 1.6, range(8))
+        assert tokens.version == engine.version == version
+        assert (tokens.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
+        before = tokens
+
+
+def test_part_of_the_layers_may_be_sent(engine, policy, observations, disturb):
+    disturb(policy, 7)
+    whole = dict(policy.named_parameters())
+    old = dict(load_policy(BUILTIN).named_parameters())
+    sent = {n: p for n, p in whole.items() if "layers.1." in n or "fused_featurizer" in n}
+    with torch.no_grad():
+        for name in whole.keys() - sent.keys():
+            whole[name].copy_(old[name])
+    engine.load_weights(sent.items(), 4)
+    assert_agrees(engine, policy, policy.process(observations(4)), 1.6, range(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.language_model.model.layers.0.self_attn.k_proj.weight"), r"k_proj.weight is missing"),
+        (lambda w: w.pop("model.projector.fc1.bias"), r"projector.fc1.bias is missing"),
+        (lambda w: w.update({"model.projector.fc9.weight": torch.ones(2)}), r"projector.fc9.weight is no weight"),
+        (
+            lambda w: w.update({"model.projector.fc1.bias": torch.ones(2)}),
+            r"projector.fc1.bias has shape \(2,\), the engine's \(1024,\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(engine, policy, observations, disturb, change, message):
+    inputs = policy.process(observations(2))
+    before = engine.generate(inputs, 1.0, [1, 2])
+    disturb(policy, 1)
+    weights = {n: p.detach() for n, p in policy.named_parameters()}
+    change(weights)
+    with pytest.raises(UsageError, match=message):
+        engine.load_weights(weights.items(), 5)
+    after = engine.generate(inputs, 1.0, [1, 2])
+    assert after.version == 0 and torch.equal(after.ids, before.ids)
+    torch.testing.assert_close(after.engine_logprobs, before.engine_logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_version_has_to_be_whole_and_the_one_that_was_begun(engine, policy, observations):
+    inputs = policy.process(observations(1))
+    changed = ChangedWeights(policy, engine_has_base=False).next()
+    engine.start_sync(dict(changed.shapes), 8)
+    with pytest.raises(VlarlError, match="the sync to version 8 has not ended"):
+        engine.generate(inputs, 1.0, [1])
+    with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8"):
+        engine.start_sync(dict(changed.shapes), 9)
+    for payload in buckets(changed, 1 << 20):
+        engine.update_weights(bucket(payload, True))
+    with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
+        engine.finish_sync(7)
+    engine.finish_sync(8)
+    assert engine.generate(inputs, 1.0, [1]).version == 8
+    engine.tamper_with_version("3")
+    with pytest.raises(VlarlError, match="vLLM runs weights of version 3, not 8"):
+        engine.generate(inputs, 1.0, [1])
+
+
+def test_an_adapter_is_folded_on_the_way(engines, observations, bytes_of, tmp_path):
+    """The engine starts from the base. Only what adapters change is sent, with the rest of its layers."""
+    learner = load_policy(BUILTIN)
+    targets = ("q_proj", "down_proj", "fc1")
+    learner.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=4, target_modules=targets), seed=1)
+    learner.save(tmp_path / "adapter")
+    engine = engines.start("adapter", str(tmp_path / "adapter"), FLOAT32)
+    inputs = learner.process(observations(6))
+    with pytest.raises(VlarlError, match="the engine has only its base until the first sync"):
+        engine.generate(inputs, 1.0, range(6))
+    generator = torch.Generator().manual_seed(0)
+    changed = ChangedWeights(learner, engine_has_base=True)
+    for version in (1, 2):
+        with torch.no_grad():
+            for name, parameter in learner.named_parameters():
+                if ".lora_B." in name:
+                    parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        before = bytes_of(learner)
+        stream = changed.next()
+        assert "language_model.model.layers.0.self_attn.k_proj.weight" in stream.shapes  # packed with q_proj
+        assert "language_model.lm_head.weight" not in stream.shapes
+        engine.load_weights(stream, version)
+        changed.sent()
+        assert bytes_of(learner) == before
+        assert_agrees(engine, learner, inputs, 1.6, range(6))
+
+
+def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, observations):
+    stream = ChangedWeights(policy, engine_has_base=False).next()
+    first = next(buckets(stream, 1 << 20))
+    damaged = bucket(first, True) | {"payload": first[:-1] + bytes([first[-1] ^ 1])}
+    engine.start_sync(dict(stream.shapes), 6)
+    engine.update_weights(bucket(first, True))
+    with pytest.raises(VlarlError, match="came damaged"):
+        engine.update_weights(damaged)
+    inputs = policy.process(observations(1))
+    with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
+        engine.generate(inputs, 1.0, [1])
+    with pytest.raises(UsageError, match="vision_backbone.*is missing"):
+        engine.load_weights([(n, p) for n, p in policy.named_parameters() if "projector" in n], 7)
+    engine.load_weights(policy.named_parameters(), 7)
+    assert_agrees(engine, policy, inputs, 1.0, [1])
