@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes.processes import simulators
 
 TESTS = Path(__file__).parents[1]
 GYM = [
@@ -30,19 +31,6 @@ def start(root: Path, name: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def workers(pid: int) -> list[int]:
-    """The simulator processes of a run."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"vlarl.envs.worker" in (place / "cmdline").read_bytes():
-                found.append(int(place.name))
-        except (OSError, IndexError):
-            continue
-    return sorted(found)
-
-
 def rows(folder: Path) -> list[dict]:
     """metrics.jsonl without what the clock says."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -57,7 +45,7 @@ def test_a_killed_simulator_changes_nothing_but_a_counter(tmp_path, blow):
     limit = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()) and shaken.poll() is None and time.monotonic() < limit:
         time.sleep(0.05)
-    victims = workers(shaken.pid)
+    victims = simulators(shaken.pid)
     assert len(victims) == 2, "a process for each environment, alive in the middle of the run"
     os.kill(victims[0], blow)
     for run in (calm, shaken):

@@ -128,7 +128,7 @@ def test_a_process_of_its_own_asks_nothing_says_nothing_and_leaves_nothing(liber
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -186,6 +186,7 @@ def test_an_episode_owes_nothing_to_those_before_it(env, libero_assets):
     fresh = make_env(libero_assets)
     fresh.reset(task(7, task_id=4))
     first, last = fresh.observe(), wander(fresh, seed=5, num_steps=24)
+    positions = fresh.simulator.sim.data.qpos.copy()
     fresh.close()
 
     env.reset(task(9, task_id=4))
@@ -196,9 +197,12 @@ def test_an_episode_owes_nothing_to_those_before_it(env, libero_assets):
     wander(env, seed=7, num_steps=8)
     env.reset(task(2, task_id=4))
     env.step(action(0.3, gripper=CLOSED))
+    env.simulator.sim.model.body_pos[:] += 0.02  # LIBERO moves furniture by writing to the model
+    env.simulator.sim.model.site_rgba[:, 3] = 1.0  # and makes things glow
     env.reset(task(7, task_id=4, seed=99))
     assert same(first, env.observe())
     assert same(last, wander(env, seed=5, num_steps=24))
+    np.testing.assert_array_equal(env.simulator.sim.data.qpos, positions)
 
 
 def test_steps_draw_nothing(env):

@@ -101,7 +101,7 @@ def _compile(xml: str, target: Path) -> None:
     os.close(descriptor)
     try:
         subprocess.run(
-            [sys.executable, "-c", _COMPILER, name],
+            [sys.executable, "-P", "-c", _COMPILER, name],  # -P: nothing from the working folder
             input=xml.encode(),
             env={**os.environ, "MUJOCO_GL": "disabled"},
             stdout=subprocess.DEVNULL,
