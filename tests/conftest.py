@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config

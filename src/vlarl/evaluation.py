@@ -19,7 +19,7 @@ from vlarl import __version__
 from vlarl.config.eval_request import DEFAULT_EPISODES, EvalRequest, StateProtocol, Videos, eval_request
 from vlarl.config.known import GYM
 from vlarl.config.schema import PolicyConfig
-from vlarl.config.suites import suite_facts, views
+from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -101,7 +101,7 @@ def run_evaluation(
     policy = load_configured(settings, request.checkpoint, device, settings.decoder, settings.actions)
     policy.use_statistics(settings.unnorm_key, request.env.suite)
     policy.eval()
-    env = request.env.model_copy(update={"cameras": views(request.env, policy.num_images)})
+    env = request.env.model_copy(update={"cameras": cameras_of(request.env, policy.num_images)})
     pool = build_pool(env, request.gym, _pool_size(request), env.image_size or policy.image_size, "sparse")
     with closing(pool):
         tasks = requested_tasks(request, pool.spec)

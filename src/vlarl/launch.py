@@ -17,7 +17,7 @@ from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config, EnvConfig, GymConfig
-from vlarl.config.suites import suite_facts, views
+from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.envs.base import EnvPool
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -74,7 +74,7 @@ def launch(config: Config, checkpoint: Path | None = None) -> Parts:
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     with ExitStack() as stack:
-        env = config.env.model_copy(update={"cameras": views(config.env, policy.num_images)})
+        env = config.env.model_copy(update={"cameras": cameras_of(config.env, policy.num_images)})
         pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward)
         stack.callback(pool.close)  # its processes must not outlive a run that is refused
         eval_tasks = evaluation_tasks(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
-from vlarl.cli.simulators import check_simulators
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ def doctor(arguments: Sequence[str]) -> int:
     of_models = [token for token in arguments if token.startswith("--") and token != "--json"]
     if of_models:
         raise UsageError(f"{of_models[0]} is about a checkpoint: add --model PATH")
+    from vlarl.cli.simulators import check_simulators
+
     checks = [*check_installation(), *check_simulators()]
     print(json.dumps({"checks": [vars(check) for check in checks]}, indent=2) if given.json else _machine_text(checks))
     return 1 if any(check.status == "problem" for check in checks) else 0

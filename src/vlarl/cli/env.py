@@ -15,7 +15,7 @@ from vlarl.config.known import GYM, SUITES
 from vlarl.config.load import load_config
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
-from vlarl.config.suites import suite_facts, views
+from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _subject(config: Config) -> Iterator[Subject]:
     reward: RewardMode = "dense" if facts is not None and facts.has_dense_reward else "sparse"
     size = config.env.image_size or IMAGE_SIZE
     if facts is not None and not facts.in_processes:
-        num_views = len(config.gym.images if config.env.suite == GYM else views(config.env))
+        num_views = len(config.gym.images if config.env.suite == GYM else cameras_of(config.env))
         pool = build_pool(config.env, config.gym, 2, size, reward)
         try:
             yield Subject(SlotEnv(pool, 0), pool.spec, (num_views, size, size, 3), twin=SlotEnv(pool, 1))

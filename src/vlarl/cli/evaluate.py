@@ -116,9 +116,10 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
 
 def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     """Evaluate with a counter on stderr."""
-    from vlarl.observability.eval_dir import new_folder
+    from vlarl.observability.eval_dir import EvalDirectory, new_folder
 
     folder = out or new_folder(request.checkpoint, request.env.suite, datetime.now())
+    EvalDirectory.refuse_existing(folder)
     what = f"{request.env.suite}, protocol {request.env.protocol}"
     print(f"evaluating {name}{request.checkpoint} on {what}, into {folder}", file=sys.stderr, flush=True)
 

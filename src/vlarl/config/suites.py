@@ -26,7 +26,7 @@ def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
     return facts if facts is None or env.max_steps is None else replace(facts, max_steps=env.max_steps)
 
 
-def views(env: EnvConfig, num_images: int | None = None) -> tuple[Camera, ...]:
+def cameras_of(env: EnvConfig, num_images: int | None = None) -> tuple[Camera, ...]:
     """The cameras that are drawn: as configured, or as many as a policy reads."""
     return env.cameras or CAMERAS[: num_images or 1]
 

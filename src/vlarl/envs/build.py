@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.config.suites import views
+from vlarl.config.suites import cameras_of
 from vlarl.envs.base import EnvFactory, EnvPool, RewardMode
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.envs.workers import WorkerPool
@@ -14,7 +14,7 @@ from vlarl.errors import UsageError
 def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode) -> EnvPool:
     """Parallel environments of the configured suite."""
     if env.suite.startswith("tabletop_"):
-        return TabletopPool(env.suite, num_envs, image_size, views(env), reward, max_steps=env.max_steps)
+        return TabletopPool(env.suite, num_envs, image_size, cameras_of(env), reward, max_steps=env.max_steps)
     if env.suite == GYM and gym.batched:
         from vlarl.envs.gym_vector import GymVectorPool
 

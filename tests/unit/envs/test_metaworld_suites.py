@@ -74,6 +74,11 @@ print(factory.image_shape, len(factory.spec.tasks), sorted({"mujoco", "metaworld
     assert done.stdout == "(2, 64, 64, 3) 50 []\n"
 
 
+def test_a_factory_is_made_again_where_environments_were_loaded():
+    pytest.importorskip("vlarl.envs.metaworld.env")  # its modules become names of the package, and must hide nothing
+    assert metaworld_factory(EnvConfig(suite="metaworld_mt10", cameras=("wrist",)), 64, "sparse").cameras == ("wrist",)
+
+
 def test_a_factory_survives_pickling():
     factory = metaworld_factory(EnvConfig(suite="metaworld_mt10", max_steps=70), 56, "dense")
     assert pickle.loads(pickle.dumps(factory)) == factory

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from vlarl.envs.bench import bench_env
+from vlarl.envs.bench import bench_tabletop
 from vlarl.envs.tabletop import ScriptedExpert, TabletopPool
 from vlarl.envs.tabletop.env import GYM_IDS
 from vlarl.envs.tabletop.pool import RewardMode
@@ -164,6 +164,6 @@ def test_equal_seeds_draw_equal_episodes():
 
 
 def test_the_benchmark_counts_steps():
-    result = bench_env("tabletop_spatial", num_envs=8, image_size=32, steps=8)
+    result = bench_tabletop("tabletop_spatial", num_envs=8, image_size=32, steps=8)
     assert min(result.env_steps_per_s, result.unrendered_steps_per_s, result.chunked_steps_per_s) > 100
     assert result.unrendered_steps_per_s > result.env_steps_per_s

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from vlarl.config.schema import EnvConfig
-from vlarl.config.suites import views
+from vlarl.config.suites import cameras_of
 from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.suites import libero_spec
@@ -81,6 +81,6 @@ def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse",
         raise MissingExtraError("mujoco", "libero") from None
     if problem := mujoco_problem(mujoco):
         _log.warning("MuJoCo %s: %s", mujoco, problem)
-    cameras = views(config)
+    cameras = cameras_of(config)
     shape = (len(cameras), image_size, image_size, 3)
     return LiberoFactory(spec, shape, assets, cameras, config.exact_pixels, config.render, config.render_gpu)

@@ -48,7 +48,7 @@ CLEARANCE = 0.025  # over anything on the way
 ROOM = 0.08  # to either side of the way
 TILTED = 0.1  # radians; less is left alone
 SLIPPED = 0.03  # metres that a thing has moved in the hand
-RESTING = 0.02  # metres a second of a finger
+RESTING = 0.01  # metres a second of a finger
 
 
 def supports(suite: str, task_id: int) -> bool:

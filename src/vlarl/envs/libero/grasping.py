@@ -180,9 +180,9 @@ class _Errand:
         along = (pads - at[:, None]) @ direction
         first, last = np.where(held, along, 1.0).min(axis=1), np.where(held, along, -1.0).max(axis=1)
         cost = (
-            np.abs(first + last) / 2 / 0.01
+            np.abs(first + last) / 2 / 0.005
             + np.abs((at - self.middle) @ normal) / 0.005
-            + np.maximum(GOOD_DEPTH - depth, 0) / 0.003
+            + np.maximum(GOOD_DEPTH - depth, 0) / 0.002
             + self._drop(at, heights, turn) / 0.01
             + np.linalg.norm(at - self.gripper[:2], axis=1) / 0.1
             + np.ptp(self.corners[:, :2] @ direction) / 0.02  # the width of the thing: a box is not to be taken askew

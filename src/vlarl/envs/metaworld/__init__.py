@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlarl.config.schema import Camera, EnvConfig
-from vlarl.config.suites import views
+from vlarl.config.suites import cameras_of
 from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec
 from vlarl.envs.metaworld.suites import metaworld_spec
 from vlarl.errors import MissingExtraError
@@ -67,7 +67,7 @@ def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) ->
     render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
     return MetaWorldFactory(
         metaworld_spec(config.suite, config.max_steps),
-        views(config),
+        cameras_of(config),
         image_size,
         reward,
         config.exact_pixels,
