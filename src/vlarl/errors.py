@@ -22,3 +22,11 @@ class MissingExtraError(UsageError):
         super().__init__(f"{package} is not installed; run: pip install 'vlarl[{extra}]'")
         self.package = package
         self.extra = extra
+
+
+class WorkerLostError(VlarlError):
+    """A worker of the run died or hangs; what was learnt before is in the last checkpoint."""
+
+    def __init__(self, message: str, worker: str = "") -> None:
+        super().__init__(message)
+        self.worker = worker  # its name; empty where none is at fault

@@ -24,11 +24,11 @@ from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
-from vlarl.launch import check_fit, choose_device
-from vlarl.launch import num_envs as configured_num_envs
 from vlarl.observability.eval_dir import EvalDirectory, EvalRecord, EvalSettings
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
+from vlarl.parts import check_fit, choose_device
+from vlarl.parts import num_envs as configured_num_envs
 from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.engine import Engine

@@ -31,6 +31,10 @@ class InterruptGuard:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def request(self) -> None:
+        """Ask to stop, as the user would."""
+        self.requested = True
+
     def check(self) -> None:
         """Raise `Interrupted` if the user asked to stop."""
         if self.requested:

@@ -5,7 +5,8 @@
         │                        ▲                                                                      ▼
         └──── next iteration ────┴─────────── weights ◄──────────── Learner ◄──── TrainBatch ◄─── build_batch
 
-Everything runs in one process, in this order. `launch` builds the parts, `session` writes down what happens.
+This is the order in which one iteration's data goes round, in one process or on a cluster. `launch` builds the parts,
+`session` writes down what happens, and `loop_async` lets rollouts run ahead of the update.
 """
 
 from __future__ import annotations
@@ -19,65 +20,93 @@ from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
-from vlarl.launch import Parts, open_run
+from vlarl.launch import open_run
+from vlarl.loop_async import Rollouts, RolloutsAhead, RolloutsInTurn
+from vlarl.observability.clock import Stopwatch
+from vlarl.parts import Parts
 from vlarl.rewards.safe import RewardFailureError
 from vlarl.rollout.selection import GroupSelection
-from vlarl.rollout.statistics import rollout_metrics
+from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
 from vlarl.session import RunSummary, Session
 from vlarl.training.batching import build_batch
 from vlarl.training.reference import reference_kl
 from vlarl.training.weight_sync import evaluated_weights, publish_weights
-from vlarl.types import Task, Trajectory, TrajectoryGroup
+from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
 def train(config: Config, resume: Path | None = None) -> RunSummary:
     """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
     parts, session = open_run(config, resume)
-    with closing(parts.pool), session:
+    with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
-        while not session.finished:
-            iteration = session.start_iteration()
-            groups, metrics = collect(parts, session, iteration)
-            metrics |= improve(parts, session, iteration, groups)
-            publish_weights(parts.learner, parts.engine)
-            if session.evaluation_due:
-                metrics |= evaluate(parts, session)
-            session.end_iteration(metrics)
+        with rollouts(parts, session) as experience:
+            while not session.finished:
+                iteration = session.start_iteration()
+                rollout = experience.get(iteration)
+                metrics = session.record_rollout(rollout)
+                metrics |= improve(parts, session, rollout)
+                publish_weights(parts.learner, parts.engine)
+                experience.learnt(iteration)
+                if session.evaluation_due:
+                    with experience.resting():
+                        metrics |= evaluate(parts, session)
+                session.end_iteration(metrics)
     return session.summary()
 
 
-def collect(parts: Parts, session: Session, iteration: int) -> tuple[list[TrajectoryGroup], dict[str, float]]:
+def rollouts(parts: Parts, session: Session) -> Rollouts:
+    """Where experience comes from: collected when it is asked for, or ahead of that, while the policy learns."""
+    config = session.config
+    if not config.distributed.asynchronous:
+        return RolloutsInTurn(lambda iteration: collect(parts, session, iteration, session.stopwatch()))
+    return RolloutsAhead(
+        lambda iteration: collect(parts, session, iteration, session.stopwatch("rollout")),
+        range(session.state.iteration + 1, config.run.iterations + 1),
+        config.distributed.max_staleness,
+        session.guard,
+    )
+
+
+def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) -> Rollout:
     """Roll the policy out on the iteration's tasks, and on fresh ones while too few groups teach something."""
     selection = GroupSelection(session.config.rollout, parts.algorithm.teaches)
     trajectories: list[Trajectory] = []
     tasks = parts.sampler.get_batch(iteration)
     while tasks:
-        fresh = score(parts, session, iteration, roll_out(parts, session, tasks))
+        with watch.timed("rollout"):
+            fresh = roll_out(parts, session, tasks)
+        with watch.timed("reward"):
+            fresh = score(parts, session, iteration, fresh)
         trajectories += fresh
         num_missing = selection.add(group_up(fresh), len(tasks))
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
-    session.record_rollout(iteration, trajectories)
     parts.sampler.report_results(trajectories)
-    metrics = rollout_metrics(trajectories, session.seconds("rollout"))
-    return selection.kept, metrics | selection.metrics() | session.record_curriculum(parts.sampler)
+    metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | selection.metrics() | parts.sampler.metrics()
+    return Rollout(
+        iteration=iteration,
+        trajectories=tuple(trajectories),
+        groups=tuple(selection.kept),
+        metrics=metrics,
+        sampler_state=parts.sampler.state(),
+        curriculum=parts.sampler.describe(),
+        seconds=watch.seconds,
+    )
 
 
 def roll_out(parts: Parts, session: Session, groups: list[list[Task]]) -> list[Trajectory]:
     """One episode of every task."""
     tasks = [task for group in groups for task in group]
-    with session.timed("rollout"):
-        episodes = parts.collector.collect(
-            tasks, session.config.rollout.temperature, on_episode=session.watch_rollout(len(tasks))
-        )
+    episodes = parts.collector.collect(
+        tasks, session.config.rollout.temperature, on_episode=session.watch_rollout(len(tasks))
+    )
     return [episode.trajectory for episode in episodes]
 
 
 def score(parts: Parts, session: Session, iteration: int, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Pay for what happened; a reward that fails too often ends the run."""
     try:
-        with session.timed("reward"):
-            scored = parts.reward.score_all(trajectories)
+        scored = parts.reward.score_all(trajectories)
     except RewardFailureError as error:
         raise VlarlError(
             f"iteration {iteration}: {error} Mend it, or raise reward.max_failure_rate, and go on with "
@@ -97,12 +126,15 @@ def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
     return [TrajectoryGroup(tuple(members)) for _, members in sorted(groups.items())]
 
 
-def improve(parts: Parts, session: Session, iteration: int, fresh: list[TrajectoryGroup]) -> dict[str, float]:
+def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float]:
     """Estimate advantages and let the learner take its optimizer steps, once enough rollouts are gathered."""
-    parts.learner.gathered += fresh
+    iteration = rollout.iteration
+    parts.learner.gathered += rollout.groups
     if not session.update_due:
         waiting = sum(len(group.trajectories) for group in parts.learner.gathered)
         return {"train/waiting_trajectories": float(waiting)}
+    stale = session.config.distributed.asynchronous
+    staleness = staleness_metrics(parts.learner.gathered, parts.learner.version) if stale else {}
     with session.timed("update"):
         estimates = estimate(parts, session.config)
         if not estimates:
@@ -116,10 +148,14 @@ def improve(parts: Parts, session: Session, iteration: int, fresh: list[Trajecto
             f"weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and go on with "
             f"`{session.directory.resume_command}`."
         )
-    return session.record_update(result) | {
-        "train/kept_trajectories": float(len(estimates)),
-        "perf/train_samples_per_s": result.num_samples / session.seconds("update"),
-    }
+    return (
+        session.record_update(result)
+        | staleness
+        | {
+            "train/kept_trajectories": float(len(estimates)),
+            "perf/train_samples_per_s": result.num_samples / session.seconds("update"),
+        }
+    )
 
 
 def estimate(parts: Parts, config: Config) -> list[Estimate]:
@@ -129,7 +165,7 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
     values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
     penalized = config.kl.coef > 0 and config.kl.place == "reward"
     ref_kl = [reference_kl(trajectory, config.kl.estimator) for trajectory in trajectories] if penalized else None
-    return parts.algorithm.estimate(groups, values, ref_kl, parts.learner.kl.coef)
+    return parts.algorithm.estimate(groups, values, ref_kl, parts.learner.kl_coef)
 
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:

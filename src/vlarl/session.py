@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.config.schema import Config
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, VlarlError, WorkerLostError
 from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger, Sink
@@ -26,11 +27,12 @@ from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
-from vlarl.rollout.tasks import TaskSampler
-from vlarl.training.checkpoint import BestReturn, CheckpointStore, TrainerState
-from vlarl.training.learner import Learner
-from vlarl.types import EvalResult, Trajectory, UpdateResult
+from vlarl.training.base import Store, Trainer
+from vlarl.training.checkpoint import BestReturn
+from vlarl.training.state import TrainerState
+from vlarl.types import EvalResult, Rollout, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -51,21 +53,24 @@ class Session:
         self,
         config: Config,
         directory: RunDirectory,
-        learner: Learner,
+        learner: Trainer,
+        store: Store,
         state: TrainerState,
         lock: IO[str],
+        trace: NoTrace,
         created: bool = False,
     ) -> None:
-        """`lock` is held to the end; `created`: the directory was made for this session, which takes it away again if
-        it can't begin."""
+        """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes it
+        away again if it can't begin."""
         self.config = config
         self._lock = lock
+        self.trace = trace
         self._created = created
         self.directory = directory
         self.learner = learner
         self.state = state
         self.interrupted = False
-        self.store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+        self.store = store
         self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
         self._saved = state.iteration
         self._best = BestReturn(
@@ -74,7 +79,7 @@ class Session:
             config.checkpoint.best_return_patience,
         )
         self._stack = ExitStack()
-        self._times: dict[str, float] = {}
+        self._watch = self.stopwatch()
         self._started = self._iteration_started = time.monotonic()
 
     def __enter__(self) -> Session:
@@ -90,12 +95,14 @@ class Session:
         directory, logging_config = self.directory, self.config.logging
         with ExitStack() as stack:
             stack.enter_context(self._lock)
+            stack.enter_context(self.trace)
             stack.enter_context(directory.log_to_file())
             sinks: list[Sink] = [JsonlSink(directory.metrics_file)]
             if logging_config.tensorboard:
                 sinks.append(TensorBoardSink(directory.tensorboard, resume_after=self.state.iteration or None))
             if logging_config.wandb:
                 sinks.append(self._wandb())
+                self._watch = self.stopwatch()  # the evaluation before training is drawn, too
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.progress = stack.enter_context(Progress(self.config.run.iterations, start=self.state.iteration))
@@ -126,7 +133,18 @@ class Session:
             else:
                 logging.getLogger(__name__).error("the run failed", exc_info=error)
                 self._write_status("failed", f"{type(error).__name__}: {error}")
+        if isinstance(error, WorkerLostError):
+            raise VlarlError(f"{error}\n{self._way_back()}") from error
         return isinstance(error, Interrupted)
+
+    def _way_back(self) -> str:
+        """What to do after a run that could not go on."""
+        if self._saved == 0:
+            return "No checkpoint had been written yet: start again."
+        return (
+            f"The last checkpoint is of iteration {self._saved}, in {self.directory.checkpoints}; go on from it with "
+            f"`{self.directory.resume_command}`."
+        )
 
     @property
     def finished(self) -> bool:
@@ -157,20 +175,21 @@ class Session:
         """How many episodes of the evaluation at hand are filmed: some of the first one and of the last one."""
         return self.config.eval.videos if self.is_new or self.finished else 0
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Count the block's seconds under `time/<name>` of this iteration."""
-        start = time.monotonic()
-        yield
-        self._times[name] = self._times.get(name, 0.0) + time.monotonic() - start
+    def stopwatch(self, track: str = "loop") -> Stopwatch:
+        """Measures what is no part of the iteration at hand, and draws it on the timeline."""
+        return Stopwatch(self.trace, track)
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Count the block's seconds under `time/<name>` of this iteration, and draw it on the timeline."""
+        return self._watch.timed(name)
 
     def seconds(self, name: str) -> float:
-        """What `timed` has counted under this name in this iteration."""
-        return self._times[name]
+        """What has been counted under this name in this iteration."""
+        return self._watch.seconds[name]
 
     def start_iteration(self) -> int:
         """The number of the iteration that begins now; it counts once its rollout is recorded."""
-        self._times, self._iteration_started = {}, time.monotonic()
+        self._watch, self._iteration_started = self.stopwatch(), time.monotonic()
         return self.state.iteration + 1
 
     def watch_rollout(self, total: int) -> Callable[[int], None]:
@@ -182,27 +201,29 @@ class Session:
 
         return on_episode
 
-    def record_rollout(self, iteration: int, trajectories: Sequence[Trajectory]) -> None:
-        """Note the episodes down, and keep the policy that earned them if none did better."""
+    def record_rollout(self, rollout: Rollout) -> dict[str, float]:
+        """Note the episodes and the curriculum down, and keep the policy that earned them if none did better.
+
+        Returns the metrics that the rollout adds to this iteration's row.
+        """
+        iteration, trajectories = rollout.iteration, rollout.trajectories
+        self._watch.seconds |= rollout.seconds
         self.recorder.record(iteration, "rollout", trajectories)
         returns = [t.env_return for t in trajectories if t.status == "ok"]
         if self.config.checkpoint.best_return and self._best.improved(self.state, returns, iteration):
             with self.timed("checkpoint"):
-                self.store.save_policy("best_return", self.learner.policy, self._best_metadata(iteration, returns))
+                self.store.save_policy("best_return", self.learner.policy, self._best_metadata(returns))
         self.state = replace(
             self.state,
             iteration=iteration,
             episodes=self.state.episodes + len(trajectories),
             env_steps=self.state.env_steps + sum(t.length for t in trajectories),
+            sampler=rollout.sampler_state,
         )
-
-    def record_curriculum(self, sampler: TaskSampler) -> dict[str, float]:
-        """Keep what the sampler has learnt about the tasks; the metrics that it adds to this iteration's row."""
-        self.state = replace(self.state, sampler=sampler.state())
         if self.config.curriculum.persist:
-            content = {"iteration": self.state.iteration, **sampler.describe()}
+            content = {"iteration": iteration, **rollout.curriculum}
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
-        return sampler.curriculum.metrics()
+        return rollout.metrics
 
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         """Count the optimizer steps; the metrics that the update adds to this iteration's row."""
@@ -210,12 +231,12 @@ class Session:
         counts = {"optimizer_steps": result.num_optimizer_steps, "skipped_steps": result.num_skipped_steps}
         return {f"train/{name}": float(value) for name, value in (result.metrics | counts).items()}
 
-    def _best_metadata(self, iteration: int, returns: Sequence[float]) -> dict[str, Any]:
+    def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
         return {
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
             "ema_return": self.state.ema_return,
             "current_return": sum(returns) / len(returns),
-            "training_step": iteration - 1,  # updates behind the policy that earned it
+            "training_step": self.learner.version,  # updates behind the policy; a stale one's return is its elder's
             "global_step": self.state.env_steps,
             "run_id": self.directory.name,
             "model_path": self.config.policy.path,
@@ -242,9 +263,9 @@ class Session:
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Write the iteration's row, then its checkpoint if one is due: what the checkpoint counts is on disk."""
         iteration, interval = self.state.iteration, self.config.checkpoint.interval
-        self._times["iteration"] = time.monotonic() - self._iteration_started
-        self._times["total"] = time.monotonic() - self._started
-        row = metrics | {f"time/{name}": seconds for name, seconds in self._times.items()}
+        now = time.monotonic()
+        times = self._watch.seconds | {"iteration": now - self._iteration_started, "total": now - self._started}
+        row = metrics | {f"time/{name}": seconds for name, seconds in times.items()}
         if (peak := gpu_peak_gib()) is not None:
             row["perf/gpu_peak_gib"] = peak
         self.metrics.log(iteration, row)

@@ -1,7 +1,7 @@
 """The nouns of vlarl: what crosses the borders between its parts, in the order one observation meets them.
 
     Task -> Observation -> PolicyInput -> ActionTokens -> ChunkOutcome -> Transition -> Trajectory
-         -> TrajectoryGroup -> TrainBatch -> UpdateResult -> (weights) -> Task
+         -> TrajectoryGroup -> Rollout -> TrainBatch -> UpdateResult -> (weights) -> Task
 
 Shapes are given in comments: B rows of a batch, K actions of a chunk, D numbers of an action, L prompt tokens,
 I images of an observation.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +132,7 @@ class Transition:
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
     num_executed: int  # steps of the chunk that ran before the episode ended
     ref_logprobs: FloatArray | None = None  # [K*D] the reference's, once the learner has computed them
+    version: int = 0  # of the weights that decided
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Trajectory:
     terminated: bool
     truncated: bool
     success: bool
-    policy_version: int
+    policy_version: int  # of the weights that decided last
     status: EpisodeStatus = "ok"  # only what is ok is trained on
     reward_error: str | None = None  # why it could not be scored; its rewards are zero then
     redone: int = 0  # how often it had to be run again because its simulator died or hung
@@ -175,6 +176,19 @@ class TrajectoryGroup:
     def returns(self) -> FloatArray:
         """[G] the return of each member."""
         return np.array([t.env_return for t in self.trajectories], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An iteration's experience, and what is to be written down about it."""
+
+    iteration: int
+    trajectories: tuple[Trajectory, ...]
+    groups: tuple[TrajectoryGroup, ...]  # those that are trained on
+    metrics: dict[str, float]
+    sampler_state: dict[str, Any]  # what the next iteration's tasks depend on
+    curriculum: dict[str, Any]  # the same for people
+    seconds: dict[str, float]  # what took how long
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.training.batching import build_batch
-from vlarl.training.checkpoint import CheckpointStore, TrainerState, policy_folder, restore
+from vlarl.training.checkpoint import CheckpointStore, policy_folder, restore
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
 from vlarl.training.ranks import Alone, ProcessGroup, Ranks
+from vlarl.training.state import TrainerState
 from vlarl.types import Observation, Task, Trajectory, TrajectoryGroup, Transition
 
 CPU = torch.device("cpu")

@@ -26,6 +26,7 @@ CASES = {
     "grpo": Case("parallel", {"kl": REFERENCE, "ema": {"beta": 0.9}}, FULL),
     "grpo, offloaded": Case("autoregressive", {"algorithm": ONCE}, Sharding("full", cpu_offload=True)),
     "grpo, none": Case("autoregressive", {"kl": REFERENCE, "algorithm": {"ratio_level": "sequence"}}, NONE),
+    "grpo, stale": Case("parallel", {"algorithm": ONCE | {"importance": "truncated"}}, FULL),  # from the second update
     "grpo, adapters": Case(
         "parallel",
         {"lora": LORA, "kl": REFERENCE, "policy": {"gradient_checkpointing": True}, "algorithm": ONCE},
@@ -159,6 +160,7 @@ def test_the_cases_learn_something_and_stop_where_they_should(alone):
     assert alone["a refused step"].steps == [(1, 0, False), (0, 1, False), (1, 0, False)]
     assert [stopped for _, _, stopped in alone["an early stop"].steps] == [True, True, True]
     assert alone["grpo"].metrics[-1]["kl_ref"] > 1e-6
+    assert abs(alone["grpo, stale"].metrics[-1]["importance_mean"] - 1) > 1e-4
     assert alone["grpo, adapters on bfloat16"].metrics[-1]["ratio_max"] > 1.0
 
 

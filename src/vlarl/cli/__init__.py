@@ -71,6 +71,12 @@ def _doctor(arguments: list[str]) -> int:
     return doctor(arguments)
 
 
+def _status(arguments: list[str]) -> int:
+    from vlarl.cli.status import status
+
+    return status(arguments)
+
+
 def _report(arguments: list[str]) -> int:
     from vlarl.cli.tools import report
 
@@ -96,6 +102,7 @@ COMMANDS: dict[str, Command] = {
     "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
     "doctor": Command(_doctor, "[--model PATH]", "say what this machine and a checkpoint can do, and what is missing"),
+    "status": Command(_status, "[RUN] [--json]", "say where a run stands, or all of them"),
     "report": Command(_report, "RUN", "write the report of a run again"),
 }
 

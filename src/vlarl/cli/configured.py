@@ -38,6 +38,7 @@ class Request:
     flags: Flags
     resume: str | None = None
     dry_run: bool = False
+    detach: bool = False
     wants_help: bool = False
 
 
@@ -55,7 +56,7 @@ def _supervised(config: FinetuneConfig) -> FinetuneSummary:
 
 def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None], RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and where everything is."""
-    request = _parse(arguments, Config, may_resume=True)
+    request = _parse(arguments, Config, trains=True)
     if request.wants_help:
         print(_help("train", DEFAULT_PRESET))
         return 0
@@ -69,6 +70,8 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
         return 0
     if run_dir is None:
         config = _named(config, request.source or DEFAULT_PRESET)
+    if request.detach:
+        return _detached(arguments, config, run_dir)
     summary = run_training(config, run_dir)
     print("\n".join(_closing_lines(summary, config)))
     return 130 if summary.interrupted else 0
@@ -76,7 +79,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
 
 def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], FinetuneSummary] = _supervised) -> int:
     """`vlarl finetune`: make a base policy from demonstrations."""
-    request = _parse(arguments, FinetuneConfig, may_resume=False)
+    request = _parse(arguments, FinetuneConfig, trains=False)
     if request.wants_help:
         print(_help("finetune", FINETUNE_PRESET))
         return 0
@@ -92,7 +95,7 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     return 0
 
 
-def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], may_resume: bool) -> Request:
+def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
     request = Request(None, Flags())
     rest: list[str] = []
@@ -103,7 +106,9 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             return replace(request, wants_help=True)
         if token == "--dry-run":
             request = replace(request, dry_run=True)
-        elif may_resume and token.partition("=")[0] == "--resume":
+        elif trains and token == "--detach":
+            request = replace(request, detach=True)
+        elif trains and token.partition("=")[0] == "--resume":
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             if not value:
                 raise UsageError("--resume: needs the name or folder of a run")
@@ -131,6 +136,17 @@ def _resumed(request: Request) -> tuple[Config, Path]:
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
             raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
     return config, folder
+
+
+def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) -> int:
+    """Start the same command as a process of its own, under the name that was found for its run."""
+    from vlarl.cli.detach import detach
+
+    same = [argument for argument in arguments if argument != "--detach"]
+    if run_dir is not None:
+        return detach(same, run_dir, is_new=False)
+    name = str(config.run.name)
+    return detach([*same, f"--run.name={name}"], Path(config.run.root) / name, is_new=True)
 
 
 def _named(config: AnyConfig, source: str) -> AnyConfig:
@@ -171,16 +187,17 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
-    resume = " [--resume RUN]" if command == "train" else ""
+    resume = " [--resume RUN] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
         "  --help        this text",
     ]
     if command == "train":
-        own.insert(
-            0,
+        own = [
             "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
-        )
+            "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
+            *own,
+        ]
     lines = [
         f"usage: vlarl {command} [PRESET|FILE] [--section.field value …]{resume} [--dry-run]",
         "",

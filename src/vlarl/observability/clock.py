@@ -1,6 +1,12 @@
-"""Durations as people read them."""
+"""Durations: measured, and as people read them."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vlarl.observability.trace import NoTrace
 
 
 def duration(seconds: float) -> str:
@@ -19,3 +25,20 @@ def duration_in_words(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {secs} s" if minutes else f"{secs} s"
+
+
+class Stopwatch:
+    """Seconds by name; what is timed is drawn on a track of the timeline, too."""
+
+    def __init__(self, trace: NoTrace, track: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self._trace = trace
+        self._track = track
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to what the name has."""
+        start = time.monotonic()
+        with self._trace.measure(self._track, name):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

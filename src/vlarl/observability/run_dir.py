@@ -1,7 +1,7 @@
 """The run directory: where everything about one run lives, and the interface to every tool that reads it.
 
 runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  curriculum.json  report.html
-              logs/  checkpoints/  videos/  eval/  tensorboard/
+              trace.json  logs/  checkpoints/  videos/  eval/  tensorboard/
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -44,7 +44,7 @@ class RunStatus:
     host: str
     machine: str
     message: str
-    resume: str  # the command that goes on from here
+    resume: str  # the command that goes on from here; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ class RunDirectory:
     """The files of one run."""
 
     path: Path
+    made_in: Path | None = field(default=None, compare=False)  # create: the folder that was there before
 
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunDirectory:
         """Make the folder of a new run. An existing one is refused; what can't be made leaves nothing behind."""
         cls.refuse_existing(root, name)
         path = Path(root) / name
+        made_in = nearest_existing(path)
         try:
             path.mkdir(parents=True)
             for folder in FOLDERS:
@@ -66,7 +68,7 @@ class RunDirectory:
             raise UsageError(f"another process has just made {path}: choose another `--run.name`") from None
         except OSError as error:
             raise UsageError(_unwritable(path, error)) from error
-        return cls(path)
+        return cls(path, made_in)
 
     @staticmethod
     def refuse_existing(root: Path | str, name: str) -> None:
@@ -100,8 +102,13 @@ class RunDirectory:
         return cls(path)
 
     def remove(self) -> None:
-        """Take the whole folder away: for a new run that was refused before it began."""
+        """Take away all that was made for a new run that was refused before it began, its root too if that is new."""
         shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.path.parents:
+            if self.made_in is None or folder == self.made_in:
+                break
+            with suppress(OSError):  # another run has come to live there
+                folder.rmdir()
 
     def lock(self) -> IO[str]:
         """Keep every other process from going on with this run, for as long as the answer is open."""
@@ -115,6 +122,17 @@ class RunDirectory:
                 f"the run {self.path} is going on in another process (pid {pid}): stop that one first"
             ) from None
         return file
+
+    def is_locked(self) -> bool | None:
+        """Whether a process works on this run; None where no lock can tell."""
+        try:
+            with (self.path / ".lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # never locked, not ours to read, or a disk without locks
+            return None
+        return False
 
     @property
     def name(self) -> str:
@@ -152,6 +170,11 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def trace_file(self) -> Path:
+        """The timeline of every role."""
+        return self.path / "trace.json"
+
+    @property
     def logs(self) -> Path:
         """Folder of log files."""
         return self.path / "logs"
@@ -160,6 +183,11 @@ class RunDirectory:
     def log_file(self) -> Path:
         """The training log."""
         return self.logs / "train.log"
+
+    @property
+    def output_file(self) -> Path:
+        """What a detached run prints."""
+        return self.logs / "output.log"
 
     @property
     def checkpoints(self) -> Path:
@@ -186,7 +214,9 @@ class RunDirectory:
         """The command that goes on with this run."""
         return f"vlarl train --resume {shlex.quote(str(self.path))}"
 
-    def write_status(self, state: RunState, iteration: int, iterations: int, message: str = "") -> None:
+    def write_status(
+        self, state: RunState, iteration: int, iterations: int, message: str = "", resumable: bool = True
+    ) -> None:
         """Say where the run stands, in one atomic step."""
         now = time.time()
         status = RunStatus(
@@ -199,21 +229,21 @@ class RunDirectory:
             host=socket.gethostname(),
             machine=describe_machine(),
             message=message,
-            resume=self.resume_command,
+            resume=self.resume_command if resumable else "",
         )
         write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")
 
     @contextmanager
     def tracked(self, iterations: int) -> Iterator[None]:
-        """Keep status.json true of a block that does all its iterations or fails."""
-        self.write_status("running", 0, iterations)
+        """Keep status.json true of a block that does all its iterations or fails, and can't be resumed."""
+        self.write_status("running", 0, iterations, resumable=False)
         try:
             yield
         except BaseException as error:
             state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write_status(state, 0, iterations, f"{type(error).__name__}: {error}")
+            self.write_status(state, 0, iterations, f"{type(error).__name__}: {error}", resumable=False)
             raise
-        self.write_status("finished", iterations, iterations)
+        self.write_status("finished", iterations, iterations, resumable=False)
 
     def read_status(self) -> dict[str, Any]:
         """What status.json says; empty when there is none."""
@@ -244,15 +274,19 @@ ROOT_REMEDY = "choose a folder you can write to with `--run.root`"
 
 def check_writable(root: Path, remedy: str = ROOT_REMEDY) -> None:
     """Prove by a file that the root, or the folder it will be made in, takes files; permission bits don't tell."""
-    existing = root
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=existing) as file:
+        with tempfile.TemporaryFile(dir=nearest_existing(root)) as file:
             file.write(b"vlarl")
             file.flush()
     except OSError as error:
         raise UsageError(_unwritable(root, error, remedy)) from error
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the folder above it that is there: what will be made of it, is made on this disk."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _unwritable(path: Path, error: OSError, remedy: str = ROOT_REMEDY) -> str:

@@ -32,8 +32,17 @@ class Surroundings:
 
 def build_reward(config: RewardConfig, run: Surroundings) -> SafeReward:
     """The configured reward, with its failures contained."""
-    reward = _combined(config, run) if config.source == "combined" else _single(config.source, config, run)
+    return contained(build_bare_reward(config, run), config)
+
+
+def contained(reward: Reward, config: RewardConfig) -> SafeReward:
+    """A reward with its failures contained, as configured."""
     return SafeReward(reward, config.retries, config.fallback, config.max_failure_rate)
+
+
+def build_bare_reward(config: RewardConfig, run: Surroundings) -> Reward:
+    """The configured reward itself."""
+    return _combined(config, run) if config.source == "combined" else _single(config.source, config, run)
 
 
 def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:

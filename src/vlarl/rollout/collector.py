@@ -52,6 +52,7 @@ class _Running:
     """An episode under way. What was decided last waits for its outcome."""
 
     started: _Waiting
+    version: int  # of the weights that decided last; of the engine at its start, before any have
     observation: Observation | None = None
     token_ids: IntArray | None = None  # [K*D]
     engine_logprobs: FloatArray | None = None  # [K*D]
@@ -64,12 +65,17 @@ class _Running:
         if self.observation is not None and self.token_ids is not None and self.engine_logprobs is not None:
             self.transitions.append(
                 Transition(
-                    self.observation, self.token_ids, self.engine_logprobs, outcome.rewards, outcome.num_executed
+                    self.observation,
+                    self.token_ids,
+                    self.engine_logprobs,
+                    outcome.rewards,
+                    outcome.num_executed,
+                    version=self.version,
                 )
             )
         self.observation = outcome.observation
 
-    def finish(self, outcome: ChunkOutcome, version: int) -> Episode:
+    def finish(self, outcome: ChunkOutcome) -> Episode:
         """The episode, which ended with this outcome."""
         trajectory = Trajectory(
             task=self.started.task,
@@ -78,7 +84,7 @@ class _Running:
             terminated=outcome.terminated,
             truncated=outcome.truncated,
             success=outcome.success,
-            policy_version=version,
+            policy_version=self.version,
             status="ok" if outcome.error is None else "crashed",
             redone=self.started.attempt,
         )
@@ -126,7 +132,7 @@ class Collector:
                     del running[slot]
                     continue
                 index = episode.started.index
-                finished[index] = on_end(index, episode.finish(outcome, self.engine.version))
+                finished[index] = on_end(index, episode.finish(outcome))
                 del running[slot]
             has_free_slot = waiting and len(running) < self.pool.num_envs
             if ready and not (self.pool.lockstep and has_free_slot):
@@ -145,7 +151,8 @@ class Collector:
         free = [slot for slot in range(self.pool.num_envs) if slot not in running][: len(waiting)]
         for slot in free:
             place = fitting([each.task for each in waiting], self._last_task[slot], set(self._last_task))
-            running[slot], self._last_task[slot] = _Running(waiting[place]), waiting[place].task.task_id
+            running[slot] = _Running(waiting[place], self.engine.version)
+            self._last_task[slot] = waiting[place].task.task_id
             del waiting[place]
         if free:
             tasks = [running[slot].started.task for slot in free]
@@ -170,7 +177,7 @@ class Collector:
         token_ids, logprobs = tokens.ids.cpu().numpy(), tokens.engine_logprobs.cpu().numpy()
         chosen = self.policy.codec.decode(token_ids) if tokens.actions is None else tokens.actions.numpy()
         for row, episode in enumerate(episodes):
-            episode.token_ids, episode.engine_logprobs = token_ids[row], logprobs[row]
+            episode.token_ids, episode.engine_logprobs, episode.version = token_ids[row], logprobs[row], tokens.version
         self.pool.send_chunk(slots, self.policy.unnormalize(chosen), self._filmed(slots, running, film))
 
     def _filmed(self, slots: list[int], running: dict[int, _Running], film: frozenset[int]) -> frozenset[int]:

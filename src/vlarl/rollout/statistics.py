@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlarl.types import Trajectory
+from vlarl.types import Trajectory, TrajectoryGroup
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
@@ -27,3 +27,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/env_steps_per_s": env_steps / seconds,
         "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,
     }
+
+
+def staleness_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, float]:
+    """How many updates the learner, at `version`, is ahead of the weights that decided; nothing without decisions."""
+    ages = [version - t.version for group in groups for member in group.trajectories for t in member.transitions]
+    if not ages:
+        return {}
+    return {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,38 @@ _ROLLOUT, _EVALUATION, _TASK_ORDER = 0, 1, 2  # keep the seeds of different purp
 def derive_seed(*numbers: int) -> int:
     """A 64-bit seed that depends on all the numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+
+
+class Sampler(Protocol):
+    """Deals tasks out, here or as a worker of a cluster."""
+
+    def get_batch(self, iteration: int) -> list[list[Task]]:
+        """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""
+        ...
+
+    def refill(self, iteration: int, first: int, count: int) -> list[list[Task]]:
+        """`count` more groups of the same iteration, numbered from `first`: the number of groups it has had so far."""
+        ...
+
+    def report_results(self, trajectories: Iterable[Trajectory]) -> None:
+        """Take an iteration's episodes into account. Crashed ones say nothing about a task."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What the next iteration's groups depend on beside seed and number, as JSON can hold it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, or from an earlier run's curriculum."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The state in full, for people: the content of curriculum.json."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the curriculum adds to an iteration's row."""
+        ...
 
 
 class TaskSampler:
@@ -57,6 +89,10 @@ class TaskSampler:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned, or from an earlier run's curriculum."""
         self.curriculum.restore(state)
+
+    def metrics(self) -> dict[str, float]:
+        """What the curriculum adds to an iteration's row."""
+        return self.curriculum.metrics()
 
     def describe(self) -> dict[str, Any]:
         """The state in full, for people: the content of curriculum.json."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,14 @@ from vlarl.policies.openvla.config import OpenVLAConfig, language_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.towers import KNOWN_TOWERS
 from vlarl.rollout.vllm_plugin import BYTES_BACKEND, CONFIG_FORMAT, register
-from vlarl.rollout.weight_stream import WeightStream, buckets, check_shapes, checkpoint_name, policy_weights
+from vlarl.rollout.weight_stream import (
+    WeightStream,
+    bucket_message,
+    buckets,
+    check_shapes,
+    checkpoint_name,
+    policy_weights,
+)
 from vlarl.types import ActionTokens, PolicyInput
 
 # Read by vLLM when it is first used. Set here and not by users, who may still set others.
@@ -125,7 +131,7 @@ class VllmEngine:
         self.start_sync(stream.shapes, version)
         try:
             for payload in buckets(stream, self.options.bucket_bytes, DTYPES[self.options.dtype]):
-                self.update_weights(bucket(payload, self.options.checksum))
+                self.update_weights(bucket_message(payload, self.options.checksum))
         except BaseException:
             self.abandon_sync()
             raise
@@ -211,11 +217,6 @@ class VllmEngine:
         )
 
 
-def bucket(payload: bytes, checksum: bool) -> dict[str, Any]:
-    """One message of the bytes backend."""
-    return {"payload": payload, "checksum": zlib.crc32(payload) if checksum else None}
-
-
 def _stream(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightStream:
     """Pairs by the policy's or the checkpoint's names; what engines don't have is left out."""
     tensors = {short: tensor for name, tensor in weights if (short := checkpoint_name(name)) is not None}
@@ -226,13 +227,13 @@ def _check_supported(config: OpenVLAConfig, options: VllmOptions, path: str | Pa
     if config.decoder != "autoregressive":
         raise UsageError(
             f"{path} decodes in parallel (OFT): every token sees every other one, which vLLM can't do. Use the torch "
-            "engine: vllm_num_engines 0."
+            "engine: vllm.num_engines 0."
         )
     head_size = _head_size(config)
     if head_size not in CPU_HEAD_SIZES and not torch.cuda.is_available():
         raise UsageError(
             f"{path} has attention heads of {head_size} numbers; vLLM on a CPU reads those of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}. Use the torch engine: vllm_num_engines 0."
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}. Use the torch engine: vllm.num_engines 0."
         )
     if options.model_class == "vllm":
         known = (KNOWN_TOWERS["vit_large_patch14_reg4_dinov2.lvd142m"], KNOWN_TOWERS["vit_so400m_patch14_siglip_224"])

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     WeightSource,
@@ -27,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vlarl.errors import VlarlError
-from vlarl.rollout.weight_stream import WeightStream
+from vlarl.rollout.weight_stream import WeightStream, unpacked
 
 
 @dataclass
@@ -70,7 +69,8 @@ class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # typ
                 f"a bucket of {len(update_info.payload)} bytes came damaged (CRC-32 is not {update_info.checksum}): "
                 "sync again"
             )
-        self.model.load_weights(load(update_info.payload).items())
+        # Copied one at a time: vLLM keeps tensors of layers that are not whole yet, and a view would keep its bucket.
+        self.model.load_weights((name, view.clone()) for name, view in unpacked(update_info.payload).items())
 
     def finish_weight_update(self) -> None:
         """Put the layers back in their places."""

@@ -8,14 +8,16 @@ only when all of it has come), so tensors travel in groups: whoever sends one of
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save
 from torch import nn
 
 from vlarl.errors import UsageError
@@ -23,6 +25,9 @@ from vlarl.errors import UsageError
 HEADS = ("value_head.", "l1_head.")  # the learner's own: engines neither value nor regress
 _PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LANGUAGE_LINEAR = re.compile(rf"(language_model\..*)\.({'|'.join(_PACKED)})\.(weight|bias)")
 
 
@@ -93,7 +98,10 @@ class ChangedWeights:
 
 
 def buckets(weights: WeightStream, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-    """The stream as safetensors of at most `bucket_bytes` each (a larger tensor has one for itself)."""
+    """The stream as safetensors of at most `bucket_bytes` each (a larger tensor has one for itself).
+
+    While a bucket is with the caller, nothing else of it is kept here.
+    """
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes = {bucket_bytes}: give a positive number of bytes, such as {256 << 20}.")
     bucket: dict[str, torch.Tensor] = {}
@@ -101,12 +109,47 @@ def buckets(weights: WeightStream, bucket_bytes: int, dtype: torch.dtype | None 
     for name, tensor in weights:
         host = _on_host(tensor, dtype)
         if bucket and filled + host.nbytes > bucket_bytes:
-            yield save(bucket)
-            bucket, filled = {}, 0
+            yield _packed(bucket)
+            filled = 0
         bucket[name] = host
         filled += host.nbytes
     if bucket:
-        yield save(bucket)
+        yield _packed(bucket)
+
+
+def _packed(bucket: dict[str, torch.Tensor]) -> bytes:
+    """The tensors as safetensors; takes them out of the bucket. The library's own writer holds all bytes twice."""
+    header: dict[str, Any] = {}
+    contents: list[Any] = []
+    end = 0
+    for name in sorted(bucket, key=lambda name: -bucket[name].itemsize):  # so that every number lies aligned
+        tensor = bucket[name]
+        span = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        contents.append(tensor.reshape(-1).view(torch.uint8).numpy())
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    bucket.clear()
+    return b"".join([len(text).to_bytes(8, "little"), text, *contents])
+
+
+def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a bucket, as views of its bytes: they may be read, not written."""
+    begin = 8 + int.from_bytes(payload[:8], "little")
+    tensors: dict[str, torch.Tensor] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        for name, entry in json.loads(bytes(payload[8:begin])).items():
+            dtype, shape, (first, last) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+            count = (last - first) // dtype.itemsize
+            view = torch.frombuffer(payload, dtype=dtype, count=count, offset=begin + first)
+            tensors[name] = view.reshape(shape)
+    return tensors
+
+
+def bucket_message(payload: bytes, checksum: bool) -> dict[str, Any]:
+    """A bucket as engines take it."""
+    return {"payload": payload, "checksum": zlib.crc32(payload) if checksum else None}
 
 
 def check_shapes(
@@ -166,7 +209,7 @@ def _materialize(tensor: torch.Tensor, layer: LoraLayer | None) -> torch.Tensor:
     if whole.dtype in (torch.int8, torch.uint8):
         raise UsageError(
             "policy.quantize: a quantised base can't be sent to a vLLM engine; leave it out, or use the torch engine "
-            "(vllm_num_engines 0)."
+            "(vllm.num_engines 0)."
         )
     adapter: Any = layer
     (active,) = adapter.active_adapters
@@ -183,6 +226,4 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    host = tensor.detach().to("cpu", kept).contiguous()
-    whole = host.untyped_storage().nbytes() == host.nbytes
-    return host if whole else host.clone()  # safetensors refuses views of one storage
+    return tensor.detach().to("cpu", kept).contiguous()

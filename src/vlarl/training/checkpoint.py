@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
 from vlarl.training.ranks import Alone, Ranks, on_first
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_sharded, read_shards, stored_shapes, write_shards
+from vlarl.training.state import TrainerState
 
 Entry = TypeVar("Entry")
 
@@ -39,20 +40,6 @@ CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
 RANDOM = "rng.cpu"  # key of the state of torch's random numbers
 PERIODIC = "step_"  # how names of checkpoints begin that are kept for a while only
-
-
-@dataclass
-class TrainerState:
-    """What a run needs beside weights and moments to go on as if it had never stopped."""
-
-    iteration: int = 0
-    env_steps: int = 0
-    episodes: int = 0
-    optimizer_steps: int = 0
-    ema_return: float | None = None
-    best_ema_return: float | None = None
-    best_iteration: int | None = None
-    sampler: dict[str, Any] = field(default_factory=dict)  # what the task sampler goes on from
 
 
 class BestReturn:
@@ -132,6 +119,10 @@ class CheckpointStore:
                 on_first(self.ranks, lambda: write_whole(folder))
 
         return self._replace(name, write)
+
+    def restore(self, learner: Learner, checkpoint: Path) -> TrainerState:
+        """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
+        return restore(learner, checkpoint)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that training can go on from, None before the first."""

@@ -11,7 +11,7 @@ and everybody knows all numbers (`ranks.py`); their weights may be spread over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from vlarl.config.schema import Config
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Policy, Scores
 from vlarl.policies.distribution import token_entropy, token_logprobs
+from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import derive_seed
 from vlarl.training.batching import (
     mean_by_trajectory,
@@ -41,7 +42,8 @@ from vlarl.training.batching import (
 from vlarl.training.critic import build_critic
 from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
-from vlarl.training.numbers import Numbers, explained_variance, mismatch, note, numbers_of
+from vlarl.training.importance import corrects, importance_weights
+from vlarl.training.numbers import Numbers, explained_variance, importance_numbers, mismatch, note, numbers_of
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.ranks import Alone, Ranks, spread
 from vlarl.training.reference import reference_at_start, reference_here
@@ -108,6 +110,15 @@ class Learner:
             weight = whole(parameter.detach())
             if self.ranks.rank == 0:
                 yield name, weight.cpu() if self.sharded else weight
+
+    def publish(self, engine: Engine) -> None:
+        """Bring the engine to the weights as they are now; one that runs on them already copies nothing."""
+        engine.load_weights(self.named_weights(), self.version)
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL from the reference, as it is now."""
+        return self.kl.coef
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.AdamW]]:
         """Everything that an optimizer moves, by name, with its optimizer."""
@@ -176,6 +187,16 @@ class Learner:
 
     def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
         """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
+        steps = self.updating(batch, iteration)
+        while True:
+            try:
+                on_step(*next(steps))
+            except StopIteration as end:
+                result: UpdateResult = end.value
+                return result
+
+    def updating(self, batch: TrainBatch, iteration: int) -> Generator[tuple[int, int], None, UpdateResult]:
+        """The same step by step: after each optimizer step, how many are done, of how many."""
         algorithm = self.config.algorithm
         train_policy = self.version >= algorithm.value_init_steps
         lr = self._set_learning_rates(train_policy)
@@ -198,7 +219,7 @@ class Learner:
                 moved = moved or train_policy
             else:
                 num_skipped += 1
-            on_step(num_steps + num_skipped, len(schedule))
+            yield num_steps + num_skipped, len(schedule)
         self.version += 1
         self.policy_updates += train_policy
         results = metrics.reduce() | {"lr": lr} | self._closing_metrics(batch)
@@ -250,7 +271,8 @@ class Learner:
         """The batch with this learner's log-probs in place of the engine's, and a note of how far they were apart.
 
         Rows go through the model in the company they will have in the first epoch: kernels round by batch, and this way
-        the first ratio is 1 to the last bit. Tokens that are too certain to be learnt from lose their advantage.
+        the first ratio is 1 to the last bit. Weights of tokens go into their advantages, to which every surrogate is in
+        proportion: that of stale data, and 0 for tokens that are too certain to be learnt from.
         """
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "engine":
@@ -270,6 +292,10 @@ class Learner:
                 old_logprobs[micro] = logprobs
                 if entropy is not None:
                     entropies[micro] = entropy
+        if corrects(self.config):
+            weights = importance_weights(batch, old_logprobs, algorithm.importance_cap)
+            note(metrics, [importance_numbers(weights, batch.mask, algorithm.importance_cap)])
+            batch = replace(batch, advantages=batch.advantages * weights)
         batch = replace(batch, old_logprobs=old_logprobs)
         if selects:
             learnt = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_share)

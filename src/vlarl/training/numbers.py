@@ -51,6 +51,17 @@ def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> Numbers:
     )
 
 
+def importance_numbers(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> Numbers:
+    """The mean importance weight of the marked tokens, and how many of them are at the cap."""
+    num_tokens, capped = int(mask.sum()), masked_sum((weights >= cap).float(), mask)
+    return Numbers(
+        {
+            "importance_mean": (float(masked_sum(weights, mask)), num_tokens),
+            "importance_capped": (float(capped), num_tokens),
+        }
+    )
+
+
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
     """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would."""
     variance = returns.var()

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vlarl.rollout.engine import Engine
-from vlarl.training.learner import Learner
+from vlarl.training.base import Trainer
 
 
-def publish_weights(learner: Learner, engine: Engine) -> None:
+def publish_weights(learner: Trainer, engine: Engine) -> None:
     """Give the engine the learner's current weights under their version; a colocated engine copies nothing."""
-    engine.load_weights(learner.named_weights(), learner.version)
+    learner.publish(engine)
     if engine.version != learner.version:
         raise RuntimeError(f"the engine runs version {engine.version} after a sync to version {learner.version}")
 
 
 @contextmanager
-def evaluated_weights(learner: Learner, engine: Engine) -> Iterator[None]:
+def evaluated_weights(learner: Trainer, engine: Engine) -> Iterator[None]:
     """Inside the block the engine has the weights that evaluations are made with: the newest, or their average."""
     if learner.average is None or not learner.config.eval.use_ema:
         yield

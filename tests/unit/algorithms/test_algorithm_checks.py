@@ -66,6 +66,12 @@ def test_only_ppo_has_a_critic_to_train_first():
             "algorithm.entropy_top_share to 1",
         ),
         (
+            {"algorithm__importance": "truncated", "algorithm__old_logprobs": "engine"},
+            "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine': the ratio starts at the policy that "
+            "sampled already, so there is nothing left to weight; set algorithm.old_logprobs to learner, or "
+            "algorithm.importance to none",
+        ),
+        (
             {"kl__target": 0.1},
             "kl.target = 0.1 with kl.coef = 0: an adaptive coefficient is multiplied from kl.coef, which is 0; set kl.coef "
             "above 0 or kl.target to null",

@@ -21,12 +21,16 @@ OVERRIDES = {
 def test_numbers_of_a_training_run():
     assert derive(load_config(overrides=OVERRIDES)) == Derived(
         world_size=1,
+        num_engines=None,
+        num_env_workers=None,
         num_tasks=3,
         episodes_per_iteration=24,
+        episodes_per_iteration_and_env_worker=None,
         decisions_per_iteration_max=24 * 16,  # 64 steps in chunks of 4
         iterations_per_update=1,
         episodes_per_update=24,
         episodes_per_minibatch=3,
+        episodes_per_minibatch_and_rank=None,
         decisions_per_microbatch_max=128,
         optimizer_steps_per_update=24,
         total_updates=10,
@@ -72,6 +76,36 @@ def test_what_only_the_checkpoint_knows_is_left_out():
     assert derived.decisions_per_iteration_max is None
     assert not any("decisions_per_iteration" in line for line in derived_lines(derived))
     assert "total_episodes: 240" in derived_lines(derived)
+
+
+CLUSTER = {"backend": "ray", "address": "auto", "learners_per_node": [3, 2], "num_env_workers": 5}
+
+
+def test_a_cluster_shares_minibatches_between_ranks_and_episodes_between_environment_workers():
+    derived = derive(load_config(overrides=OVERRIDES | {"distributed": CLUSTER}))
+    assert (derived.world_size, derived.num_engines, derived.num_env_workers) == (5, 1, 5)
+    assert derived.episodes_per_iteration_and_env_worker == 24 / 5
+    assert derived.episodes_per_minibatch_and_rank == 3 / 5
+    alone = derive(load_config(overrides=OVERRIDES))
+    assert derived.total_optimizer_steps == alone.total_optimizer_steps  # ranks share work, and add none
+    lines = derived_lines(derived)
+    assert "episodes_per_iteration_and_env_worker: 4.8" in lines and "episodes_per_minibatch_and_rank: 0.6" in lines
+    assert len(lines) == len(derived_lines(alone)) + 4
+
+
+def test_engines_are_those_of_vllm_or_of_torch():
+    policy = {"policy.path": "builtin:tiny-openvla"}
+    torch = load_config(overrides=OVERRIDES | policy | {"distributed": CLUSTER | {"torch_num_engines": 3}})
+    vllm = load_config(overrides=OVERRIDES | policy | {"distributed": CLUSTER, "vllm.num_engines": 2})
+    assert (derive(torch).num_engines, derive(vllm).num_engines) == (3, 2)
+
+
+def test_a_simulator_is_a_worker_of_its_own():
+    libero = OVERRIDES | {"env": {"suite": "libero_10", "num_envs": 12}, "distributed": CLUSTER}
+    derived = derive(load_config(overrides=libero))
+    assert (derived.num_env_workers, derived.episodes_per_iteration_and_env_worker) == (12, 2)
+    libero["env"] = {"suite": "libero_10", "num_envs": None}  # one for each core, which only the machine knows
+    assert not any("env_worker" in line for line in derived_lines(derive(load_config(overrides=libero))))
 
 
 def test_numbers_of_a_supervised_run():

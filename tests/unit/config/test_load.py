@@ -136,6 +136,16 @@ def test_every_alias_sets_its_option():
     flags = ["--curriculum.mode", "adaptive", "--curriculum-ema-alpha", "0.9", "--curriculum-tau", "0.25"]
     curriculum = load_config(overrides=flags).curriculum
     assert (curriculum.ema_alpha, curriculum.tau) == (0.9, 0.25)
+    flags = ["--distributed.backend", "ray", "--actor-num-gpus-per-node", "4", "2", "--distributed.address", "auto"]
+    flags += ["--sharding-strategy", "full", "--offload", "--async-mode", "--env-gpu-id", "3"]
+    flags += ["--vllm-num-engines", "2", "--vllm-tensor-parallel-size", "4", "--vllm-enforce-eager"]
+    flags += ["--vllm-sync-backend", "nccl", "--enable-prefix-caching", "--gpu-memory-utilization", "0.5"]
+    config = load_config(overrides=flags)
+    distributed, vllm = config.distributed, config.vllm
+    assert (distributed.learners_per_node, distributed.sharding, distributed.cpu_offload) == ((4, 2), "full", True)
+    assert distributed.asynchronous and config.env.render_gpu == 3
+    assert (vllm.num_engines, vllm.tensor_parallel_size, vllm.enforce_eager) == (2, 4, True)
+    assert (vllm.sync_backend, vllm.prefix_caching, vllm.gpu_memory_utilization) == ("nccl", True, 0.5)
     for flag in ("--n-epochs", "--num-epochs"):
         assert load_config(overrides=[flag, "4"]).algorithm.epochs == 4
     assert set(ALIASES) == {
@@ -160,6 +170,9 @@ def test_every_alias_sets_its_option():
         *("freezing-actor-steps", "advantage-estimator", "max-epochs", "n-epochs", "num-epochs"),
         *("clip-ratio-low", "clip-ratio-high", "entropy-coef", "action-reconstruction-coef", "aux-loss-coef"),
         *("advantage-clamp", "verifier-gamma", "gamma", "lam", "gae-lambda", "vf-coef", "value-loss-coef"),
+        *("actor-num-gpus-per-node", "sharding-strategy", "offload", "async-mode", "env-gpu-id"),
+        *("vllm-num-engines", "vllm-tensor-parallel-size", "vllm-enforce-eager", "vllm-sync-backend"),
+        *("enable-prefix-caching", "gpu-memory-utilization"),
         *("cliprange-value", "value-clip", "kl-coef", "init-kl-coef", "kl-target", "kl-horizon", "kl-estimator"),
     }
 
@@ -292,9 +305,9 @@ def test_an_empty_file_is_all_defaults(tmp_path):
     [
         (
             "tabletop_gpro",
-            "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: libero_spatial_grpo_oft, ",
+            "tabletop_gpro: unknown preset; did you mean 'tabletop_grpo'? Known: libero_10_cluster, ",
         ),
-        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: libero_spatial_grpo_oft, "),
+        ("nowhere/x.yaml", "no file nowhere/x.yaml; presets: libero_10_cluster, "),
     ],
 )
 def test_sources_that_do_not_exist(source, message):

@@ -10,6 +10,7 @@ from vlarl.config import Config, FinetuneConfig, load_config
 from vlarl.config.presets import DEFAULT_PRESET, PRESET_FOLDER, presets, presets_of
 
 COMMANDS = {"train": Config, "finetune": FinetuneConfig}
+LEARNERS = {"tabletop_cluster": 2, "libero_10_cluster": 8}
 SHIPPED = [(command, name) for command, schema in COMMANDS.items() for name in presets_of(schema)]
 
 
@@ -28,7 +29,7 @@ def test_dry_run_of_every_preset(command, name, capsys, tmp_path, monkeypatch):
     written.write_text(printed)
     schema = COMMANDS[command]
     assert load_config(written, schema=schema) == load_config(name, schema=schema)
-    assert re.search(r"^# world_size: 1$", printed, re.MULTILINE)
+    assert re.search(rf"^# world_size: {LEARNERS.get(name, 1)}$", printed, re.MULTILINE)
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 

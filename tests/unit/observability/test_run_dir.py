@@ -106,6 +106,28 @@ def test_the_log_file_takes_records_only_while_attached(tmp_path: Path) -> None:
     assert "INFO" in text and "vlarl.somewhere: inside 7" in text and "outside" not in text
 
 
+def test_removing_takes_away_what_was_made_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunDirectory.create("new/runs", "first").remove()
+    assert list(tmp_path.iterdir()) == []
+    Path("runs").mkdir()
+    RunDirectory.create("runs", "first").remove()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+    first = RunDirectory.create(tmp_path / "other", "first")
+    second = RunDirectory.create("other", "second")
+    first.remove()
+    second.remove()
+    assert [path.name for path in Path("other").iterdir()] == [] and not first.path.exists()
+
+
+def test_a_lock_can_be_looked_at(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "first")
+    assert run.is_locked() is None, "no process has had it yet"
+    with run.lock():
+        assert run.is_locked() is True
+    assert run.is_locked() is False
+
+
 def test_a_run_goes_on_in_one_process_at_a_time(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     with run.lock(), pytest.raises(UsageError, match="is going on in another process"):

@@ -11,7 +11,7 @@ from vlarl.config.problems import ConfigError
 from vlarl.config.schema import LoraConfig, ModelConfig, PolicyConfig
 from vlarl.errors import UsageError
 from vlarl.evaluation import evaluate
-from vlarl.launch import launch
+from vlarl.launch import launch_here
 from vlarl.policies import load_policy
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
@@ -126,7 +126,7 @@ def test_rl_on_the_regression_head_is_refused_with_the_reason():
 
 
 def test_hybrid_is_trained_on_tokens_with_the_head_frozen_and_a_warning(with_head, configure, caplog):
-    parts = launch(configure(policy={"path": str(with_head), "actions": "hybrid"}))
+    parts = launch_here(configure(policy={"path": str(with_head), "actions": "hybrid"}))
     assert not any(p.requires_grad for p in parts.policy.l1_head.parameters())
     assert any(p.requires_grad for p in parts.policy.model.parameters())
     assert "regression head is loaded and frozen" in caplog.text
@@ -135,7 +135,7 @@ def test_hybrid_is_trained_on_tokens_with_the_head_frozen_and_a_warning(with_hea
 def test_a_frozen_backbone_leaves_nothing_to_rl(configure):
     policy = {"path": "builtin:tiny-openvla", "freeze": "backbone", "use_proprio": False}
     with pytest.raises(UsageError, match="policy.freeze = 'backbone' leaves nothing for RL to train"):
-        launch(configure(policy=policy))
+        launch_here(configure(policy=policy))
 
 
 def test_heads_may_live_elsewhere(observation):

@@ -12,10 +12,10 @@ from vlarl.envs.tabletop import TabletopPool
 from vlarl.errors import VlarlError
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.collector import Collector
-from vlarl.rollout.statistics import rollout_metrics
+from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
 from vlarl.rollout.tasks import derive_seed
 from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task
+from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task, TrajectoryGroup
 
 CHUNK = 2
 
@@ -176,6 +176,36 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
     assert metrics["rollout/redone_episodes"] == 2
     assert metrics["rollout/env_steps_per_s"] == pytest.approx((15 + 6) / 2)
     assert metrics["perf/decisions_per_s"] == pytest.approx((9 + 3) / 2)
+
+
+class LearningEngine(FakeEngine):
+    """Is given new weights after each batch of decisions."""
+
+    def generate(self, inputs, temperature, seeds):
+        tokens = super().generate(inputs, temperature, seeds)
+        self.version += 1
+        return tokens
+
+
+def test_each_decision_knows_the_weights_that_made_it():
+    """An episode is of the version that decided last, which may be older than the engine's when it ends."""
+    pool = FakePool(2, LENGTHS, crash=[5])
+    episodes = Collector(pool, FakePolicy(), LearningEngine(), retries=0).collect(tasks(), 0.5)
+    # batches of decisions: tasks 0 1, 0 2, 0 3, 4 3, 4 3, 5 3, 5
+    versions = [[t.version for t in episode.trajectory.transitions] for episode in episodes]
+    assert versions == [[7, 8, 9], [7], [8], [9, 10, 11, 12], [10, 11], [12]]
+    assert [episode.trajectory.policy_version for episode in episodes] == [9, 7, 8, 12, 11, 13]
+
+
+def test_staleness_is_counted_in_updates_over_decisions(trajectory):
+    def decided(*versions):
+        episode = trajectory([[0.0]] * len(versions))
+        steps = zip(episode.transitions, versions, strict=True)
+        return replace(episode, transitions=tuple(replace(t, version=version) for t, version in steps))
+
+    groups = [TrajectoryGroup((decided(4, 5), decided(5))), TrajectoryGroup((decided(2, 3, 5),))]
+    assert staleness_metrics(groups, version=5) == {"train/staleness_mean": 1.0, "train/staleness_max": 3.0}
+    assert staleness_metrics([], version=5) == {}
 
 
 def test_nothing_but_crashes_ends_the_run():

@@ -11,8 +11,9 @@ from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.training.checkpoint import COUNTERS, TENSORS, BestReturn, CheckpointStore, TrainerState, restore
+from vlarl.training.checkpoint import COUNTERS, TENSORS, BestReturn, CheckpointStore, restore
 from vlarl.training.learner import Learner
+from vlarl.training.state import TrainerState
 from vlarl.types import TrajectoryGroup
 
 

@@ -13,8 +13,9 @@ from vlarl.policies import load_policy
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.training.checkpoint import CheckpointStore, TrainerState, restore
+from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.reference import reference_kl
+from vlarl.training.state import TrainerState
 from vlarl.types import TrajectoryGroup
 
 LORA = LoraConfig(enabled=True, rank=4)

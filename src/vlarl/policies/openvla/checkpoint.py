@@ -56,7 +56,7 @@ def read_policy(
     """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes what the folder says.
 
     Original OFT folders say nothing of their number of images: pass num_images=2. `base` is the model under an adapter,
-    where it has moved.
+    where it has moved. On the device `meta` the policy has neither weights nor heads.
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
@@ -72,9 +72,11 @@ def read_policy(
             attention=attention,
             heads_device=heads_device,
         )
+    policy.base = replace(origin, path=_recorded(origin))
+    if torch.device(device).type == "meta":
+        return policy  # it reads observations and codes actions, and that is all
     if quantize is not None:
         quantize_linears(policy.model, quantize)
-    policy.base = replace(origin, path=_recorded(origin))
     load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
     _restore_constants(policy, device)
     _load_heads(policy, folders, dtype, l1_head)

@@ -1,0 +1,180 @@
+"""Short real runs against the model: one run gives the parameters, the others are predicted (scaling_model.py --measure).
+
+Runs of the built-in policy on the tabletop, torch engines, one thread a process. Processes are those that work: the
+driver, and each Ray worker for environments, engines and learners (not Ray's own, and not the curriculum's, which
+waits).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scaling_model import Forecast, Loop, forecast
+
+NUM_ENVS, NUM_EPISODES, ITERATIONS = 32, 64, 5
+WARM_UP = 1  # iterations that are not counted
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a run is spread; 0 workers: everything in one process."""
+
+    name: str
+    workers: int  # of each role: environments, engines, learners
+    asynchronous: bool = False
+
+
+BASE = Shape("1 + 1 + 1 workers, 4 processes", 1)
+SHAPES = (
+    Shape("local, 1 process", 0),
+    BASE,
+    Shape("the same, asynchronous", 1, True),
+    Shape("2 + 2 + 2 workers, 7 processes", 2),
+)
+
+
+def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
+    """Train for a few iterations; the run's directory."""
+    from vlarl.config.schema import Config
+    from vlarl.loop import train
+
+    workers = max(shape.workers, 1)
+    config: dict[str, Any] = {
+        "run": {"name": f"w{shape.workers}a{shape.asynchronous:d}", "root": str(root), "device": "cpu", "num_threads": 1},
+        "env": {"suite": "tabletop_spatial", "num_envs": NUM_ENVS},
+        "policy": {"path": "builtin:tiny-openvla"},
+        "rollout": {"num_groups": NUM_EPISODES // 4, "group_size": 4, "temperature": 0.6},
+        "algorithm": {"name": "grpo", "verifier_gamma": 0.95},
+        "optim": {"lr": 1e-6, "minibatches": 4},
+        "eval": {"interval": 0, "states_per_task": 1, "videos": 0},
+        "checkpoint": {"interval": 0, "best_return": False},
+        "logging": {"trace": True, "tensorboard": False, "report": False},
+        "distributed": {
+            "backend": "ray" if shape.workers else "local",
+            "learners_per_node": (workers,),
+            "torch_num_engines": workers,
+            "num_env_workers": workers,
+            "worker_cpus": 0.1,
+            "asynchronous": shape.asynchronous,
+        },
+    }
+    config["run"]["iterations"] = iterations
+    train(Config.model_validate(config))
+    return root / config["run"]["name"]
+
+
+def rows_of(directory: Path) -> list[dict[str, float]]:
+    """The metrics of iterations that count."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if "time/rollout" in row][WARM_UP:]
+
+
+def spans_of(directory: Path) -> dict[str, list[tuple[str, float, float]]]:
+    """What every track of the timeline shows: name, begin, end."""
+    text = (directory / "trace.json").read_text(encoding="utf-8").strip().rstrip(",")
+    events = json.loads(text if text.endswith("]") else text + "]")
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    spans: dict[str, list[tuple[str, float, float]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin = event["ts"] / 1e6
+            spans.setdefault(names[event["tid"]], []).append((event["name"], begin, begin + event["dur"] / 1e6))
+    return spans
+
+
+def fixed_and_each(durations: Sequence[float], number: float) -> tuple[float, float]:
+    """A call's cost and that of each of the rows in it: the shortest calls, those of the last episodes, have few rows."""
+    fixed = float(np.quantile(durations, 0.02))
+    return fixed, max(sum(durations) - fixed * len(durations), 0.0) / number
+
+
+def parameters(directory: Path, cores: int) -> Loop:
+    """The model's inputs from the run with one worker of each role."""
+    rows, spans = rows_of(directory), spans_of(directory)
+    inside = [(begin, end) for name, begin, end in spans["loop"] if name == "rollout"][WARM_UP:]
+    decisions = float(np.mean([row["perf/decisions_per_s"] * row["time/rollout"] for row in rows]))
+
+    def during(track: str, *names: str) -> list[tuple[float, float]]:
+        spanned = [(begin, end) for name, begin, end in spans[track] if name in names]
+        return [span for span in spanned if any(b <= span[0] and span[1] <= e for b, e in inside)]
+
+    steps, resets = during("environments 0", "step"), during("environments 0", "reset")
+    decided = during("engine 0", "generate")
+    total = decisions * len(inside)
+    env_fixed, env_chunk = fixed_and_each([end - begin for begin, end in steps], total)
+    engine_fixed, engine_row = fixed_and_each([end - begin for begin, end in decided], total)
+    working = sorted([*steps, *resets, *decided])
+    gaps = [after[0] - before[1] for before, after in zip(working, working[1:], strict=False)]
+    gaps = [gap for gap in gaps if 0 < gap < 1.0]  # not the pause between two rollouts
+    gap_fixed, gap_row = fixed_and_each(gaps, total)
+    first = inside[0][0]
+    updating = sum(end - begin for name, begin, end in spans["learner 0"] if name == "updating" and begin > first)
+    syncs = [end - begin for name, begin, end in spans["learner 0"] if name == "send_weights" and begin > first]
+    update = sum(row["time/update"] for row in rows)
+    return Loop(
+        env_workers=1,
+        slots=NUM_ENVS,
+        cores=cores,
+        decisions=round(decisions),
+        episode=round(decisions / NUM_EPISODES),
+        env_fixed_s=env_fixed,
+        env_chunk_s=env_chunk,
+        env_spread=0.0,
+        reset_s=sum(end - begin for begin, end in resets) / (NUM_EPISODES * len(inside)),
+        engine_fixed_s=engine_fixed,
+        engine_row_s=engine_row,
+        driver_call_s=gap_fixed * len(gaps) / max(len(decided), 1),
+        driver_row_s=gap_row,
+        update_s=updating / total,
+        batch_s=max(update - updating, 0.0) / total,
+        sync_fixed_s=float(np.mean(syncs)),
+        engines_on_cores=True,
+        learners_on_cores=True,
+        iterations=ITERATIONS,
+    )
+
+
+def predicted(base: Loop, shape: Shape) -> Forecast:
+    """The model's answer for another shape, from the base's parameters."""
+    if shape.workers == 0:  # calls and syncs cost nothing in one process, and only one thing happens at a time
+        return forecast(replace(base, driver_call_s=0.0, sync_fixed_s=0.0, cores=1))
+    return forecast(
+        replace(
+            base,
+            env_workers=shape.workers,
+            slots=NUM_ENVS // shape.workers,
+            engines=shape.workers,
+            ranks=shape.workers,
+            max_staleness=int(shape.asynchronous),
+        )
+    )
+
+
+def compare() -> str:
+    """Run all shapes, and put the model's answers beside what was measured."""
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name, multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        directories = {shape: pool.apply(run, (shape, Path(name))) for shape in SHAPES}
+        base = parameters(directories[BASE], cores)
+        lines = [
+            f"load average {os.getloadavg()[0]:.1f}; parameters from '{BASE.name}': {base}",
+            "| run | rollout: measured | predicted | update: measured | predicted | iteration: measured | predicted | error |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for shape, directory in directories.items():
+            rows, model = rows_of(directory), predicted(base, shape)
+            seen = {key: float(np.mean([row.get(f"time/{key}", 0.0) for row in rows])) for key in ("rollout", "update")}
+            whole = float(np.mean([row["time/iteration"] - row.get("time/evaluation", 0.0) for row in rows]))
+            lines.append(
+                f"| {shape.name} | {seen['rollout']:.2f} | {model.rollout_s:.2f} | {seen['update']:.2f} | "
+                f"{model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | {model.iteration_s / whole - 1:+.0%} |"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,247 @@
+"""`vlarl status`: where a run stands, or all of them, read from their folders alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from vlarl.cli import arguments as args
+from vlarl.cli.runs import find_run, list_runs
+from vlarl.observability.clock import duration_in_words
+from vlarl.observability.run_dir import RunDirectory
+
+RECENT = 5  # iterations that the estimate of the time left looks at
+LOG_LINES = 8
+LOG_TAIL = 16_384  # bytes that they are looked for in
+LABEL = 11
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands. Times are unix seconds, durations seconds; None is unknown."""
+
+    run: str
+    path: str
+    state: str  # starting, running, finished, failed, interrupted; died: it says running and nobody runs it
+    iteration: int
+    iterations: int
+    started: float | None
+    updated: float | None
+    elapsed_s: float | None
+    left_s: float | None
+    iteration_s: float | None
+    rollout_success: float | None
+    rollout_iteration: int | None
+    val_success: float | None
+    val_iteration: int | None
+    message: str
+    resume: str  # empty where a run can't be resumed
+    pid: int | None
+    host: str
+    machine: str
+
+
+def status(arguments: Sequence[str]) -> int:
+    """Say where a run stands, or all below a root."""
+    parser = args.Parser("status", "Say where a run stands; without RUN a line for each, newest last.")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder of a run")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--run.root", "--root", dest="root", default="runs", metavar="DIR", help="folder of all runs")
+    given = parser.parse_args(arguments)
+    now = time.time()
+    if given.run is None:
+        root = Path(given.root)
+        standings = [standing(RunDirectory(root / name), now) for name in reversed(list_runs(root))]
+        print(_as_json([asdict(s) for s in standings]) if given.json else _table(standings, given.root, now))
+        return 0
+    run = RunDirectory(find_run(given.run, given.root))
+    where, tail, logs = standing(run, now), _tail(run.log_file), _other_logs(run)
+    if given.json:
+        print(_as_json({**asdict(where), "log": tail, "logs": logs}))
+    else:
+        print("\n".join(_described(where, now) + _logs_described(tail, logs)))
+    return 0
+
+
+def standing(run: RunDirectory, now: float) -> Standing:
+    """What the files of a run say about it."""
+    told = run.read_status()
+    state = _state(run, told)
+    if state == "died":
+        told = run.read_status()  # it may have ended, and said so, between two looks
+        state = _state(run, told)
+    rows = run.read_metrics()
+    iteration = max([int(told.get("iteration") or 0), *(int(row.get("iteration") or 0) for row in rows[-1:])])
+    iterations = int(told.get("iterations") or 0)
+    started, updated = _number(told, "started"), _number(told, "updated")
+    last = now if state in ("running", "starting") else updated
+    times = [t for row in rows if row.get("iteration") and (t := _number(row, "time/iteration")) is not None][-RECENT:]
+    iteration_s = sum(times) / len(times) if times else None
+    left = None
+    if state == "running" and iteration_s is not None and updated is not None:
+        # The iteration that is going on has used some of it already.
+        left = max(0.0, (iterations - iteration) * iteration_s - (now - updated))
+    rollout, val = _newest(rows, "rollout/success_rate"), _newest(rows, "val/success_rate")
+    return Standing(
+        run=run.name,
+        path=str(run.path),
+        state=state,
+        iteration=iteration,
+        iterations=iterations,
+        started=started,
+        updated=updated,
+        elapsed_s=None if started is None or last is None else last - started,
+        left_s=left,
+        iteration_s=iteration_s,
+        rollout_success=rollout[1],
+        rollout_iteration=rollout[0],
+        val_success=val[1],
+        val_iteration=val[0],
+        message=str(told.get("message") or "") if told else "it has not written a status.json",
+        resume=run.resume_command if told.get("resume", True) else "",
+        pid=told.get("pid"),
+        host=str(told.get("host") or ""),
+        machine=str(told.get("machine") or ""),
+    )
+
+
+def _state(run: RunDirectory, told: Mapping[str, Any]) -> str:
+    """The state that status.json tells, or the truth where nobody was left to tell it."""
+    state = str(told.get("state") or "starting")
+    return "died" if state in ("running", "starting") and not _goes_on(run, told) else state
+
+
+def _goes_on(run: RunDirectory, told: Mapping[str, Any]) -> bool:
+    """Whether a process works on the run: its lock knows; without one, its pid on this machine; else it is believed."""
+    locked = run.is_locked()
+    if locked is not None:
+        return locked
+    if told.get("host") not in (None, socket.gethostname()):
+        return True
+    try:
+        os.kill(int(told["pid"]), 0)  # sends nothing
+    except (KeyError, ProcessLookupError):
+        return False
+    except PermissionError:  # it is there, and another user's
+        return True
+    return True
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _newest(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[int | None, float | None]:
+    """Iteration and value of the last row that has it."""
+    for row in reversed(rows):
+        if (value := _number(row, key)) is not None:
+            return int(row.get("iteration") or 0), value
+    return None, None
+
+
+def _tail(path: Path) -> list[str]:
+    """The newest lines of a log."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_TAIL))
+        return file.read().decode("utf-8", errors="replace").splitlines()[-LOG_LINES:]
+
+
+def _other_logs(run: RunDirectory) -> list[dict[str, str | int]]:
+    """Name and size of the logs of workers and of a detached run's output."""
+    paths = sorted(path for path in run.logs.glob("*.log") if path != run.log_file)
+    return [{"name": path.name, "bytes": path.stat().st_size} for path in paths]
+
+
+def _as_json(content: object) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def _table(standings: Sequence[Standing], root: str, now: float) -> str:
+    """One line a run; its name comes last, so that it need not be cut."""
+    if not standings:
+        return f"no runs in {root}/"
+    rows = [("state", "iteration", "val", "ago", "run")]
+    for s in standings:
+        ago = "-" if s.updated is None else _short(now - s.updated)
+        rows.append((s.state, f"{s.iteration}/{s.iterations}", _percent(s.val_success), ago, s.run))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([*(f"{c:<{w}}" for c, w in zip(row[:4], widths, strict=True)), row[4]]) for row in rows)
+
+
+def _described(s: Standing, now: float) -> list[str]:
+    """A run in words, a fact a line."""
+    facts = [("run", s.path), ("state", s.state), ("iteration", f"{s.iteration} of {s.iterations}")]
+    if s.state in ("running", "starting") and s.pid is not None:
+        facts[1] = ("state", f"{s.state}, pid {s.pid} on {s.host}")
+    if s.started is not None and s.updated is not None and s.elapsed_s is not None:
+        facts.append(("started", f"{_date(s.started)}, {duration_in_words(s.elapsed_s)} elapsed"))
+        facts.append(("updated", f"{_date(s.updated)}, {duration_in_words(now - s.updated)} ago"))
+    if s.left_s is not None and s.iteration_s is not None:
+        facts.append(("left", f"about {duration_in_words(s.left_s)}, at {s.iteration_s:.1f} s an iteration"))
+    if s.rollout_success is not None:
+        facts.append(("success", f"{_percent(s.rollout_success)} in the rollout of iteration {s.rollout_iteration}"))
+    if s.val_success is not None:
+        when = f"after iteration {s.val_iteration}" if s.val_iteration else "before training"
+        label = "success" if s.rollout_success is None else ""
+        facts.append((label, f"{_percent(s.val_success)} evaluated {when}"))
+    if s.machine:
+        facts.append(("machine", s.machine))
+    if s.message:
+        facts.append(("message", s.message))
+    lines = [line for label, fact in facts for line in _fact(label, fact)]
+    if s.resume and s.state in ("failed", "interrupted", "died"):
+        lines.append(f"{'resume':<{LABEL}}{s.resume}")  # on one line, to be copied
+    return lines
+
+
+def _fact(label: str, text: str) -> list[str]:
+    width = _columns() - LABEL
+    parts = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{name:<{LABEL}}{part}" for name, part in zip([label, *[""] * len(parts)], parts, strict=False)]
+
+
+def _logs_described(tail: Sequence[str], logs: Sequence[Mapping[str, str | int]]) -> list[str]:
+    lines = ["", "logs/train.log"] if tail else []
+    room = _columns() - 2
+    lines += [f"  {line if len(line) <= room else line[: room - 1] + '…'}" for line in tail]
+    if logs:
+        width = max(len(str(log["name"])) for log in logs)
+        lines += ["", "other logs", *(f"  {log['name']:<{width}}  {_size(int(log['bytes'])):>8}" for log in logs)]
+    return lines
+
+
+def _columns() -> int:
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def _date(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def _short(seconds: float) -> str:
+    """`40 s`, `12 min`, `3 h` or `5 d`."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count} B" if count < 1000 else f"{count / 1000:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,274 @@
+"""Rules of the sections `distributed` and `vllm`: what can't be spread over processes, and what can't share a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from vlarl.config.derive import num_engines, world_size
+from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS
+from vlarl.config.problems import Problem, shown
+from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
+
+Problems = Iterator[Problem]
+
+NEEDS_RAY = (
+    "vllm.num_engines",
+    "distributed.address",
+    "distributed.learners_per_node",
+    "distributed.sharding",
+    "distributed.torch_num_engines",
+    "distributed.num_reward_workers",
+    "distributed.asynchronous",
+)
+"""What one process can't do, where it is not the default."""
+
+ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
+HOSTS = ("cpu", "mps")  # devices that Ray counts no GPU for
+ROUNDING = 1e-6  # of shares that a person adds up to 1
+
+
+def check_distributed(config: Config) -> Problems:
+    """Everything that is wrong with who runs where."""
+    for rule in RULES:
+        yield from rule(config)
+
+
+def _backend(config: Config) -> Problems:
+    """One process is one learner with one engine; a cluster can be found, and has the machines that are asked for."""
+    distributed = config.distributed
+    if distributed.backend == "local":
+        for path in NEEDS_RAY:
+            if _is_given(config, path):
+                yield _clash(config, "it needs distributed.backend ray; set that, or leave it out", path)
+        return
+    if not distributed.learners_per_node:
+        yield _clash(config, "names no learner; use 1, or a number for each machine", "distributed.learners_per_node")
+    if distributed.address is None:
+        if len(distributed.learners_per_node) > 1:
+            remedy = (
+                "a cluster that is started here has this machine alone; run `ray start` on every machine and set "
+                "distributed.address to auto, or give one number"
+            )
+            yield _clash(config, remedy, "distributed.learners_per_node", "distributed.address")
+        return
+    if not ADDRESS.fullmatch(distributed.address):
+        remedy = "must be auto, or host:port of the cluster's head, such as 10.0.0.1:6379"
+        yield _clash(config, remedy, "distributed.address")
+    if distributed.object_store_mb is not None:
+        remedy = (
+            "a cluster that runs already has its object store; set distributed.object_store_mb to null, and start Ray "
+            "with --object-store-memory"
+        )
+        yield _clash(config, remedy, "distributed.object_store_mb", "distributed.address")
+
+
+def _sharding(config: Config) -> Problems:
+    """Groups of learners come out even, and options of sharded weights have some."""
+    distributed, learners = config.distributed, sum(config.distributed.learners_per_node)
+    size = distributed.shard_group_size
+    if distributed.sharding == "none":
+        for path in ("distributed.cpu_offload", "distributed.compute_dtype"):
+            if _is_given(config, path):
+                remedy = "only sharded weights have it; set distributed.sharding to full or hybrid, or leave it out"
+                yield _clash(config, remedy, path, "distributed.sharding")
+    elif config.policy.heads_device is not None:
+        remedy = "heads are sharded with the policy; set policy.heads_device to null, or distributed.sharding to none"
+        yield _clash(config, remedy, "policy.heads_device", "distributed.sharding")
+    if distributed.sharding != "hybrid":
+        if size is not None:
+            remedy = "groups share copies in hybrid sharding only; set distributed.sharding to hybrid, or leave it out"
+            yield _clash(config, remedy, "distributed.shard_group_size", "distributed.sharding")
+    elif learners and (size is None or learners % size):
+        fitting = " or ".join(str(n) for n in range(1, learners + 1) if learners % n == 0)
+        remedy = f"{learners} learners (distributed.learners_per_node) make groups of {fitting}; use one of these"
+        paths = ("distributed.shard_group_size", "distributed.sharding", "distributed.learners_per_node")
+        yield _clash(config, remedy, *paths, num_shown=2)
+
+
+def _quantized(config: Config) -> Problems:
+    """A quantised base stays where it was loaded."""
+    distributed = config.distributed
+    if config.policy.quantize is None:
+        return
+    reasons = {
+        "distributed.backend": distributed.backend == "ray",
+        "distributed.sharding": distributed.sharding != "none",
+        "vllm.num_engines": config.vllm.num_engines > 0,
+    }
+    path = next((path for path, is_reason in reasons.items() if is_reason), None)
+    if path is not None:
+        remedy = (
+            "a quantised base can be neither sharded nor sent to engines; set policy.quantize to null (policy.dtype "
+            "bfloat16 halves it too), or train in one process: distributed.backend local"
+        )
+        yield _clash(config, remedy, "policy.quantize", path)
+
+
+def _vllm_policy(config: Config) -> Problems:
+    """vLLM decodes one token after another; its own class knows one model."""
+    policy, engines = config.policy, "vllm.num_engines"
+    if config.vllm.num_engines == 0:
+        return
+    kind, _, size = policy.path.partition(":")
+    is_builtin = kind in ("builtin", "init")
+    remedy = "policies that decode in parallel can't run in vLLM; use the torch engines: vllm.num_engines 0"
+    if policy.decoder == "parallel":
+        yield _clash(config, remedy, "policy.decoder", engines)
+    elif is_builtin and BUILTIN_DECODERS.get(size) == "parallel":
+        yield _clash(config, f"{remedy}, or {kind}:tiny-openvla", "policy.path", engines)
+    elif (policy.chunk_length or 1) > 1:
+        yield _clash(config, remedy, "policy.chunk_length", engines)
+    foreign = {
+        "policy.path": is_builtin,
+        "policy.num_images": (policy.num_images or 1) > 1,
+        "policy.use_proprio": policy.use_proprio is True,
+    }
+    for path in (path for path, is_foreign in foreign.items() if is_foreign and config.vllm.model_class == "vllm"):
+        remedy = (
+            "vLLM's own class knows the original OpenVLA-7B alone, with one image and no proprio; set vllm.model_class "
+            "to vlarl"
+        )
+        yield _clash(config, remedy, "vllm.model_class", path)
+
+
+def _engine_options(config: Config) -> Problems:
+    """Engines are of one kind, and options of the other kind would never be read."""
+    engines = "vllm.num_engines"
+    if config.vllm.num_engines == 0:
+        for path in ("vllm.sync_backend", "vllm.tensor_parallel_size"):
+            if _is_given(config, path):
+                remedy = "there is no engine of vLLM that would read it; set vllm.num_engines, or leave it out"
+                yield _clash(config, remedy, path, engines)
+        return
+    if _is_given(config, "distributed.torch_num_engines"):
+        remedy = "the engines are vLLM's; leave it out, or set vllm.num_engines to 0"
+        yield _clash(config, remedy, "distributed.torch_num_engines", engines)
+    if _is_given(config, "rollout.batch_size"):
+        remedy = "engines of vLLM read vllm.max_num_seqs instead; set that, and leave this out"
+        yield _clash(config, remedy, "rollout.batch_size", engines)
+
+
+def _sync(config: Config) -> Problems:
+    """nccl needs two GPUs, ipc one that both share."""
+    backend, paths = config.vllm.sync_backend, ("vllm.sync_backend", "distributed.colocate")
+    if config.vllm.num_engines == 0 or backend == "object_store":
+        return
+    if config.run.device in HOSTS:
+        remedy = f"{backend} moves weights between processes on GPUs; set vllm.sync_backend to object_store"
+        yield _clash(config, remedy, "vllm.sync_backend", "run.device")
+    if backend == "ipc" and not config.distributed.colocate:
+        remedy = "handles are read on the GPU they come from; set distributed.colocate, or use nccl or object_store"
+        yield _clash(config, remedy, *paths)
+    if backend == "nccl" and config.distributed.colocate:
+        remedy = "one GPU can't be two ranks of nccl; set vllm.sync_backend to ipc, or distributed.colocate to false"
+        yield _clash(config, remedy, *paths)
+
+
+def _tensor_parallel(config: Config) -> Problems:
+    """An engine over several GPUs has them for itself."""
+    size, shares = "vllm.tensor_parallel_size", {"distributed.colocate": config.distributed.colocate}
+    shares["distributed.engine_gpus"] = config.distributed.engine_gpus < 1
+    path = next((path for path, is_shared in shares.items() if is_shared), None)
+    if config.vllm.num_engines and config.vllm.tensor_parallel_size > 1 and path is not None:
+        remedy = (
+            "an engine over several GPUs takes whole ones; set distributed.colocate to false and "
+            f"distributed.engine_gpus to 1, or {size} to 1"
+        )
+        yield _clash(config, remedy, size, path)
+
+
+def _shares(config: Config) -> Problems:
+    """What shares a GPU fits on it; learners never share one, and each colocated engine has a learner to share with."""
+    distributed = config.distributed
+    if distributed.backend == "local":
+        return
+    learners, on_gpus = world_size(config), config.run.device not in HOSTS
+    fraction = distributed.learner_gpus + (distributed.engine_gpus if distributed.colocate else 0)
+    paths = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.colocate")
+    if distributed.colocate and fraction > 1 + ROUNDING:
+        remedy = "together they are more than the GPU that they share; make it 1 or less, such as 0.5 and 0.5"
+        yield _clash(config, remedy, *paths, num_shown=2)
+    if on_gpus and learners > 1 and distributed.learner_gpus and fraction <= 0.5:
+        remedy = "two learners could come to one GPU, which can't be two ranks of nccl; make it more than half of a GPU"
+        yield _clash(config, remedy, *paths, num_shown=2 if distributed.colocate else 1)
+    if distributed.colocate and num_engines(config) > learners:
+        path = "vllm.num_engines" if config.vllm.num_engines else "distributed.torch_num_engines"
+        remedy = (
+            f"each engine shares a GPU with one of the {learners} learners (distributed.learners_per_node); use that "
+            "many engines or fewer"
+        )
+        yield _clash(config, remedy, path, "distributed.colocate", "distributed.learners_per_node", num_shown=2)
+
+
+def _devices(config: Config) -> Problems:
+    """Ray says which GPU is whose, and hides the others."""
+    distributed = config.distributed
+    if distributed.backend == "local":
+        return
+    has_rewarders = distributed.num_reward_workers > 0
+    named = ("run.device", "policy.heads_device", *(("reward.device",) if has_rewarders else ()))
+    for path in named:
+        if re.fullmatch(r"cuda:\d+", str(_value(config, path))):
+            remedy = f"Ray assigns the GPUs; set {path} to cuda"
+            yield _clash(config, remedy, path, "distributed.backend")
+    users = [("run.device", "distributed.learner_gpus"), ("run.device", "distributed.engine_gpus")]
+    users += [("reward.device", "distributed.reward_gpus")] if has_rewarders else []
+    for device, share in users:
+        if str(_value(config, device)).startswith("cuda") and _value(config, share) == 0:
+            remedy = f"workers without a share of a GPU see none; set {share} above 0, or {device} to cpu"
+            yield _clash(config, remedy, device, share)
+
+
+def _workers(config: Config) -> Problems:
+    """Each environment worker has an environment at least."""
+    facts, workers = suite_facts(config.env, config.gym), config.distributed.num_env_workers
+    if config.distributed.backend == "local" or facts is None or facts.in_processes:
+        return
+    num_envs = config.env.num_envs or BATCHED_ENVS
+    if workers > num_envs:
+        remedy = f"there are {num_envs} environments (env.num_envs) to share; use that many workers or fewer"
+        yield _clash(config, remedy, "distributed.num_env_workers", "env.num_envs", num_shown=1)
+
+
+def _asynchronous(config: Config) -> Problems:
+    """Rollouts that overlap updates are learnt from one by one."""
+    if config.distributed.asynchronous and config.optim.rollouts_per_update > 1:
+        remedy = (
+            "rollouts are gathered by the synchronous loop only; set optim.rollouts_per_update to 1 and "
+            "rollout.num_groups higher, or distributed.asynchronous to false"
+        )
+        yield _clash(config, remedy, "distributed.asynchronous", "optim.rollouts_per_update")
+
+
+def _value(config: Config, path: str) -> object:
+    section, _, name = path.partition(".")
+    value: object = getattr(getattr(config, section), name)
+    return value
+
+
+def _is_given(config: Config, path: str) -> bool:
+    """Whether an option is anything else than its default."""
+    return _value(config, path) != _value(Config(), path)
+
+
+def _clash(config: Config, message: str, *paths: str, num_shown: int | None = None) -> Problem:
+    """A problem of these options, the first `num_shown` of which are quoted with their values."""
+    said = [f"{path} = {shown(_value(config, path))}" for path in paths[:num_shown]]
+    return Problem(" with ".join(said), message, paths)
+
+
+RULES: tuple[Callable[[Config], Problems], ...] = (
+    _backend,
+    _sharding,
+    _quantized,
+    _vllm_policy,
+    _engine_options,
+    _sync,
+    _tensor_parallel,
+    _shares,
+    _devices,
+    _workers,
+    _asynchronous,
+)

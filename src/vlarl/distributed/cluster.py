@@ -1,0 +1,291 @@
+"""The Ray cluster of one run: found or started, asked for room before anything starts, and left as it was found.
+
+    machine 0:    [learner 0] [learner 1] …   one group a machine (distributed.learners_per_node), a bundle for each
+    machine 1:    [learner 8] [learner 9] …   learner: with an engine in it (distributed.colocate), they share its GPU
+    any machine:  [engine 0] … [environments 0] … [reward 0] …   one group for all others
+
+Room for all of them is reserved by these placement groups first; what is missing is said by name. A cluster that was
+started here ends with the run. Of one that was there before, only this run's workers do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from vlarl.config.schema import Config, DistributedConfig
+from vlarl.distributed.worker import Build, Host, Worker
+from vlarl.errors import UsageError
+from vlarl.observability.files import write_atomically
+from vlarl.observability.machine import available_cores
+from vlarl.observability.trace import NoTrace
+
+Place = tuple[PlacementGroup, int]
+"""A placement group, and a bundle in it."""
+
+MIB = 1 << 20
+DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray by itself would take a third of the machine
+WORKERS_FILE = "workers.json"  # in logs/: pid and host of each worker
+RESERVE_S = 60.0  # for room that is there already
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one worker takes."""
+
+    cpus: float
+    gpus: float
+
+    def bundle(self) -> dict[str, float]:
+        """As Ray writes it."""
+        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The workers of a run by role, and the room that each takes."""
+
+    learners_per_node: tuple[int, ...]
+    learner: Room
+    num_engines: int
+    engine: Room
+    num_envs: int
+    env: Room
+    num_rewards: int
+    reward: Room
+    colocate: bool
+
+    @classmethod
+    def of(cls, config: Config, num_env_workers: int, on_gpus: bool) -> Demand:
+        """What a configuration asks for."""
+        d, cpus = config.distributed, config.distributed.worker_cpus
+        share = d.engine_gpus if config.vllm.tensor_parallel_size == 1 else float(config.vllm.tensor_parallel_size)
+        return cls(
+            learners_per_node=d.learners_per_node,
+            learner=Room(cpus, d.learner_gpus if on_gpus else 0.0),
+            num_engines=config.vllm.num_engines or d.torch_num_engines,
+            engine=Room(cpus, share if on_gpus else 0.0),
+            num_envs=num_env_workers,
+            env=Room(cpus, d.env_gpus if on_gpus else 0.0),
+            num_rewards=d.num_reward_workers,
+            reward=Room(cpus, d.reward_gpus if on_gpus else 0.0),
+            colocate=d.colocate,
+        )
+
+    @property
+    def num_learners(self) -> int:
+        """Learner ranks on all machines."""
+        return sum(self.learners_per_node)
+
+    def learner_bundle(self) -> dict[str, float]:
+        """The room of one learner, with an engine in it where they are colocated."""
+        shared = self.engine if self.colocate else Room(0.0, 0.0)
+        return Room(self.learner.cpus + shared.cpus, self.learner.gpus + shared.gpus).bundle()
+
+    def other_bundles(self) -> list[dict[str, float]]:
+        """One bundle for each of the others: engines, environments, rewards."""
+        engines = 0 if self.colocate else self.num_engines
+        rooms = [self.engine] * engines + [self.env] * self.num_envs + [self.reward] * self.num_rewards
+        return [room.bundle() for room in rooms]
+
+    def total(self, resource: str) -> float:
+        """CPUs or GPUs of all workers together."""
+        bundles = [self.learner_bundle()] * self.num_learners + self.other_bundles()
+        return sum(bundle.get(resource, 0.0) for bundle in bundles)
+
+    def describe(self) -> str:
+        """The workers in words."""
+        counts = {
+            "learner": self.num_learners,
+            "engine": self.num_engines,
+            "environment worker": self.num_envs,
+            "reward worker": self.num_rewards,
+        }
+        return ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items() if count)
+
+
+class Cluster:
+    """Where a run's workers live."""
+
+    def __init__(self, config: DistributedConfig, logs: Path, num_threads: int, trace: NoTrace) -> None:
+        self.config = config
+        self.logs = logs
+        self.workers: list[Worker] = []
+        self.trace = trace
+        self._groups: list[PlacementGroup] = []
+        self._variables = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._found = ray.is_initialized()  # by the program that uses vlarl: it is theirs to end
+
+    def connect(self, demand_here: float) -> None:
+        """Join the cluster at the configured address, or start one on this machine with room for so many CPUs."""
+        if self._found:
+            return
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+        address = self.config.address
+        if address is None:
+            store = min(self.config.object_store_mb or DEFAULT_STORE_MIB, 10**7) * MIB
+            options |= {
+                "address": "local",
+                "num_cpus": max(available_cores(), math.ceil(demand_here)),
+                "include_dashboard": False,
+                "object_store_memory": store,
+            }
+        else:
+            options["address"] = address
+        try:
+            ray.init(**options)
+        except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
+            what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
+            raise UsageError(
+                f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
+                "--head`, or leave the address out."
+            ) from error
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs of all machines."""
+        return float(ray.cluster_resources().get("GPU", 0.0))
+
+    def reserve(self, demand: Demand) -> None:
+        """Take the room for all workers, or say what is missing."""
+        self._check_room(demand)
+        bundle = demand.learner_bundle()
+        for node, count in zip(self._machines(demand), demand.learners_per_node, strict=True):
+            here = [{"ray.io/node-id": node}] * count
+            self._groups.append(placement_group([bundle] * count, "STRICT_PACK", bundle_label_selector=here))
+        if others := demand.other_bundles():
+            self._groups.append(placement_group(others, "PACK"))
+        for group in self._groups:
+            try:
+                ray.get(group.ready(), timeout=RESERVE_S)
+            except exceptions.GetTimeoutError:
+                raise UsageError(
+                    f"distributed: the cluster has not given room for {demand.describe()} within {RESERVE_S:g} s. "
+                    f"Free now: {_describe(ray.available_resources())}. See `ray status`."
+                ) from None
+
+    def _check_room(self, demand: Demand) -> None:
+        free = ray.available_resources()
+        missing = [
+            f"{demand.total(kind) - free.get(kind, 0.0):g} {kind}s"
+            for kind in ("CPU", "GPU")
+            if demand.total(kind) > free.get(kind, 0.0) + 1e-6
+        ]
+        if missing:
+            raise UsageError(
+                f"distributed: {demand.describe()} take {demand.total('CPU'):g} CPUs and {demand.total('GPU'):g} GPUs; "
+                f"the cluster has {_describe(free)} free of {_describe(ray.cluster_resources())}: "
+                f"{' and '.join(missing)} are missing. Add machines, or lower distributed.worker_cpus, the number of "
+                "workers or their shares of a GPU."
+            )
+
+    def _machines(self, demand: Demand) -> list[str]:
+        """A machine for each entry of learners_per_node, the roomiest for the largest."""
+        free = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        bundle = demand.learner_bundle()
+        chosen: dict[int, str] = {}
+        for place in sorted(range(len(demand.learners_per_node)), key=lambda place: -demand.learners_per_node[place]):
+            wanted = {kind: amount * demand.learners_per_node[place] for kind, amount in bundle.items()}
+            fitting = [node for node, has in free.items() if node not in chosen.values() and _fits(wanted, has)]
+            if not fitting:
+                found = ", ".join(_describe(has) for has in free.values())
+                raise UsageError(
+                    f"distributed.learners_per_node = {list(demand.learners_per_node)}: that takes "
+                    f"{len(demand.learners_per_node)} machines, one of them with {_describe(wanted)}; the cluster's "
+                    f"{len(free)} have {found}."
+                )
+            chosen[place] = max(fitting, key=lambda node: (free[node].get("GPU", 0.0), free[node].get("CPU", 0.0)))
+        return [chosen[place] for place in range(len(demand.learners_per_node))]
+
+    def learner_places(self, demand: Demand) -> list[Place]:
+        """Where each learner goes, machine by machine."""
+        return [
+            (group, index)
+            for group, count in zip(self._groups, demand.learners_per_node, strict=False)
+            for index in range(count)
+        ]
+
+    def other_places(self, demand: Demand) -> tuple[list[Place], list[Place], list[Place]]:
+        """Where engines, environments and rewards go."""
+        others = [(self._groups[-1], index) for index in range(len(demand.other_bundles()))]
+        num_engines = 0 if demand.colocate else demand.num_engines
+        engines = self.learner_places(demand)[: demand.num_engines] if demand.colocate else others[:num_engines]
+        last = num_engines + demand.num_envs
+        return engines, others[num_engines:last], others[last:]
+
+    def worker(
+        self,
+        name: str,
+        build: Build,
+        room: Room,
+        place: Place | None = None,
+        variables: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Worker:
+        """Start a worker, in its place where it has one reserved; it is ready after `wait_started`."""
+        options: dict[str, Any] = {
+            "num_cpus": room.cpus,
+            "num_gpus": room.gpus,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": {**self._variables, **(variables or {})}},
+        }
+        if place is not None:
+            group, bundle = place
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        started = Worker(
+            name=name,
+            create=lambda: ray.remote(Host).options(**options).remote(),
+            build=build,
+            log_file=self.logs / f"{name.replace(' ', '-')}.log",
+            timeout_s=timeout_s or self.config.timeout_s,
+            start_timeout_s=self.config.start_timeout_s,
+            trace=self.trace,
+            on_start=self._note_workers,
+        )
+        started.start()
+        self.workers.append(started)
+        return started
+
+    def _note_workers(self) -> None:
+        """Write down where each worker runs, for people and for tools."""
+        found = {worker.name: asdict(worker.where) for worker in self.workers if worker.where is not None}
+        write_atomically(self.logs / WORKERS_FILE, json.dumps(found, indent=2) + "\n")
+
+    def close(self) -> None:
+        """End all workers, give their room back, and end the cluster if it was started here."""
+        if not ray.is_initialized():
+            return
+        for worker in self.workers:
+            with suppress(exceptions.RayError, ValueError):
+                worker.stop()
+        for group in self._groups:
+            with suppress(exceptions.RayError):
+                remove_placement_group(group)
+        self.workers, self._groups = [], []
+        if not self._found:
+            ray.shutdown()
+
+
+def wait_started(workers: Sequence[Worker]) -> None:
+    """Wait until all of them are ready."""
+    for worker in workers:
+        worker.wait_started()
+
+
+def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(node.get(kind, 0.0) + 1e-6 >= amount for kind, amount in bundle.items())
+
+
+def _describe(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs"

@@ -1,0 +1,121 @@
+"""Engines as workers of a cluster, behind the contract of one engine.
+
+    Collector ── generate(rows) ──► EngineGroup ──► engine 0 (the first rows), engine 1 (the next) …
+    LearnerGroup ── weights ──────────────────────► all of them, by `Rank.send_weights`
+
+A generation and a sync never overlap: whoever comes second waits. An engine that is lost is replaced, brought to the
+learners' weights, and asked again: rows have seeds of their own, so the answer is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vlarl.config.schema import Config
+from vlarl.distributed.worker import Worker, get_all
+from vlarl.errors import VlarlError, WorkerLostError
+from vlarl.parts import read_policy
+from vlarl.rollout.replica_engine import ReplicaEngine
+from vlarl.types import ActionTokens, PolicyInput
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # to replace an engine, before the run is given up
+
+
+def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) -> ReplicaEngine:
+    """An engine of PyTorch; called over there."""
+    device = torch.device("cuda" if on_gpu else "cpu")
+    policy = read_policy(config, checkpoint, device)
+    return ReplicaEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
+
+
+def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
+    """An engine of vLLM; called over there."""
+    from vlarl.policies.fresh import FRESH, fresh_checkpoint
+    from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+
+    settings, vllm = config.policy, config.vllm
+    path: str | Path = checkpoint or settings.path
+    if str(path) in FRESH:
+        path = fresh_checkpoint(str(path), settings.chunk_length, settings.num_images, settings.use_proprio)
+    options = VllmOptions(
+        model_class=vllm.model_class,
+        dtype=settings.dtype,
+        enforce_eager=vllm.enforce_eager,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        max_num_seqs=vllm.max_num_seqs,
+        max_model_len=vllm.max_model_len,
+        prefix_caching=vllm.prefix_caching,
+        sync_backend="bytes" if vllm.sync_backend == "object_store" else vllm.sync_backend,
+    )
+    return VllmEngine(
+        path, options, num_images=settings.num_images, use_proprio=settings.use_proprio, base=settings.base
+    )
+
+
+class EngineGroup:
+    """All engines as one. `refresh` brings engines that were replaced to the learners' weights."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = list(workers)
+        self.version = 0
+        self.refresh: Callable[[], None] = _no_learners
+        self.lock = threading.RLock()
+        self.num_replaced = 0
+
+    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+        with self.lock:
+            for _ in range(ATTEMPTS):
+                try:
+                    return self._generate(inputs, temperature, seeds)
+                except WorkerLostError as error:
+                    lost = error
+                    self.replace_lost(error)
+            raise lost
+
+    def _generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        rows = [part for part in np.array_split(np.arange(len(seeds)), len(self.workers)) if len(part)]
+        slices = [slice(int(part[0]), int(part[-1]) + 1) for part in rows]
+        shares: list[ActionTokens] = get_all(
+            [
+                worker.ask("generate", inputs.rows(own), temperature, list(seeds[own]))
+                for worker, own in zip(self.workers, slices, strict=False)
+            ]
+        )
+        for worker, share in zip(self.workers, shares, strict=False):
+            if share.version != self.version:
+                raise VlarlError(f"{worker.name} sampled with weights of version {share.version}, not {self.version}")
+        ids, logprobs = [share.ids for share in shares], [share.engine_logprobs for share in shares]
+        return ActionTokens(torch.cat(ids), torch.cat(logprobs), self.version)
+
+    def replace_lost(self, error: WorkerLostError) -> None:
+        """Start another engine in the place of the one that was lost, and bring all of them to the same weights."""
+        if error.worker not in [worker.name for worker in self.workers]:
+            raise error
+        log.warning("%s It is replaced.", error)
+        self.restart(error.worker)
+        self.refresh()
+
+    def restart(self, name: str) -> None:
+        """Start another engine in the place of this one; it has the weights of the checkpoint it starts from."""
+        worker = next(worker for worker in self.workers if worker.name == name)
+        worker.replace()
+        worker.wait_started()
+        self.num_replaced += 1
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Weights come from learners on the cluster, by `LearnerGroup.publish`."""
+        raise NotImplementedError("engines of a cluster take weights from its learners: use LearnerGroup.publish")
+
+
+def _no_learners() -> None:
+    raise VlarlError("no learners are there that could bring the engines to their weights")

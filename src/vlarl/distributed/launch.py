@@ -1,0 +1,122 @@
+"""From a configuration to the workers of a run, and the parts that the loop sees."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.config.schema import Config
+from vlarl.distributed.cluster import Cluster, Demand, Place, Room, wait_started
+from vlarl.distributed.curriculum import CurriculumWorker
+from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
+from vlarl.distributed.environments import PoolGroup, shares_of
+from vlarl.distributed.learners import LearnerGroup, Rank, RankStore
+from vlarl.distributed.rewards import RewardGroup, RewardPart
+from vlarl.errors import UsageError
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.trace import NoTrace
+from vlarl.parts import Parts, build_sampler, check_fit, drawn_env, num_envs, read_policy, surroundings
+from vlarl.rewards import build_bare_reward, contained
+from vlarl.rewards.safe import SafeReward
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.training.checkpoint import policy_folder
+
+log = logging.getLogger(__name__)
+
+SMALL = Room(0.0, 0.0)  # what the curriculum takes
+
+
+def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None) -> Parts:
+    """Start all workers; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    folder = policy_folder(checkpoint) if checkpoint else None
+    policy = read_policy(config, folder, torch.device("meta"))
+    env = drawn_env(config, policy)
+    slots = num_envs(env, config.gym)
+    with ExitStack() as stack:
+        cluster = Cluster(config.distributed, directory.logs.absolute(), config.run.num_threads or 1, trace)
+        stack.callback(cluster.close)
+        image_size = config.env.image_size or policy.image_size
+        pays = build_bare_reward(config.reward, surroundings(config, torch.device("cpu"))).env_reward
+        shares = shares_of(env, config.gym, slots, image_size, pays, config.distributed.num_env_workers)
+        cluster.connect(Demand.of(config, len(shares), on_gpus=False).total("CPU"))
+        on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
+        demand = Demand.of(config, len(shares), on_gpus)
+        cluster.reserve(demand)
+        engine_places, env_places, reward_places = cluster.other_places(demand)
+        build_rank = partial(Rank, config, demand.num_learners, demand.learner.gpus > 0)
+        learners = [
+            cluster.worker(f"learner {rank}", partial(build_rank, rank), demand.learner, place)
+            for rank, place in enumerate(cluster.learner_places(demand))
+        ]
+        build_engine = (
+            partial(build_vllm_engine, config, folder)
+            if config.vllm.num_engines
+            else partial(build_torch_engine, config, folder, demand.engine.gpus > 0)
+        )
+        engines = [
+            cluster.worker(f"engine {index}", build_engine, demand.engine, place)
+            for index, place in enumerate(engine_places)
+        ]
+        envs = [
+            cluster.worker(
+                f"environments {index}", share.build, demand.env, place, share.variables, timeout_s=config.env.timeout_s
+            )
+            for index, (share, place) in enumerate(zip(shares, env_places, strict=True))
+        ]
+        reward = _reward(config, cluster, demand, reward_places)
+        wait_started(envs)
+        pool = PoolGroup(envs, [share.num_slots for share in shares], config.env.lockstep)
+        eval_tasks = evaluation_tasks(
+            pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
+        )
+        check_fit(policy, pool, eval_tasks[0])
+        curriculum = cluster.worker("curriculum", partial(build_sampler, config, pool.spec, checkpoint is None), SMALL)
+        wait_started(learners)
+        group = LearnerGroup(learners, config, policy)
+        group.join(checkpoint)
+        wait_started([curriculum, *engines])
+        engine = EngineGroup(engines)
+        engine.refresh = partial(group.publish, engine)
+        parts = Parts(
+            policy=policy,
+            pool=pool,
+            engine=engine,
+            collector=Collector(pool, policy, engine, config.env.retries),
+            sampler=CurriculumWorker(curriculum),
+            reward=reward,
+            algorithm=build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy),
+            learner=group,
+            eval_tasks=eval_tasks,
+            open_store=partial(RankStore, group),
+            release=cluster.close,
+        )
+        stack.pop_all()
+    return parts
+
+
+def _reward(config: Config, cluster: Cluster, demand: Demand, places: list[Place]) -> SafeReward:
+    """The reward: of workers where some are asked for, else here."""
+    here = surroundings(config, torch.device("cpu"))
+    if not places:
+        return contained(build_bare_reward(config.reward, here), config.reward)
+    there = surroundings(config, torch.device("cuda" if demand.reward.gpus else "cpu"))
+    build = partial(RewardPart, config.reward, there)
+    workers = [cluster.worker(f"reward {i}", build, demand.reward, place) for i, place in enumerate(places)]
+    wait_started(workers)
+    return contained(RewardGroup(workers), config.reward)
+
+
+def _on_gpus(device: str, num_gpus: float) -> bool:
+    """Whether learners and engines run on GPUs: as asked for, or where the cluster has some."""
+    if device == "auto":
+        return num_gpus > 0
+    wanted = device.startswith("cuda")
+    if wanted and not num_gpus:
+        raise UsageError(f"run.device = {device!r}: no machine of the cluster has a GPU; use cpu, or auto.")
+    return wanted

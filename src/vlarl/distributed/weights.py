@@ -1,0 +1,172 @@
+"""From learner ranks to engines: the weights, bucket by bucket, without passing the driver.
+
+    every rank:  gather a tensor, fold its adapter ─┐
+    rank 0:      fill a bucket ─► object store ─► all engines load it, while the next one is filled
+
+At most two buckets are in memory at a time. Versions are checked by the engines before they act again. An engine that
+is lost on the way is told by name; the ranks go through all tensors all the same, since they gather them together.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import exceptions
+from torch import nn
+
+from vlarl.config.schema import Config
+from vlarl.distributed.worker import Answer, Worker
+from vlarl.errors import VlarlError
+from vlarl.policies import DTYPES
+from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
+
+if TYPE_CHECKING:
+    from vlarl.rollout.vllm_transfer import GpuWeightSender
+
+MB = 10**6
+LOST = (exceptions.RayActorError, exceptions.GetTimeoutError, exceptions.WorkerCrashedError)
+
+
+class EngineLostError(Exception):
+    """An engine died or hung in a sync."""
+
+
+@dataclass
+class EngineCalls:
+    """Calls of all engines at once, made by rank 0."""
+
+    names: list[str]
+    actors: list[Any]
+    timeout_s: float
+    gpus_each: int = 1  # ranks of each engine, where weights go by nccl
+
+    @classmethod
+    def to(cls, workers: Sequence[Worker], config: Config) -> EngineCalls:
+        """As rank 0 takes them along."""
+        size = config.vllm.tensor_parallel_size
+        return cls([w.name for w in workers], [w.actor for w in workers], config.distributed.timeout_s, size)
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """Ask all engines, without waiting."""
+        return [actor.answer.remote(method, *arguments) for actor in self.actors]
+
+    def wait(self, references: Sequence[Any]) -> None:
+        """Wait for all of them; EngineLostError names one that can't answer."""
+        for name, reference in zip(self.names, references, strict=False):
+            try:
+                answer: Answer = ray.get(reference, timeout=self.timeout_s)
+            except LOST:
+                raise EngineLostError(name) from None
+            if answer.error is not None:
+                raise answer.error
+            if answer.defect is not None:
+                raise VlarlError(f"{name} failed in a sync:\n{answer.defect}")
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Ask all engines, and wait."""
+        self.wait(self.ask(method, *arguments))
+
+    # The four calls of vLLM's own senders (rollout/vllm_transfer.py, SyncClient).
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the connection of all engines, each with ranks of its own."""
+        offsets = [1 + place * self.gpus_each for place in range(len(self.actors))]
+        infos = [init_info | ({"rank_offset": o} if "rank_offset" in init_info else {}) for o in offsets]
+        pairs = zip(self.actors, infos, strict=True)
+        self.wait([actor.answer.remote("init_weight_transfer_engine", info) for actor, info in pairs])
+
+    def start_sync(self, shapes: dict[str, tuple[int, ...]], version: int) -> None:
+        """Begin a sync."""
+        self.call("start_sync", shapes, version)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """One message of it."""
+        self.call("update_weights", update_info)
+
+    def finish_sync(self, version: int) -> None:
+        """End it: the engines act with the new weights."""
+        self.call("finish_sync", version)
+
+
+class WeightSender:
+    """One rank's side of all syncs."""
+
+    def __init__(self, policy: nn.Module, rank: int, config: Config) -> None:
+        # Engines were started from the very checkpoint that the ranks were: what is frozen is there already.
+        self._weights = ChangedWeights(policy, engine_has_base=True)
+        self._rank = rank
+        self._config = config
+        self._gpu: GpuWeightSender | None = None
+        self._connected: list[Any] = []  # actors that the GPU sender has opened its connection to
+
+    def send(self, engines: EngineCalls, version: int) -> str | None:
+        """Bring all engines to `version`; rank 0 answers with the name of one that was lost on the way."""
+        stream = self._weights.next()
+        try:
+            if self._config.vllm.sync_backend == "object_store":
+                self._through_store(stream, engines, version)
+            else:
+                self._between_gpus(engines).send(stream, version)
+        except EngineLostError as error:
+            self._gpu = None
+            return str(error)
+        return None
+
+    def _through_store(self, stream: WeightStream, engines: EngineCalls, version: int) -> None:
+        d = self._config.distributed
+        if self._rank > 0:
+            for _ in stream:
+                pass  # gathered together with rank 0
+            return
+        lost: EngineLostError | None = None
+        taken: list[Any] = []  # the bucket before, still being loaded
+        try:
+            engines.start_sync(dict(stream.shapes), version)
+        except EngineLostError as error:
+            lost = error
+        for payload in buckets(stream, d.sync_bucket_mb * MB, DTYPES[self._config.policy.dtype]):
+            if lost is not None:
+                continue
+            try:
+                message = ray.put(bucket_message(payload, d.sync_checksum))
+                engines.wait(taken)
+                taken = engines.ask("update_weights", message)
+            except EngineLostError as error:
+                lost = error
+        if lost is not None:
+            raise lost
+        engines.wait(taken)
+        engines.finish_sync(version)
+
+    def _between_gpus(self, engines: EngineCalls) -> GpuWeightSender:
+        """vLLM's own sender, connected to these engines."""
+        from vlarl.rollout.vllm_transfer import GpuWeightSender
+
+        if self._gpu is None or self._connected != engines.actors:
+            backend = self._config.vllm.sync_backend
+            assert backend != "object_store"
+            address, port = free_address()
+            self._gpu = GpuWeightSender(
+                engines,
+                backend,
+                dtype=DTYPES[self._config.policy.dtype],
+                rank=self._rank,
+                bucket_bytes=self._config.distributed.sync_bucket_mb * MB,
+                master_address=address,
+                master_port=port,
+                num_engine_ranks=len(engines.actors) * engines.gpus_each,
+            )
+            self._connected = engines.actors
+        return self._gpu
+
+
+def free_address() -> tuple[str, int]:
+    """Address of this machine, and a port that is free now."""
+    address: str = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return address, int(probe.getsockname()[1])

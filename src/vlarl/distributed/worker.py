@@ -1,0 +1,262 @@
+"""One worker of a cluster: an actor on one side, and whoever waits for it on the other.
+
+    Worker.ask("method", …) ──► Host (a Ray actor): part.method(…)
+    Worker.get(question)    ◄── Answer: value or error, and when it was worked on
+
+The actor is the same for every role; its part is a plain object that is made over there. A worker does one thing at a
+time, in the order of the questions. Whoever gets an answer waits for it no longer than a deadline; a worker that misses
+it, or has died, is lost, which the error says together with the end of the worker's log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import exceptions
+
+from vlarl.errors import UsageError, VlarlError, WorkerLostError
+from vlarl.observability.trace import NoTrace
+
+Build = Callable[[], object]
+"""Makes a worker's part, over there."""
+
+LOG_TAIL_LINES = 12
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a question."""
+
+    value: Any = None
+    error: VlarlError | None = None  # for the user, or for whoever asked
+    defect: str | None = None  # whatever else it raised, and where
+    began: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a worker runs."""
+
+    pid: int
+    host: str
+
+
+class Host:
+    """The actor's side: makes its part once, then answers."""
+
+    def begin(self, build: Build, log_file: str) -> Answer:
+        """Write to the log from now on, and make the part."""
+        _write_to(log_file)
+        return _answer(lambda: self._make(build))
+
+    def _make(self, build: Build) -> Whereabouts:
+        self.part = build()
+        return Whereabouts(os.getpid(), socket.gethostname())
+
+    def answer(self, method: str, *arguments: Any) -> Answer:
+        """Call a method of the part."""
+        return _answer(lambda: getattr(self.part, method)(*arguments))
+
+    def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:
+        """Call a generator method of the part, and pass on one thing after the other."""
+        items = getattr(self.part, method)(*arguments)
+        while True:
+            try:
+                yield _answer(lambda: next(items), ends=True)
+            except StopIteration:
+                return
+
+
+def _write_to(log_file: str) -> None:
+    """Send everything that the process writes, its last words included, to a log of its own."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    with open(log_file, "ab", buffering=0) as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    faulthandler.enable()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", force=True)
+
+
+def _answer(work: Callable[[], Any], ends: bool = False) -> Answer:
+    began = time.time()
+    try:
+        return Answer(work(), began=began, ended=time.time())
+    except StopIteration:
+        if ends:
+            raise
+        return Answer(defect=traceback.format_exc().strip())
+    except VlarlError as error:
+        return Answer(error=_portable(error))
+    except Exception:  # noqa: BLE001 - a process border: whatever a part raises is told to the driver
+        return Answer(defect=traceback.format_exc().strip())
+
+
+def _portable(error: VlarlError) -> VlarlError:
+    """The error as it can travel: some can't be made again from their text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except TypeError:
+        return UsageError(str(error)) if isinstance(error, UsageError) else VlarlError(str(error))
+    return error
+
+
+@dataclass
+class Question:
+    """Something that a worker was asked."""
+
+    worker: Worker
+    method: str
+    reference: Any
+    deadline: float  # monotonic
+
+
+@dataclass
+class Worker:
+    """The driver's side of one worker."""
+
+    name: str  # "learner 0"
+    create: Callable[[], Any]  # a new actor in the worker's place on the cluster
+    build: Build
+    log_file: Path
+    timeout_s: float
+    start_timeout_s: float
+    trace: NoTrace
+    on_start: Callable[[], None]  # told whenever it has started
+    where: Whereabouts | None = None
+    actor: Any = None
+    _beginning: Question | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Let it begin; `wait_started` waits for it."""
+        self.where = None
+        self.actor = self.create()
+        reference = self.actor.begin.remote(self.build, str(self.log_file))
+        self._beginning = Question(self, "begin", reference, time.monotonic() + self.start_timeout_s)
+
+    def wait_started(self) -> None:
+        """Wait until it is ready to be asked."""
+        if self._beginning is not None:
+            self.where = self.get(self._beginning)
+            self._beginning = None
+            self.on_start()
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Question:
+        """Ask for something, in the order of questions; the answer is due within the time limit."""
+        with _store_errors():
+            reference = self.actor.answer.remote(method, *arguments)
+        return Question(self, method, reference, time.monotonic() + (timeout_s or self.timeout_s))
+
+    def get(self, question: Question) -> Any:
+        """The answer's value; WorkerLostError where none came, and the worker's own error where it raised one."""
+        left = question.deadline - time.monotonic()
+        try:
+            with _store_errors():
+                answer = ray.get(question.reference, timeout=max(left, 0.0))
+        except exceptions.GetTimeoutError:
+            raise self.lost(f"has not answered `{question.method}` in time: it hangs") from None
+        except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError) as error:
+            raise self.lost(_reason_of_death(error)) from None
+        return self.open(question.method, answer)
+
+    def stream(self, method: str, *arguments: Any) -> Any:
+        """Ask for one thing after the other: a generator of references, each due within the time limit."""
+        with _store_errors():
+            return self.actor.answers.options(num_returns="streaming").remote(method, *arguments)
+
+    def next(self, items: Any, method: str) -> Any:
+        """The next thing of a stream, which `ray.wait` has said is there."""
+        try:
+            answer = ray.get(next(items))
+        except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError) as error:
+            raise self.lost(_reason_of_death(error)) from None
+        except StopIteration:
+            raise VlarlError(f"{self.name} ended `{method}` without a result; its log is {self.log_file}.") from None
+        return self.open(method, answer)
+
+    def open(self, method: str, answer: Answer) -> Any:
+        """The value of an answer that came."""
+        if answer.error is not None:
+            raise answer.error
+        if answer.defect is not None:
+            raise VlarlError(f"{self.name} failed in `{method}`; its log is {self.log_file}.\n{answer.defect}")
+        self.trace.span(self.name, method, answer.began, answer.ended)
+        return answer.value
+
+    def lost(self, what: str) -> WorkerLostError:
+        """The error for a worker that can't answer any more."""
+        where = f" (pid {self.where.pid} on {self.where.host})" if self.where else ""
+        return WorkerLostError(f"{self.name}{where} {what}.{self.log_tail()}", self.name)
+
+    def log_tail(self) -> str:
+        """The last lines that it wrote, for a message; empty if it wrote nothing."""
+        try:
+            lines = self.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
+        return f" The end of {self.log_file}:{tail}" if tail else ""
+
+    def replace(self) -> None:
+        """End it, wherever it hangs, and start another in its place."""
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        """End it now."""
+        if self.actor is not None:
+            ray.kill(self.actor, no_restart=True)
+            self.actor = None
+
+
+def get_all(questions: Sequence[Question]) -> list[Any]:
+    """All answers, in the order of the questions; the first failure counts at once."""
+    waiting = {question.reference: question for question in questions}
+    values: dict[Any, Any] = {}
+    while waiting:
+        left = min(question.deadline for question in waiting.values()) - time.monotonic()
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(left, 0.0))
+        late = [r for r, q in waiting.items() if not ready and q.deadline <= time.monotonic()]
+        for reference in ready or late:
+            question = waiting.pop(reference)
+            values[reference] = question.worker.get(question)
+    return [values[question.reference] for question in questions]
+
+
+def _reason_of_death(error: Exception) -> str:
+    """Ray's account of it, short."""
+    text = str(error)
+    if "ray.kill" in text:
+        return "was stopped"
+    if "connection error code 2" in text or "WorkerCrashed" in type(error).__name__:
+        return "died (killed, out of memory, or crashed)"
+    first = next((line.strip() for line in text.splitlines() if "dead because" in line), text.splitlines()[0])
+    return f"died: {first}"
+
+
+class _store_errors:  # noqa: N801 - reads as a statement
+    """An object store that is full says what to do about it."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, exceptions.ObjectStoreFullError | exceptions.OutOfDiskError):
+            raise WorkerLostError(
+                "Ray's object store is full, and the disk it spills to as well "
+                f"({type(error).__name__}): raise distributed.object_store_mb, free some space, or collect fewer or "
+                "smaller episodes (rollout.num_groups, env.image_size)."
+            ) from None

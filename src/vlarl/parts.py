@@ -1,0 +1,139 @@
+"""What a run is made of, and how each part is made from a configuration.
+
+`launch` puts them together in one process; `distributed` spreads them over the workers of a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlarl.algorithms import ALGORITHMS
+from vlarl.algorithms.base import Algorithm
+from vlarl.config.known import BATCHED_ENVS
+from vlarl.config.schema import Config, EnvConfig, GymConfig
+from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.envs.base import EnvPool, SuiteSpec
+from vlarl.errors import UsageError
+from vlarl.observability.machine import available_cores
+from vlarl.policies import load_configured
+from vlarl.policies.base import Policy
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.rewards import Surroundings
+from vlarl.rewards.base import Reward
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.curriculum import read_curriculum
+from vlarl.rollout.engine import Engine
+from vlarl.rollout.tasks import Sampler, TaskSampler
+from vlarl.training.base import Store, Trainer
+from vlarl.training.swap import trained_weights
+from vlarl.types import Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. The policy reads observations and codes actions; it need not have weights."""
+
+    policy: Policy
+    pool: EnvPool
+    engine: Engine
+    collector: Collector
+    sampler: Sampler
+    reward: Reward
+    algorithm: Algorithm
+    learner: Trainer
+    eval_tasks: list[Task]
+    open_store: Callable[[Path], Store]  # of the folder for checkpoints
+    release: Callable[[], None]
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self.release()
+
+
+def num_envs(env: EnvConfig, gym: GymConfig) -> int:
+    """How many environments run side by side: as configured, or what suits the suite."""
+    facts = suite_facts(env, gym)
+    in_processes = facts is not None and facts.in_processes
+    return env.num_envs or (available_cores() if in_processes else BATCHED_ENVS)
+
+
+def drawn_env(config: Config, policy: Policy) -> EnvConfig:
+    """The environments with as many cameras as the policy reads."""
+    return config.env.model_copy(update={"cameras": cameras_of(config.env, policy.num_images)})
+
+
+def surroundings(config: Config, device: torch.device) -> Surroundings:
+    """What a reward must know of the run."""
+    kind = ALGORITHMS[config.algorithm.name]
+    return Surroundings(device, kind.discount(config.algorithm), bootstraps=kind.needs_critic)
+
+
+def read_policy(config: Config, checkpoint: Path | None, device: torch.device) -> OpenVLAPolicy:
+    """The policy as configured, to act; on the device `meta` it has no weights, and reads observations all the same."""
+    settings = config.policy
+    path = checkpoint or settings.path
+    policy = load_configured(settings, path, device, settings.decoder, settings.actions)
+    policy.use_statistics(settings.unnorm_key, config.env.suite)
+    return policy
+
+
+def build_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
+    """The policy as configured, ready to train; `checkpoint` holds weights to go on from."""
+    settings = config.policy
+    policy = read_policy(config, checkpoint, device)
+    # A checkpoint to go on from brings its adapters, whatever adapters the run began with.
+    lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
+    policy.prepare_training(settings, lora, config.run.seed)
+    if settings.actions == "hybrid":
+        log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
+    refuse_untrainable(policy, config)
+    return policy
+
+
+def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
+    """The task sampler as configured; a new run may begin with what an earlier one learnt about the tasks."""
+    sampler = TaskSampler(config, spec)
+    if is_new and config.curriculum.start_from is not None:
+        sampler.restore(read_curriculum(Path(config.curriculum.start_from), spec.name))
+    return sampler
+
+
+def refuse_untrainable(policy: Policy, config: Config) -> None:
+    """Refuse a policy of which nothing but the critic would learn."""
+    if not trained_weights(policy):
+        raise UsageError(
+            f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."
+        )
+
+
+def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
+    """Let the policy read one observation: what does not fit is refused before the run starts."""
+    if policy.action_dim != pool.spec.action_dim:
+        raise UsageError(
+            f"policy.path: the policy's actions have {policy.action_dim} numbers, those of {pool.spec.name} have "
+            f"{pool.spec.action_dim}; choose a checkpoint made for this suite."
+        )
+    try:
+        policy.process(pool.reset([0], [task]))
+    except ValueError as error:
+        raise UsageError(f"policy.path: the policy can't read what {pool.spec.name} shows it: {error}") from error
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device asked for; `auto` is a GPU when there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"run.device: {wanted!r} can't be used here ({reason}); try `cpu`.") from error
+    return device

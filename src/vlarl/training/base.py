@@ -1,0 +1,77 @@
+"""What the loop asks of whoever learns, and of whoever keeps what was learnt: here, or on the ranks of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from vlarl.config.schema import Config
+from vlarl.policies.base import Policy
+from vlarl.rollout.engine import Engine
+from vlarl.training.state import TrainerState
+from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+
+
+class Average(Protocol):
+    """The moving average of the weights."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Inside the block the policy has the averages for its weights."""
+        ...
+
+
+class Trainer(Protocol):
+    """Turns batches into better weights: `Learner` in this process, `LearnerGroup` on a cluster."""
+
+    policy: Policy
+    config: Config
+    gathered: list[TrajectoryGroup]  # of rollouts that wait for the others of their update
+
+    @property
+    def version(self) -> int:
+        """Updates so far."""
+        ...
+
+    @property
+    def kl_coef(self) -> float:
+        """The weight of the KL from the reference, as it is now."""
+        ...
+
+    @property
+    def average(self) -> Average | None:
+        """The moving average of the weights, where one is kept."""
+        ...
+
+    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
+        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
+        ...
+
+    def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
+        """The critic's values [T+1, V] of each trajectory, the last observation included."""
+        ...
+
+    def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        """The groups with the reference's log-probs of every decision; as they are where there is no reference."""
+        ...
+
+    def publish(self, engine: Engine) -> None:
+        """Bring the engine to the weights as they are now."""
+        ...
+
+
+class Store(Protocol):
+    """The checkpoints of a run."""
+
+    def save(self, name: str, learner: Any, state: TrainerState) -> Path:
+        """Write a checkpoint that training can go on from."""
+        ...
+
+    def save_policy(self, name: str, policy: Policy, metadata: dict[str, Any]) -> Path:
+        """Write the policy alone, with a note of what it is."""
+        ...
+
+    def restore(self, learner: Any, checkpoint: Path) -> TrainerState:
+        """Put the learner back where the checkpoint was written."""
+        ...

@@ -1,0 +1,81 @@
+"""A run on a cluster is the run of one process: same metrics, same checkpoints, on any number of learners."""
+
+import json
+
+import pytest
+from fakes.cluster_runs import SMALL, assert_equal_rows, rows
+
+from vlarl.config.load import load_config
+from vlarl.loop import train
+
+TWO_RANKS = {"distributed.learners_per_node": (2,), "distributed.sharding": "full"}
+RAY = {"distributed.backend": "ray", "logging.trace": True}
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    """A cluster that the program has started itself: runs use it and leave it running."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def configured(root, name, **changes):
+    return load_config("tabletop_grpo", {**SMALL, "run.root": str(root), "run.name": name, **changes})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, ray_here):
+    """One process for five iterations; and two ranks for three, then one for the fourth, then two for the fifth."""
+    root = tmp_path_factory.mktemp("runs")
+    train(configured(root, "here", **{"run.iterations": 5}))
+    train(configured(root, "there", **RAY, **TWO_RANKS))
+    one = {"distributed.learners_per_node": (1,), "distributed.sharding": "none"}
+    train(configured(root, "there", **RAY, **one, **{"run.iterations": 4}), resume=root / "there")
+    train(configured(root, "there", **RAY, **TWO_RANKS, **{"run.iterations": 5}), resume=root / "there")
+    return root
+
+
+def learnt(found):
+    """Rows of iterations, without evaluations: the first run evaluates after its third, the other after its fifth."""
+    return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in found if row["iteration"] > 0]
+
+
+def test_two_ranks_learn_what_one_process_learns(runs):
+    ours, theirs = learnt(rows(runs / "there"))[:3], learnt(rows(runs / "here"))[:3]
+    assert_equal_rows(ours, theirs, 1e-5)
+    assert all(row["train/optimizer_steps"] > 0 for row in ours), "each of them has learnt something"
+
+
+def test_one_rank_goes_on_from_two_and_two_from_one(runs):
+    assert_equal_rows(learnt(rows(runs / "there")), learnt(rows(runs / "here")), 1e-5)
+
+
+def test_the_policies_are_evaluated_alike(runs):
+    ours, theirs = rows(runs / "there"), rows(runs / "here")
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+    assert {k: ours[-1][k] for k in ours[-1] if k.startswith("val/")} == pytest.approx(
+        {k: theirs[-1][k] for k in theirs[-1] if k.startswith("val/")}, abs=1e-5
+    )
+
+
+def test_the_cluster_is_left_as_it_was_found(runs, ray_here):
+    assert ray_here.is_initialized()
+    assert ray_here.available_resources()["CPU"] == 8.0, "all room is given back"
+
+
+def test_the_timeline_has_a_track_for_each_role(runs):
+    events = json.loads((runs / "there" / "trace.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    expected = {"loop", "learner 0", "learner 1", "engine 0", "environments 0", "environments 1", "curriculum"}
+    assert expected <= tracks
+    spans = [event["name"] for event in events if event["ph"] == "X"]
+    assert {"rollout", "update", "generate", "step", "send_weights", "updating"} <= set(spans)
+
+
+def test_workers_write_logs_and_say_where_they_are(runs):
+    workers = json.loads((runs / "there" / "logs" / "workers.json").read_text())
+    assert {"learner 0", "engine 0", "environments 1"} <= set(workers)
+    assert all((runs / "there" / "logs" / f"{name.replace(' ', '-')}.log").exists() for name in workers)
