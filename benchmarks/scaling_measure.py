@@ -1,4 +1,4 @@
-"""Short real runs against the model: one run gives the parameters, the others are predicted (scaling_model.py --measure).
+"""Short real runs against the model: one gives the parameters, the others are predicted (scaling_model.py --measure).
 
 Runs of the built-in policy on the tabletop, torch engines, one thread a process. Processes are those that work: the
 driver, and each Ray worker for environments, engines and learners (not Ray's own, and not the curriculum's, which
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scaling_model import Forecast, Loop, forecast
 
-NUM_ENVS, NUM_EPISODES, ITERATIONS = 32, 64, 5
+NUM_ENVS, NUM_EPISODES, ITERATIONS = 16, 32, 4
 WARM_UP = 1  # iterations that are not counted
 
 
@@ -48,11 +48,16 @@ def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
 
     workers = max(shape.workers, 1)
     config: dict[str, Any] = {
-        "run": {"name": f"w{shape.workers}a{shape.asynchronous:d}", "root": str(root), "device": "cpu", "num_threads": 1},
+        "run": {
+            "name": f"w{shape.workers}a{shape.asynchronous:d}",
+            "root": str(root),
+            "device": "cpu",
+            "num_threads": 1,
+        },
         "env": {"suite": "tabletop_spatial", "num_envs": NUM_ENVS},
         "policy": {"path": "builtin:tiny-openvla"},
         "rollout": {"num_groups": NUM_EPISODES // 4, "group_size": 4, "temperature": 0.6},
-        "algorithm": {"name": "grpo", "verifier_gamma": 0.95},
+        "algorithm": {"name": "reinforce"},  # it learns from every decision
         "optim": {"lr": 1e-6, "minibatches": 4},
         "eval": {"interval": 0, "states_per_task": 1, "videos": 0},
         "checkpoint": {"interval": 0, "best_return": False},
@@ -91,7 +96,7 @@ def spans_of(directory: Path) -> dict[str, list[tuple[str, float, float]]]:
 
 
 def fixed_and_each(durations: Sequence[float], number: float) -> tuple[float, float]:
-    """A call's cost and that of each of the rows in it: the shortest calls, those of the last episodes, have few rows."""
+    """A call's cost and that of each row in it: the shortest calls, those of the last episodes, have few rows."""
     fixed = float(np.quantile(durations, 0.02))
     return fixed, max(sum(durations) - fixed * len(durations), 0.0) / number
 
@@ -161,12 +166,15 @@ def predicted(base: Loop, shape: Shape) -> Forecast:
 def compare() -> str:
     """Run all shapes, and put the model's answers beside what was measured."""
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as name, multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
+    ):
         directories = {shape: pool.apply(run, (shape, Path(name))) for shape in SHAPES}
         base = parameters(directories[BASE], cores)
         lines = [
             f"load average {os.getloadavg()[0]:.1f}; parameters from '{BASE.name}': {base}",
-            "| run | rollout: measured | predicted | update: measured | predicted | iteration: measured | predicted | error |",
+            "| run | rollout s | predicted | update s | predicted | iteration s | predicted | error |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for shape, directory in directories.items():

@@ -1,7 +1,7 @@
 """A model of the loop on many processes: how long an iteration takes, how busy each role is, and which one is full.
 
     python benchmarks/scaling_model.py --env-workers 64 --slots 1 --engines 8 --ranks 8 --decisions 33000 …  [--json]
-    python benchmarks/scaling_model.py --tables      # the tables of docs/scaling.md
+    python benchmarks/scaling_model.py --tables      # the table of docs/scaling.md (scaling_7b.py)
     python benchmarks/scaling_model.py --measure     # short real runs (scaling_measure.py): one gives the parameters
 
     driver:        receive ─► process ─► (engines) ─► send ─► receive …        one at a time, as the collector does
@@ -58,6 +58,7 @@ class Loop:
     batch_s: float = 0.0  # a decision: advantages and batch, on the driver
     microbatch: int = 32  # rows of a rank between two rounds of the ring
     shard_bytes: float = 0.0  # weights that are gathered twice and reduced once for each microbatch; 0: not sharded
+    shard_ranks: int = 0  # that share one copy of the weights; 0: all
     gradient_bytes: float = 0.0  # reduced once for each optimizer step
     steps: int = 4  # optimizer steps
     ring_bytes_per_s: float = 1e9
@@ -263,7 +264,7 @@ class Iterations:
         loop = self.loop
         share = loop.decisions / loop.ranks
         rounds = math.ceil(share / loop.microbatch) if loop.shard_bytes else 0
-        ring = rounds * 3 * ring_seconds(loop.shard_bytes, loop.ranks, loop.ring_bytes_per_s)
+        ring = rounds * 3 * ring_seconds(loop.shard_bytes, loop.shard_ranks or loop.ranks, loop.ring_bytes_per_s)
         ring += loop.steps * 2 * ring_seconds(loop.gradient_bytes, loop.ranks, loop.ring_bytes_per_s)
         work = Work("learners", share * loop.update_s, loop.learners_on_cores)
         yield from self._together([_only(work) for _ in range(loop.ranks)])
@@ -281,8 +282,7 @@ class Iterations:
             self.driver.leave()
 
     def _together(self, processes: list[Process]) -> Process:
-        for ended in [self.sim.start(process) for process in processes]:
-            yield ended
+        yield from [self.sim.start(process) for process in processes]
 
     def _rollout(self) -> Process:
         """The collector's loop (rollout/collector.py, distributed/environments.py)."""
@@ -379,34 +379,6 @@ def forecast(loop: Loop) -> Forecast:
     return Iterations(loop).forecast()
 
 
-# The 7B on LIBERO. Measured: docs/performance.md (H200, llvmpipe). Assumed: drawing, networks, and what stands in
-# docs/scaling.md under "Assumed".
-OFT_7B = Loop(
-    env_workers=64,
-    slots=1,
-    engines=8,
-    ranks=8,
-    cores=128,
-    decisions=33_000,
-    episode=40,
-    env_chunk_s=8 / 58.04,  # measured: 58.04 steps/s of a process that draws once a chunk of 8
-    env_spread=0.2,
-    reset_s=0.19,  # measured, an episode of the same task
-    engine_fixed_s=0.0125 - 0.275 / 32,  # measured: 12.5 ms for 1 row, 275 ms for 32
-    engine_row_s=0.275 / 32,
-    driver_call_s=0.004,
-    driver_row_s=0.0006,
-    update_s=1 / 32.4,  # measured: recomputed layers, microbatches of 32
-    batch_s=0.0003,
-    microbatch=32,
-    shard_bytes=15.08e9,  # 7.54e9 weights in bfloat16
-    gradient_bytes=0.0,
-    ring_bytes_per_s=300e9,
-    sync_bytes=12.6e9,
-    sync_bytes_per_s=1e9,
-)
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -422,6 +394,8 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     as_json, tables, measured = (arguments.pop(name) for name in ("json", "tables", "measure"))
     if tables:
+        from scaling_7b import scaling_tables
+
         print(scaling_tables())
     elif measured:
         from scaling_measure import compare

@@ -18,6 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -216,6 +217,7 @@ def measure(cases: Sequence[Case], hidden: int, layers: int, repeats: int) -> li
                     row = pool.apply(sync_here, (folder, case, repeats))
                 rows.append(row)
                 sent[case.sync, case.bucket_mb] = row.sent_mb, row.num_buckets
+            print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -232,8 +234,8 @@ def table(rows: Sequence[Row]) -> str:
             else f"{r.learner_peak_mb:.0f}, both | | "
         )
         lines.append(
-            f"| {r.engine} | {r.sync} | {r.way} | {r.bucket_mb} | {r.sent_mb:.0f} | {r.num_buckets} | {r.seconds:.2f} | "
-            f"{memory} |"
+            f"| {r.engine} | {r.sync} | {r.way} | {r.bucket_mb} | {r.sent_mb:.0f} | {r.num_buckets} "
+            f"| {r.seconds:.2f} | {memory} |"
         )
     return "\n".join(lines)
 

@@ -30,3 +30,7 @@ class WorkerLostError(VlarlError):
     def __init__(self, message: str, worker: str = "") -> None:
         super().__init__(message)
         self.worker = worker  # its name; empty where none is at fault
+
+
+class WorkerFailedError(WorkerLostError):
+    """A worker raised what it should not have: it is there, and not to be trusted any more."""

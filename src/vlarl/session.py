@@ -60,8 +60,8 @@ class Session:
         trace: NoTrace,
         created: bool = False,
     ) -> None:
-        """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes it
-        away again if it can't begin."""
+        """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
+        it away again if it can't begin."""
         self.config = config
         self._lock = lock
         self.trace = trace
@@ -102,7 +102,6 @@ class Session:
                 sinks.append(TensorBoardSink(directory.tensorboard, resume_after=self.state.iteration or None))
             if logging_config.wandb:
                 sinks.append(self._wandb())
-                self._watch = self.stopwatch()  # the evaluation before training is drawn, too
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.progress = stack.enter_context(Progress(self.config.run.iterations, start=self.state.iteration))

@@ -16,11 +16,12 @@ SMALL = {
     "run.iterations": 3,
     "run.num_threads": 1,
     "run.device": "cpu",
+    "env.task_ids": (0, 3),
     "env.num_envs": 12,
     "env.lockstep": True,  # the same batches as in one process
-    "rollout.num_groups": 6,
+    "rollout.num_groups": 4,
     "rollout.group_size": 4,
-    "optim.lr": 3e-5,
+    "optim.lr": 1e-5,
     "eval.states_per_task": 1,
     "eval.videos": 0,
     "eval.interval": 0,
@@ -38,7 +39,13 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def assert_equal_rows(ours: list[dict[str, float]], theirs: list[dict[str, float]], tolerance: float) -> None:
-    """The same metrics, each within the tolerance, of its size where it is larger than 1."""
+    """The same metrics, each within the tolerance, of its size where it is larger than 1.
+
+    The largest rounding error of a log-prob is an accident of float32, and only bounded.
+    """
+    worst = "train/engine_logprob_error"
+    assert all(row.get(worst, 0.0) < 5e-5 for row in [*ours, *theirs])
+    ours, theirs = ([{k: v for k, v in row.items() if k != worst} for row in found] for found in (ours, theirs))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert set(one) == set(other)

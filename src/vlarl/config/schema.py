@@ -534,7 +534,7 @@ class DistributedConfig(Section):
     sync_checksum: bool = False
     """ray: verify every bucket of weights where it arrives."""
     object_store_mb: PositiveInt | None = None
-    """ray, a cluster started here: memory of its object store; by default Ray's choice, 2048 at most."""
+    """ray, a cluster started here: memory of its object store; by default 2048."""
     timeout_s: PositiveFloat = 1800.0
     """ray: a learner's optimizer step, an engine's batch, a sync or a reward that takes longer counts as hung; for
     environments it is env.timeout_s."""

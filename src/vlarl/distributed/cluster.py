@@ -134,7 +134,7 @@ class Cluster:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         address = self.config.address
         if address is None:
-            store = min(self.config.object_store_mb or DEFAULT_STORE_MIB, 10**7) * MIB
+            store = (self.config.object_store_mb or DEFAULT_STORE_MIB) * MIB
             options |= {
                 "address": "local",
                 "num_cpus": max(available_cores(), math.ceil(demand_here)),
@@ -149,7 +149,7 @@ class Cluster:
             what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
             raise UsageError(
                 f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
-                "--head`, or leave the address out."
+                "--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out."
             ) from error
 
     @property
@@ -178,15 +178,15 @@ class Cluster:
     def _check_room(self, demand: Demand) -> None:
         free = ray.available_resources()
         missing = [
-            f"{demand.total(kind) - free.get(kind, 0.0):g} {kind}s"
+            _amount(demand.total(kind) - free.get(kind, 0.0), kind)
             for kind in ("CPU", "GPU")
             if demand.total(kind) > free.get(kind, 0.0) + 1e-6
         ]
         if missing:
             raise UsageError(
-                f"distributed: {demand.describe()} take {demand.total('CPU'):g} CPUs and {demand.total('GPU'):g} GPUs; "
+                f"distributed: {demand.describe()} take {_describe({k: demand.total(k) for k in ('CPU', 'GPU')})}; "
                 f"the cluster has {_describe(free)} free of {_describe(ray.cluster_resources())}: "
-                f"{' and '.join(missing)} are missing. Add machines, or lower distributed.worker_cpus, the number of "
+                f"{' and '.join(missing)} missing. Add machines, or lower distributed.worker_cpus, the number of "
                 "workers or their shares of a GPU."
             )
 
@@ -288,4 +288,8 @@ def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
 
 
 def _describe(resources: Mapping[str, float]) -> str:
-    return f"{resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs"
+    return " and ".join(_amount(resources.get(kind, 0.0), kind) for kind in ("CPU", "GPU"))
+
+
+def _amount(number: float, kind: str) -> str:
+    return f"{number:g} {kind}{'' if number == 1 else 's'}"

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from vlarl.config.schema import Config
+from vlarl.distributed.weights import engine_dtype
 from vlarl.distributed.worker import Worker, get_all
 from vlarl.errors import VlarlError, WorkerLostError
 from vlarl.parts import read_policy
@@ -32,7 +33,8 @@ ATTEMPTS = 3  # to replace an engine, before the run is given up
 def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) -> ReplicaEngine:
     """An engine of PyTorch; called over there."""
     device = torch.device("cuda" if on_gpu else "cpu")
-    policy = read_policy(config, checkpoint, device)
+    settings = config.policy.model_copy(update={"dtype": engine_dtype(config)})
+    policy = read_policy(config.model_copy(update={"policy": settings}), checkpoint, device)
     return ReplicaEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
 
 
@@ -47,7 +49,7 @@ def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
         path = fresh_checkpoint(str(path), settings.chunk_length, settings.num_images, settings.use_proprio)
     options = VllmOptions(
         model_class=vllm.model_class,
-        dtype=settings.dtype,
+        dtype=engine_dtype(config),
         enforce_eager=vllm.enforce_eager,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         tensor_parallel_size=vllm.tensor_parallel_size,

@@ -11,6 +11,7 @@ episodes again.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,10 @@ class Simulator:
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
+        if (
+            gpus := ray.get_gpu_ids()
+        ):  # it draws on what Ray has given to it, unless env.render_gpu is set
+            os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(gpus[0]))
         self._runner = EnvRunner(factory)
 
     def spec(self) -> SuiteSpec:

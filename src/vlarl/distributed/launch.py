@@ -34,6 +34,7 @@ SMALL = Room(0.0, 0.0)  # what the curriculum takes
 
 def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None) -> Parts:
     """Start all workers; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = read_policy(config, folder, torch.device("meta"))
     env = drawn_env(config, policy)

@@ -12,6 +12,7 @@ machine.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ class Rank:
         """Meet the other ranks and build the learner; whether it keeps an average of the weights."""
         d = self.config.distributed
         ranks: Ranks = Alone()
-        if self.world_size > 1:
+        if self.world_size > 1 or d.sharding != "none":
             deadline = timedelta(seconds=d.timeout_s)
             ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
         torch.manual_seed(self.config.run.seed)
@@ -111,7 +112,7 @@ class Rank:
         policy = build_policy(self.config, policy_folder(checkpoint) if checkpoint else None, place)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl, policy)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
-        self.sender = WeightSender(policy, self.rank, self.config)
+        self.sender = WeightSender(policy, ranks, self.config)
         return self.learner.average is not None
 
     def open_store(self, folder: Path) -> None:
@@ -187,10 +188,10 @@ class LearnerGroup:
         """The moving average of the weights, where one is kept."""
         return RankAverages(self) if self._has_average else None
 
-    def everybody(self, method: str, *arguments: Any) -> Any:
+    def everybody(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Ask all ranks the same; rank 0's answer. Whatever fails on one of them fails here at once."""
         with self._lock:
-            questions = [worker.ask(method, *arguments) for worker in self.workers]
+            questions = [worker.ask(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
         return get_all(questions)[0]
 
     def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
@@ -215,6 +216,8 @@ class LearnerGroup:
                 else:
                     question = waiting.pop(reference)
                     question.worker.get(question)
+        for question in waiting.values():
+            question.deadline = time.monotonic() + first.timeout_s
         get_all(list(waiting.values()))
         self.version, self.kl_coef = updated.version, updated.kl_coef
         return updated.result
@@ -238,7 +241,8 @@ class LearnerGroup:
         with engine.lock:
             for _ in range(ENGINE_ATTEMPTS):
                 calls = EngineCalls.to(engine.workers, self.config)
-                lost: str | None = self.everybody("send_weights", calls)
+                # Rank 0 gives an engine the whole limit for each of its calls, and must itself be waited for.
+                lost: str | None = self.everybody("send_weights", calls, timeout_s=4 * calls.timeout_s)
                 if lost is None:
                     engine.version = self.version
                     return

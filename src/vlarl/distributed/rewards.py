@@ -14,7 +14,7 @@ import numpy as np
 
 from vlarl.config.schema import RewardConfig
 from vlarl.distributed.worker import Worker, get_all
-from vlarl.errors import WorkerLostError
+from vlarl.errors import WorkerFailedError, WorkerLostError
 from vlarl.rewards import Surroundings, build_bare_reward
 from vlarl.rewards.base import Reward
 from vlarl.types import Trajectory
@@ -53,6 +53,8 @@ class RewardGroup(Reward):
         """Several at once, in their order, each worker some of them."""
         try:
             return self._score_all(trajectories)
+        except WorkerFailedError:
+            raise  # the reward itself can't score one of them; another worker couldn't either
         except WorkerLostError as error:
             lost = next((worker for worker in self.workers if worker.name == error.worker), None)
             if lost is None:

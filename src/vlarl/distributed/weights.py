@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray import exceptions
@@ -23,6 +24,7 @@ from vlarl.distributed.worker import Answer, Worker
 from vlarl.errors import VlarlError
 from vlarl.policies import DTYPES
 from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
+from vlarl.training.ranks import Ranks
 
 if TYPE_CHECKING:
     from vlarl.rollout.vllm_transfer import GpuWeightSender
@@ -70,6 +72,13 @@ class EngineCalls:
         """Ask all engines, and wait."""
         self.wait(self.ask(method, *arguments))
 
+    def abandon(self, lost: str) -> None:
+        """Let all but the lost one give up the sync under way; they act again after one that brings all weights."""
+        others = [actor for name, actor in zip(self.names, self.actors, strict=True) if name != lost]
+        for reference in [actor.answer.remote("abandon_sync") for actor in others]:
+            with suppress(*LOST):
+                ray.get(reference, timeout=self.timeout_s)
+
     # The four calls of vLLM's own senders (rollout/vllm_transfer.py, SyncClient).
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -95,30 +104,35 @@ class EngineCalls:
 class WeightSender:
     """One rank's side of all syncs."""
 
-    def __init__(self, policy: nn.Module, rank: int, config: Config) -> None:
+    def __init__(self, policy: nn.Module, ranks: Ranks, config: Config) -> None:
         # Engines were started from the very checkpoint that the ranks were: what is frozen is there already.
         self._weights = ChangedWeights(policy, engine_has_base=True)
-        self._rank = rank
+        self._ranks = ranks
         self._config = config
         self._gpu: GpuWeightSender | None = None
         self._connected: list[Any] = []  # actors that the GPU sender has opened its connection to
 
     def send(self, engines: EngineCalls, version: int) -> str | None:
         """Bring all engines to `version`; rank 0 answers with the name of one that was lost on the way."""
-        stream = self._weights.next()
+        stream, lost = self._weights.next(), None
         try:
             if self._config.vllm.sync_backend == "object_store":
                 self._through_store(stream, engines, version)
             else:
                 self._between_gpus(engines).send(stream, version)
         except EngineLostError as error:
+            lost = str(error)
+            engines.abandon(lost)
+        if self._ranks.any(lost is not None):  # all ranks know what the next sync has to bring: everything
             self._gpu = None
-            return str(error)
-        return None
+            self._weights.forget()
+        else:
+            self._weights.sent()
+        return lost
 
     def _through_store(self, stream: WeightStream, engines: EngineCalls, version: int) -> None:
         d = self._config.distributed
-        if self._rank > 0:
+        if self._ranks.rank > 0:
             for _ in stream:
                 pass  # gathered together with rank 0
             return
@@ -128,7 +142,7 @@ class WeightSender:
             engines.start_sync(dict(stream.shapes), version)
         except EngineLostError as error:
             lost = error
-        for payload in buckets(stream, d.sync_bucket_mb * MB, DTYPES[self._config.policy.dtype]):
+        for payload in buckets(stream, d.sync_bucket_mb * MB, DTYPES[engine_dtype(self._config)]):
             if lost is not None:
                 continue
             try:
@@ -153,8 +167,8 @@ class WeightSender:
             self._gpu = GpuWeightSender(
                 engines,
                 backend,
-                dtype=DTYPES[self._config.policy.dtype],
-                rank=self._rank,
+                dtype=DTYPES[engine_dtype(self._config)],
+                rank=self._ranks.rank,
                 bucket_bytes=self._config.distributed.sync_bucket_mb * MB,
                 master_address=address,
                 master_port=port,
@@ -162,6 +176,11 @@ class WeightSender:
             )
             self._connected = engines.actors
         return self._gpu
+
+
+def engine_dtype(config: Config) -> Literal["float32", "bfloat16"]:
+    """The precision that engines compute in: that of the learners' passes."""
+    return config.distributed.compute_dtype or config.policy.dtype
 
 
 def free_address() -> tuple[str, int]:

@@ -26,7 +26,7 @@ from typing import Any
 import ray
 from ray import exceptions
 
-from vlarl.errors import UsageError, VlarlError, WorkerLostError
+from vlarl.errors import UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
 
 Build = Callable[[], object]
@@ -57,9 +57,11 @@ class Whereabouts:
 class Host:
     """The actor's side: makes its part once, then answers."""
 
-    def begin(self, build: Build, log_file: str) -> Answer:
-        """Write to the log from now on, and make the part."""
+    def begin(self, build: Build, log_file: str, folder: str) -> Answer:
+        """Write to the log from now on, and make the part where the driver is: relative paths mean the same."""
         _write_to(log_file)
+        if os.path.isdir(folder):
+            os.chdir(folder)
         return _answer(lambda: self._make(build))
 
     def _make(self, build: Build) -> Whereabouts:
@@ -144,7 +146,7 @@ class Worker:
         """Let it begin; `wait_started` waits for it."""
         self.where = None
         self.actor = self.create()
-        reference = self.actor.begin.remote(self.build, str(self.log_file))
+        reference = self.actor.begin.remote(self.build, str(self.log_file), os.getcwd())
         self._beginning = Question(self, "begin", reference, time.monotonic() + self.start_timeout_s)
 
     def wait_started(self) -> None:
@@ -192,7 +194,8 @@ class Worker:
         if answer.error is not None:
             raise answer.error
         if answer.defect is not None:
-            raise VlarlError(f"{self.name} failed in `{method}`; its log is {self.log_file}.\n{answer.defect}")
+            message = f"{self.name} failed in `{method}`; its log is {self.log_file}.\n{answer.defect}"
+            raise WorkerFailedError(message, self.name)
         self.trace.span(self.name, method, answer.began, answer.ended)
         return answer.value
 

@@ -1,0 +1,79 @@
+"""The model's answers for the 7B on LIBERO at 8, 64 and 512 GPUs: the table of docs/scaling.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scaling_model import Loop, forecast
+
+# One GPU of an OpenVLA-OFT 7B on LIBERO. What is measured and what is assumed: docs/scaling.md.
+OFT_7B = Loop(
+    slots=1,
+    episode=40,
+    env_chunk_s=8 / 58.04,
+    env_spread=0.2,
+    reset_s=0.19,
+    engine_fixed_s=0.0125 - 0.275 / 32,
+    engine_row_s=0.275 / 32,
+    driver_call_s=0.002,
+    update_s=1 / 32.4,
+    batch_s=0.0003,
+    microbatch=32,
+    shard_bytes=15.08e9,
+    shard_ranks=8,
+    gradient_bytes=0.43e9,
+    ring_bytes_per_s=300e9,
+    iterations=2,
+)
+ENVS_PER_GPU, EPISODES_PER_ENV, GPUS_PER_NODE, CORES_PER_NODE = 8, 4, 8, 128
+SYNC_BYTES, STORE_BYTES_PER_S, NETWORK_BYTES_PER_S = 14.47e9, 0.35e9, 50e9
+PRESET_ROW_S, BICUBIC_ROW_S, SENT_ROW_S = 0.0193, 0.0022, 0.0002  # process() and pickling on the driver
+
+
+def on_gpus(gpus: int, *, row_s: float, store: bool, apart: bool = False, envs_per_gpu: int = ENVS_PER_GPU) -> Loop:
+    """The 7B on so many GPUs, each of them engine and learner in turn; `apart`: half of them each, at the same time."""
+    nodes, envs = max(gpus // GPUS_PER_NODE, 1), gpus * envs_per_gpu
+    half = gpus // 2 if apart else gpus
+    by_store = {"sync_fixed_s": SYNC_BYTES / STORE_BYTES_PER_S, "sync_copies": nodes}
+    return replace(
+        OFT_7B,
+        env_workers=envs,
+        cores=nodes * CORES_PER_NODE,
+        engines=half,
+        ranks=half,
+        decisions=gpus * ENVS_PER_GPU * EPISODES_PER_ENV * OFT_7B.episode,
+        driver_row_s=row_s,
+        sync_bytes=SYNC_BYTES,
+        sync_bytes_per_s=NETWORK_BYTES_PER_S,
+        max_staleness=int(apart),
+        iterations=4 if apart else 2,
+        **(by_store if store else {}),  # type: ignore[arg-type]
+    )
+
+
+def scaling_tables(sizes: tuple[int, ...] = (8, 64, 512)) -> str:
+    """The table of docs/scaling.md: what each change brings, at each size."""
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("as libero_10_cluster: LANCZOS and JPEG on the driver, object store", {"row_s": PRESET_ROW_S, "store": True}),
+        ("bicubic on the driver, object store", {"row_s": BICUBIC_ROW_S, "store": True}),
+        ("pictures made ready by the workers, object store", {"row_s": SENT_ROW_S, "store": True}),
+        ("the same, nccl", {"row_s": SENT_ROW_S, "store": False}),
+        ("the same, 16 environments a GPU", {"row_s": SENT_ROW_S, "store": False, "envs_per_gpu": 16}),
+        ("half of the GPUs act, half learn, asynchronous", {"row_s": SENT_ROW_S, "store": False, "apart": True}),
+    ]
+    lines = [
+        "| GPUs | how | decisions | rollout s | update s | sync s | iteration s | decisions/s | "
+        "environments, engines, learners, driver busy | limited by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for gpus in sizes:
+        for how, change in changes:
+            loop = on_gpus(gpus, **change)
+            f = forecast(loop)
+            busy = ", ".join(f"{share:.0%}" for share in f.busy.values())
+            lines.append(
+                f"| {gpus} | {how} | {loop.decisions:,} | {f.rollout_s:.0f} | {f.update_s:.0f} | {f.sync_s:.0f} | "
+                f"{f.iteration_s:.0f} | {loop.decisions / f.iteration_s:,.0f} | {busy} | {f.full} |"
+            )
+    return "\n".join(lines)
