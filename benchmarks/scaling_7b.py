@@ -63,17 +63,18 @@ def scaling_tables(sizes: tuple[int, ...] = (8, 64, 512)) -> str:
         ("half of the GPUs act, half learn, asynchronous", {"row_s": SENT_ROW_S, "store": False, "apart": True}),
     ]
     lines = [
-        "| GPUs | how | decisions | rollout s | update s | sync s | iteration s | decisions/s | "
+        "| GPUs | how | decisions | rollout s | batch s | update s | sync s | iteration s | decisions/s | "
         "environments, engines, learners, driver busy | limited by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for gpus in sizes:
         for how, change in changes:
             loop = on_gpus(gpus, **change)
             f = forecast(loop)
+            parts = " | ".join(f"{seconds:.0f}" for seconds in (f.rollout_s, f.batch_s, f.update_s, f.sync_s))
             busy = ", ".join(f"{share:.0%}" for share in f.busy.values())
             lines.append(
-                f"| {gpus} | {how} | {loop.decisions:,} | {f.rollout_s:.0f} | {f.update_s:.0f} | {f.sync_s:.0f} | "
-                f"{f.iteration_s:.0f} | {loop.decisions / f.iteration_s:,.0f} | {busy} | {f.full} |"
+                f"| {gpus} | {how} | {loop.decisions:,} | {parts} | {f.iteration_s:.0f} | "
+                f"{loop.decisions / f.iteration_s:,.0f} | {busy} | {f.full}, {f.full_share:.0%} |"
             )
     return "\n".join(lines)

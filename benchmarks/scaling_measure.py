@@ -183,6 +183,7 @@ def compare() -> str:
             whole = float(np.mean([row["time/iteration"] - row.get("time/evaluation", 0.0) for row in rows]))
             lines.append(
                 f"| {shape.name} | {seen['rollout']:.2f} | {model.rollout_s:.2f} | {seen['update']:.2f} | "
-                f"{model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | {model.iteration_s / whole - 1:+.0%} |"
+                f"{model.batch_s + model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | "
+                f"{model.iteration_s / whole - 1:+.0%} |"
             )
     return "\n".join(lines)

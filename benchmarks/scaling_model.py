@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 Process = Generator[Any, None, None]
-FULL = 0.9  # a role that is busy for this share of the time is the one to have more of
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,13 @@ class Forecast:
 
     iteration_s: float
     rollout_s: float
+    batch_s: float  # advantages and batch, on the driver
     update_s: float
     sync_s: float
     busy: dict[str, float]  # share of the time that members of a role work, by role
     rows_per_call: float  # of one engine
-    full: str  # the role that limits, or what else does
+    full: str  # what works for the largest share of the iteration
+    full_share: float  # and that share: 1 is full
 
 
 class Signal:
@@ -202,7 +203,7 @@ class Iterations:
         self._asked = 0  # environment workers that have calls to answer
         self._done: list[_Worker] = []  # those that have answered all of them
         self._listening: Signal | None = None
-        self.spans: dict[str, list[float]] = {"rollout": [], "update": [], "sync": []}
+        self.spans: dict[str, list[float]] = {"rollout": [], "batch": [], "update": [], "sync": []}
         self.ends: list[float] = []
 
     def forecast(self) -> Forecast:
@@ -219,21 +220,11 @@ class Iterations:
         busy = {role: self.sim.busy.get(role, 0.0) / whole / number for role, number in members.items()}
         mean = {name: float(np.mean(values[1:])) for name, values in self.spans.items()}
         rows = loop.decisions * loop.iterations / max(self.calls, 1)
-        return Forecast(
-            seconds, mean["rollout"], mean["update"], mean["sync"], busy, rows, self._full(busy, mean, seconds)
-        )
-
-    def _full(self, busy: dict[str, float], mean: dict[str, float], seconds: float) -> str:
-        """What limits: the half of the loop that takes longer, and the busiest role in it."""
-        if self.loop.max_staleness == 0 and mean["update"] + mean["sync"] > mean["rollout"]:
-            return "learners" if mean["update"] >= mean["sync"] else "sync"
-        if self.loop.max_staleness and mean["update"] + mean["sync"] > FULL * seconds:
-            return "learners" if mean["update"] >= mean["sync"] else "sync"
-        share = mean["rollout"] / seconds if self.loop.max_staleness == 0 else 1.0
-        rolling = {role: busy[role] / share for role in ("environments", "engines")}
-        rolling["driver"] = busy["driver"] / share
-        role = max(rolling, key=lambda name: rolling[name])
-        return role if rolling[role] > FULL else f"{role}, in turn with others"
+        shares = {role: busy[role] for role in ("environments", "engines", "driver")}
+        shares |= {"learners": mean["update"] / seconds, "sync": mean["sync"] / seconds}
+        full = max(shares, key=lambda name: shares[name])
+        means = (mean[name] for name in ("rollout", "batch", "update", "sync"))
+        return Forecast(seconds, *means, busy, rows, full, shares[full])
 
     def _collecting(self, collected: list[Signal], learnt: list[Signal]) -> Process:
         for index, ready in enumerate(collected):
@@ -250,6 +241,8 @@ class Iterations:
             yield ready
             began = self.sim.now
             yield from self._on_driver(self.loop.batch_s * self.loop.decisions)
+            self.spans["batch"].append(self.sim.now - began)
+            began = self.sim.now
             yield from self._update()
             self.spans["update"].append(self.sim.now - began)
             began = self.sim.now
@@ -410,9 +403,10 @@ def describe(result: Forecast) -> str:
     """The forecast in lines."""
     busy = ", ".join(f"{role} {share:.0%}" for role, share in result.busy.items())
     return (
-        f"iteration {result.iteration_s:.2f} s: rollout {result.rollout_s:.2f}, update {result.update_s:.2f}, "
+        f"iteration {result.iteration_s:.2f} s: rollout {result.rollout_s:.2f}, batch {result.batch_s:.2f}, "
+        f"update {result.update_s:.2f}, "
         f"sync {result.sync_s:.2f}\nbusy: {busy}; {result.rows_per_call:.1f} rows a call of an engine\n"
-        f"limited by: {result.full}"
+        f"limited by: {result.full}, {result.full_share:.0%} of the time"
     )
 
 

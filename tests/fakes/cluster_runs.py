@@ -88,9 +88,9 @@ class ClusterRun:
         output, _ = self.process.communicate(timeout=limit_s)
         return self.process.returncode, output
 
-    def left_running(self) -> list[str]:
-        """Command lines of processes that the run has left behind, a few seconds after it ended."""
-        wait_for(lambda: not self._alive(), 15, must=False)
+    def left_running(self, limit_s: float = 15) -> list[str]:
+        """Command lines of processes that the run has left behind, so long after it ended."""
+        wait_for(lambda: not self._alive(), limit_s, must=False)
         return self._alive()
 
     def _alive(self) -> list[str]:

@@ -104,9 +104,54 @@ def test_the_parser_of_this_test_sees_imports_inside_functions(tmp_path):
     ],
 )
 def test_the_command_line_loads_only_what_it_needs(code, absent):
-    check = f"{code}\nimport sys\nprint('LOADED', sorted(set({absent!r}) & set(sys.modules)))"
+    assert loaded(code, absent) == "LOADED []"
+
+
+def loaded(code: str, modules: tuple[str, ...]) -> str:
+    """LOADED and those of the modules that a process has loaded after running the code."""
+    check = f"{code}\nimport sys\nprint('LOADED', sorted(set({modules!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "LOADED []"
+    return done.stdout.splitlines()[-1]
+
+
+SLOW = ("peft", "bitsandbytes", "transformers.models.auto")  # seconds of every worker, command and test process
+
+PLAYED = """
+import tempfile
+from pathlib import Path
+import numpy as np
+from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.policies import load_policy
+policy = load_policy("builtin:tiny-openvla")
+policy.prepare_training(ModelConfig(), LoraConfig(), seed=0)
+policy.weights_changed()
+policy.reset_adapters(0)
+with policy.without_adapters():
+    action = policy.predict_action(np.zeros((64, 64, 3), np.uint8), "pick up the cube", np.zeros(8, np.float32))
+assert np.isfinite(action).all()
+with tempfile.TemporaryDirectory() as folder:
+    policy.save(Path(folder))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import vlarl.parts", SLOW),
+        ("import vlarl.distributed.learners", SLOW),
+        ("import vlarl.loop", SLOW),
+        (PLAYED, ("peft", "bitsandbytes")),  # the language model itself loads transformers.models.auto
+    ],
+    ids=["parts", "learners", "loop", "policy"],
+)
+def test_peft_is_loaded_for_adapters_only(code, absent):
+    assert loaded(code, absent) == "LOADED []"
+
+
+def test_adapters_do_load_peft():
+    """The check above sees what it looks for."""
+    lora = PLAYED.replace("LoraConfig()", "LoraConfig(enabled=True)")
+    assert loaded(lora, ("peft",)) == "LOADED ['peft']"
 
 
 def test_help_answers_within_400_ms():

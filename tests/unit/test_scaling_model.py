@@ -31,7 +31,8 @@ def varied(**changes) -> Loop:
 def test_one_of_each_works_one_after_the_other():
     result = forecast(varied(reset_s=0.5, driver_call_s=0.03, driver_row_s=0.02, batch_s=0.001, sync_fixed_s=0.7))
     assert result.rollout_s == pytest.approx(100 * (0.1 + 0.05 + 0.05) + 10 * 0.5)
-    assert result.update_s == pytest.approx(100 * 0.021)
+    assert result.batch_s == pytest.approx(100 * 0.001)
+    assert result.update_s == pytest.approx(100 * 0.02)
     assert result.sync_s == pytest.approx(0.7)
     assert result.iteration_s == pytest.approx(25 + 2.1 + 0.7)
     assert result.rows_per_call == 1

@@ -76,9 +76,7 @@ class Simulator:
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
-        if (
-            gpus := ray.get_gpu_ids()
-        ):  # it draws on what Ray has given to it, unless env.render_gpu is set
+        if gpus := ray.get_gpu_ids():  # it draws on what Ray has given to it, unless env.render_gpu is set
             os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(gpus[0]))
         self._runner = EnvRunner(factory)
 

@@ -30,7 +30,7 @@ from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
-from vlarl.distributed.worker import Worker, get_all
+from vlarl.distributed.worker import Worker, get_all, share
 from vlarl.errors import WorkerLostError
 from vlarl.parts import build_policy
 from vlarl.policies import DTYPES
@@ -198,7 +198,7 @@ class LearnerGroup:
         """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
         first, *others = self.workers
         with self._lock:
-            shared = ray.put(SharedBatch.of(batch))
+            shared = share(SharedBatch.of(batch))
             steps = first.stream("updating", shared, iteration)
             waiting = {(q := worker.ask("update", shared, iteration)).reference: q for worker in others}
         updated: Updated | None = None
@@ -224,14 +224,14 @@ class LearnerGroup:
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """The critic's values [T+1, V] of each trajectory, the last observation included."""
-        values: list[FloatArray] = self.everybody("values", ray.put(list(trajectories)))
+        values: list[FloatArray] = self.everybody("values", share(list(trajectories)))
         return values
 
     def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
         """The groups with the reference's log-probs of every decision; as they are where there is no reference."""
         if self.config.kl.coef == 0:
             return list(groups)
-        scored: list[TrajectoryGroup] = self.everybody("reference_logprobs", ray.put(list(groups)))
+        scored: list[TrajectoryGroup] = self.everybody("reference_logprobs", share(list(groups)))
         return scored
 
     def publish(self, engine: Engine) -> None:

@@ -20,7 +20,7 @@ from ray import exceptions
 from torch import nn
 
 from vlarl.config.schema import Config
-from vlarl.distributed.worker import Answer, Worker
+from vlarl.distributed.worker import Answer, Worker, share
 from vlarl.errors import VlarlError
 from vlarl.policies import DTYPES
 from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
@@ -146,7 +146,7 @@ class WeightSender:
             if lost is not None:
                 continue
             try:
-                message = ray.put(bucket_message(payload, d.sync_checksum))
+                message = share(bucket_message(payload, d.sync_checksum))
                 engines.wait(taken)
                 taken = engines.ask("update_weights", message)
             except EngineLostError as error:

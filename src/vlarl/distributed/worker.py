@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -250,16 +251,20 @@ def _reason_of_death(error: Exception) -> str:
     return f"died: {first}"
 
 
-class _store_errors:  # noqa: N801 - reads as a statement
+def share(value: object) -> Any:
+    """Put something into the object store once, for several workers to read."""
+    with _store_errors():
+        return ray.put(value)
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
     """An object store that is full says what to do about it."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, exceptions.ObjectStoreFullError | exceptions.OutOfDiskError):
-            raise WorkerLostError(
-                "Ray's object store is full, and the disk it spills to as well "
-                f"({type(error).__name__}): raise distributed.object_store_mb, free some space, or collect fewer or "
-                "smaller episodes (rollout.num_groups, env.image_size)."
-            ) from None
+    try:
+        yield
+    except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
+        raise WorkerLostError(
+            f"Ray's object store is full, and the disk it spills to as well ({type(error).__name__}): raise "
+            "distributed.object_store_mb, free some space, or collect fewer or smaller episodes (rollout.num_groups, "
+            "env.image_size)."
+        ) from None

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from vlarl.errors import UsageError
@@ -187,9 +186,9 @@ def _first(problems: Sequence[str], count: int = 5) -> str:
     return "; ".join(problems[:count]) + more
 
 
-def _sources(policy: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, LoraLayer | None]]]:
+def _sources(policy: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, nn.Module | None]]]:
     """Each weight of the base model by its name, with the adapter that changes it."""
-    layers = {name: module for name, module in policy.named_modules() if isinstance(module, LoraLayer)}
+    modules = dict(policy.named_modules())
     for full, parameter in policy.named_parameters():
         if ".lora_" in full:
             continue
@@ -197,11 +196,11 @@ def _sources(policy: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, LoraL
         name = checkpoint_name(path)
         if name is not None:
             adapted = path.endswith(".weight") and full != path
-            yield name, (parameter, layers[path.removesuffix(".weight")] if adapted else None)
+            yield name, (parameter, modules[path.removesuffix(".weight")] if adapted else None)
 
 
 @torch.no_grad()
-def _materialize(tensor: torch.Tensor, layer: LoraLayer | None) -> torch.Tensor:
+def _materialize(tensor: torch.Tensor, layer: nn.Module | None) -> torch.Tensor:
     """The whole tensor, an adapter added in float32."""
     whole = _gathered(tensor.detach())
     if layer is None:

@@ -36,14 +36,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vlarl.errors import UsageError
 from vlarl.policies.base import Policy
 from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
-from vlarl.policies.openvla.layers import DecoderLayer
 from vlarl.policies.openvla.model import Projector
 from vlarl.policies.openvla.vision import Block, VisionTower
 from vlarl.training.ranks import Ranks
 
 # What is gathered at once. The embedding, the last norm and the head are read from outside the language model's own
-# forward, so they stay with the root.
-UNITS = (DecoderLayer, Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
+# forward, so they stay with the root. The language model's layers come on top: their module loads transformers.
+UNITS = (Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
 FLOAT32_HEADS = (ValueHead, L1ActionHead)  # computed in their own type, whatever the policy's
 PASSES = ("score", "values", "decode", "regress")  # a policy's ways in; FSDP knows of `forward` alone
 BUCKET_BYTES = 64 << 20  # gradients that are added up in one call
@@ -74,13 +73,16 @@ class Sharding:
 
 def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Spread a policy over the mesh, in place; it may live on the host, and goes to the mesh's device in parts."""
+    from vlarl.policies.openvla.layers import DecoderLayer
+
     _refuse_quantized(policy)
     _part_from_others(policy)
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if sharding.cpu_offload else OffloadPolicy()
     adapted = MixedPrecisionPolicy(_compute_dtype(policy, sharding), torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for unit in [m for m in reversed(list(policy.modules())) if isinstance(m, UNITS)]:  # a tower after its blocks
+    units = (DecoderLayer, *UNITS)
+    for unit in [m for m in reversed(list(policy.modules())) if isinstance(m, units)]:  # a tower after its blocks
         kind = exact if isinstance(unit, FLOAT32_HEADS) else adapted
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=kind, offload_policy=offload)
     fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=adapted, offload_policy=offload)

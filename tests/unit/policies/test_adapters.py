@@ -12,6 +12,7 @@ from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
 from vlarl.policies import load_policy
 from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.types import PolicyInput
@@ -92,7 +93,7 @@ def test_our_layer_gives_what_pefts_own_gives(base, probe):
     policy = disturb(adapted(base))
     ours = logits(policy, probe)
     for module in policy.modules():
-        if isinstance(module, adapters.LoraLinear):
+        if isinstance(module, LoraLinear):
             module.__class__ = PeftLinear
     torch.testing.assert_close(logits(policy, probe), ours, atol=2e-5, rtol=0)
 
@@ -100,7 +101,7 @@ def test_our_layer_gives_what_pefts_own_gives(base, probe):
 def test_gradients_equal_pefts_own(base, probe):
     ours, theirs = disturb(adapted(base)), disturb(adapted(base))
     for module in theirs.modules():
-        if isinstance(module, adapters.LoraLinear):
+        if isinstance(module, LoraLinear):
             module.__class__ = PeftLinear
     for policy in (ours, theirs):
         policy.score(*probe).logits.square().mean().backward()

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from transformers import AutoConfig
-
 from vlarl.policies.openvla.families import FAMILIES, action_end, model_type, prompt_template
 from vlarl.policies.openvla.towers import (
     KNOWN_TOWERS,
@@ -155,6 +153,8 @@ def default_chunk_length(decoder: DecoderName) -> int:
 
 def language_config(text: Mapping[str, Any]) -> Any:
     """The transformers config of a `text_config`; what it leaves out is the library's default for its model_type."""
+    from transformers import AutoConfig  # here and not above: it takes seconds to load
+
     arguments = {k: v for k, v in text.items() if k not in ("model_type", "torch_dtype", "dtype")}
     return AutoConfig.for_model(text["model_type"], **arguments)
 

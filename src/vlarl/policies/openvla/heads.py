@@ -1,4 +1,4 @@
-"""Small networks around the model: the critic, the proprio token, OFT's regression head."""
+"""Small networks around the model: the critic, the proprio token, OFT's regression head, a tied head."""
 
 from __future__ import annotations
 
@@ -97,3 +97,21 @@ class L1ActionHead(nn.Module):
         b, t, h = states.shape
         out: torch.Tensor = self.model(states.reshape(b, t // self.action_dim, self.action_dim * h))
         return out
+
+
+class TiedHead(nn.Module):
+    """A head that is the embedding: it holds no weight of its own, so checkpoints have none and none can come apart."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.__dict__["embedding"] = embedding  # past nn.Module, which would register it a second time
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[V, H] the embedding's."""
+        embedding: nn.Embedding = self.__dict__["embedding"]
+        return embedding.weight
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V]."""
+        return F.linear(states, self.weight)

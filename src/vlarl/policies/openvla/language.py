@@ -12,15 +12,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from vlarl.policies.openvla.attention import AttentionName, Sight, check_attention, prepare
 from vlarl.policies.openvla.config import language_config
-from vlarl.policies.openvla.layers import use_fast_layers
 
 
 def build_language_model(text: Mapping[str, Any], attention: AttentionName = "sdpa") -> nn.Module:
     """A transformers causal language model with random weights from the `text_config` of a checkpoint."""
+    from transformers import AutoModelForCausalLM  # here and not above: its models take seconds to load
+
+    from vlarl.policies.openvla.layers import use_fast_layers
+
     check_attention(attention)
     config = language_config(text)
     config.use_cache = False

@@ -15,6 +15,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlarl.policies.openvla.attention import Attend
+from vlarl.policies.openvla.heads import TiedHead
 
 
 class _Rotate(torch.autograd.Function):
@@ -134,24 +135,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         hidden = hidden[:, read] + mixed
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
-
-
-class TiedHead(nn.Module):
-    """A head that is the embedding: it holds no weight of its own, so checkpoints have none and none can come apart."""
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.__dict__["embedding"] = embedding  # past nn.Module, which would register it a second time
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[V, H] the embedding's."""
-        embedding: nn.Embedding = self.__dict__["embedding"]
-        return embedding.weight
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., V]."""
-        return F.linear(states, self.weight)
 
 
 def use_fast_layers(language_model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from vlarl.policies.openvla.attention import AttentionName
 from vlarl.policies.openvla.config import OpenVLAConfig, language_config
+from vlarl.policies.openvla.heads import TiedHead
 from vlarl.policies.openvla.language import build_language_model
-from vlarl.policies.openvla.layers import TiedHead
 from vlarl.policies.openvla.vision import VisionBackbone
 
 

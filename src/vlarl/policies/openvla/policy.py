@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from peft import prepare_model_for_kbit_training
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -208,6 +207,8 @@ class OpenVLAPolicy(Policy):
         if settings.freeze != "none" and not self.has_adapter:
             self.freeze(settings.freeze)
         if settings.quantize is not None:
+            from peft import prepare_model_for_kbit_training
+
             cast(Any, prepare_model_for_kbit_training)(self.model, use_gradient_checkpointing=False)
             if self.proprio_projector is not None:
                 self.proprio_projector.float()  # as the states around the quantised layers are now
@@ -241,7 +242,10 @@ class OpenVLAPolicy(Policy):
 
     def weights_changed(self) -> None:
         """Bring the copies that adapters compute with up to date."""
-        adapters.refresh_copies(self.model)
+        if self.has_adapter:
+            from vlarl.policies.openvla import lora
+
+            lora.refresh_copies(self.model)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside the block the policy acts and scores as if it had no adapters."""
@@ -258,21 +262,25 @@ class OpenVLAPolicy(Policy):
 
     def _add_adapter(self, lora: LoraConfig, seed: int) -> None:
         """Freeze everything and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
+        from vlarl.policies.openvla.lora import add_fresh
+
         if self.base is None:
             raise ValueError("adapters need a base that is saved somewhere: save this policy and load it again")
         if lora.adapter is not None:
             self.add_adapter_from(Path(lora.adapter))
             return
         self._freeze_all()
-        adapters.add_fresh(self.model, lora, self.linear_names, self.base.path, seed)
+        add_fresh(self.model, lora, self.linear_names, self.base.path, seed)
         self.has_adapter = True
 
     def add_adapter_from(self, folder: Path) -> None:
         """Freeze everything but the critic and go on with a folder's adapters."""
+        from vlarl.policies.openvla import lora
+
         assert self.base is not None
         adapters.check_base(folder, self.base.path, self.base.fingerprint)
         self._freeze_all()
-        adapters.add_from(self.model, folder, self.base.path)
+        lora.add_from(self.model, folder, self.base.path)
         self.has_adapter = True
 
     @property
@@ -325,7 +333,9 @@ class OpenVLAPolicy(Policy):
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
         if self.has_adapter and self.base is not None:
-            adapters.save(self.model, folder, self.base.path, self.base.fingerprint)
+            from vlarl.policies.openvla import lora
+
+            lora.save(self.model, folder, self.base.path, self.base.fingerprint)
         else:
             save_weights(self.model.state_dict(), folder, dtype, max_shard_bytes)
             adapters.remove(folder)

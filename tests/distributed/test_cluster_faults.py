@@ -1,0 +1,129 @@
+"""Workers that die or hang: replaced, or the run ends with what to do; in time, and with nothing left running."""
+
+import os
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
+
+from vlarl.config.load import load_config
+from vlarl.loop import train
+
+ENV_LIMIT_S, LIMIT_S = 8, 25
+ONE_OF_EACH = SMALL | {
+    "run.iterations": 6,
+    "distributed.num_reward_workers": 1,
+    "distributed.timeout_s": LIMIT_S,
+    "env.timeout_s": ENV_LIMIT_S,
+}
+SLACK_S = 30  # for a worker to start and for the run to end, on a busy machine
+
+
+def replaced(run: ClusterRun, worker: str, before: int) -> bool:
+    return run.pid_of(worker) != before
+
+
+def strike(run: ClusterRun, blow: signal.Signals, *workers: str) -> None:
+    for worker in workers:
+        os.kill(run.pid_of(worker), blow)
+
+
+def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
+    run = ClusterRun(tmp_path, "shaken", "tabletop_grpo", *flags(ONE_OF_EACH))
+    train(load_config("tabletop_grpo", {**SMALL, "run.iterations": 6, "run.root": str(tmp_path), "run.name": "calm"}))
+    run.wait_rows(1)
+    strike(run, signal.SIGKILL, "environments 0")
+    run.wait_rows(2)
+    hung = run.pid_of("environments 1")
+    strike(run, signal.SIGSTOP, "environments 1")
+    wait_for(lambda: replaced(run, "environments 1", hung), ENV_LIMIT_S + SLACK_S)
+    run.wait_rows(3)
+    strike(run, signal.SIGKILL, "engine 0", "reward 0", "curriculum")
+    run.wait_rows(4)
+    hung = run.pid_of("engine 0")
+    strike(run, signal.SIGSTOP, "engine 0")
+    wait_for(lambda: replaced(run, "engine 0", hung), 4 * LIMIT_S + SLACK_S)
+    run.wait_rows(5)
+    struck = time.monotonic()
+    strike(run, signal.SIGKILL, "learner 0")
+    code, output = run.end()
+    assert time.monotonic() - struck < SLACK_S
+    assert code == 1
+    assert re.search(r"learner 0 \(pid \d+ on \S+\) died", output), output
+    assert run.left_running() == []
+
+    ours, theirs = rows(run.folder), rows(tmp_path / "calm")[: run.num_rows()]
+    redone = sum(row.pop("rollout/redone_episodes", 0) for row in ours)
+    assert redone > 0 and not any(row.pop("rollout/redone_episodes", 0) for row in theirs)
+    assert_equal_rows(ours, theirs, 1e-5)
+    log = (run.folder / "logs" / "train.log").read_text()
+    for what in (
+        r"episode tabletop\S+ failed .* it is run again: environments 0 .* died",
+        r"environments 1 \(pid \d+ on \S+\) has not answered `\w+` in time: it hangs",
+        r"engine 0 \(pid \d+ on \S+\) died .* It is replaced",
+        r"engine 0 \(pid \d+ on \S+\) has not answered|engine 0 hangs",
+        r"reward 0 \(pid \d+ on \S+\) died .* It is replaced",
+        r"curriculum \(pid \d+ on \S+\) died .* It is replaced",
+    ):
+        assert re.search(what, log), f"{what}\n{log}"
+
+    resume = re.search(r"go on from it with `vlarl train (--resume .*)`", output)
+    assert resume, output
+    hanging(tmp_path, shlex.split(resume[1]))
+
+
+def hanging(root: Path, resume: list[str]) -> None:
+    """The command that the message names goes on with the run, on two ranks now; one of which hangs."""
+    ranks = ["--distributed.learners_per_node", "2", "--distributed.sharding", "full", "--run.iterations", "50"]
+    run = ClusterRun(root, "shaken", *resume, *ranks)
+    run.wait_rows(run.num_rows() + 1)
+    strike(run, signal.SIGSTOP, "learner 1")
+    struck = time.monotonic()
+    code, output = run.end()
+    assert time.monotonic() - struck < 2 * LIMIT_S + SLACK_S
+    assert (
+        code == 1 and re.search(r"learner \d .*hang", output) and "go on from it with `vlarl train --resume" in output
+    )
+    assert run.left_running() == []
+
+
+def test_a_full_object_store_ends_the_run_with_the_remedy(tmp_path):
+    options = SMALL | {
+        "policy.path": "builtin:tiny-openvla",
+        "algorithm.name": "ppo",
+        "rollout.num_groups": 16,
+        "rollout.group_size": 1,
+        "optim.minibatches": 4,
+        "env.image_size": 320,
+        "distributed.object_store_mb": 80,
+        "distributed.timeout_s": 60,
+    }
+    full_disk = {"RAY_local_fs_capacity_threshold": "0.001"}  # Ray believes that it can't spill
+    run = ClusterRun(tmp_path, "full", "tabletop_ppo", *flags(options), variables=full_disk)
+    code, output = run.end()
+    assert code == 1, output
+    assert "Ray's object store is full" in output and "raise distributed.object_store_mb" in output
+    assert run.left_running() == []
+
+
+def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
+    run = ClusterRun(
+        tmp_path, "stopped", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}), "--distributed.asynchronous"
+    )
+    run.wait_rows(3)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.end()
+    assert code == 130 and "interrupted and saved" in output, output
+    assert list((run.folder / "checkpoints").glob("step_*"))
+    assert run.left_running() == []
+
+
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path):
+    run = ClusterRun(tmp_path, "killed", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}))
+    run.wait_rows(1)
+    run.process.kill()
+    run.end()
+    assert run.left_running(60) == []  # the agents of Ray look for their parent now and then
