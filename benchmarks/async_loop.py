@@ -1,6 +1,6 @@
-"""Synchronous against asynchronous training: time an iteration, and success, over several seeds. Prints a table, or JSON.
+"""Synchronous against asynchronous training: time an iteration and success, over several seeds. Prints a table or JSON.
 
-    python benchmarks/async_loop.py [--seeds 0 1 2] [--iterations 12] [--json] [--section.field value …]
+    python benchmarks/async_loop.py [--seeds 0 1 2] [--iterations 10] [--json] [--section.field value …]
 
 Both run on a Ray cluster of this machine with one learner, one torch engine and two environment workers of one thread
 each: two cores are enough for a rollout and an update at the same time. Time is of the iterations between the first
@@ -20,9 +20,9 @@ from pathlib import Path
 
 COMMON = [
     *("--distributed.backend", "ray", "--run.num_threads", "1", "--run.device", "cpu"),
-    *("--env.task_ids", "0", "3", "5", "7", "--env.num_envs", "32"),
-    *("--rollout.num_groups", "12", "--rollout.group_size", "8", "--optim.minibatches", "2", "--algorithm.epochs", "2"),
-    *("--eval.interval", "0", "--eval.states_per_task", "20", "--eval.videos", "0", "--checkpoint.interval", "0"),
+    *("--env.task_ids", "0", "3", "--env.num_envs", "24"),
+    *("--rollout.num_groups", "6", "--rollout.group_size", "4", "--optim.minibatches", "2", "--algorithm.epochs", "1"),
+    *("--eval.interval", "0", "--eval.states_per_task", "10", "--eval.videos", "0", "--checkpoint.interval", "0"),
     *("--no-logging.report", "--no-logging.tensorboard", "--no-checkpoint.best_return"),
 ]
 WARM_UP = 2  # iterations, in which the pipeline fills
@@ -70,7 +70,7 @@ def run(mode: str, seed: int, iterations: int, root: Path, more: list[str]) -> R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     arguments, more = parser.parse_known_args()
     rows = []

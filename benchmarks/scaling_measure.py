@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scaling_model import Forecast, Loop, forecast
 
-NUM_ENVS, NUM_EPISODES, ITERATIONS = 16, 32, 4
+NUM_ENVS, NUM_EPISODES, ITERATIONS = 8, 16, 4
 WARM_UP = 1  # iterations that are not counted
 
 

@@ -1,4 +1,4 @@
-"""A model of the loop on many processes: how long an iteration takes, how busy each role is, and which one is full.
+"""A model of the loop on many processes: how long an iteration takes, how busy each role is, and which is busiest.
 
     python benchmarks/scaling_model.py --env-workers 64 --slots 1 --engines 8 --ranks 8 --decisions 33000 …  [--json]
     python benchmarks/scaling_model.py --tables      # the table of docs/scaling.md (scaling_7b.py)
@@ -86,8 +86,8 @@ class Forecast:
     sync_s: float
     busy: dict[str, float]  # share of the time that members of a role work, by role
     rows_per_call: float  # of one engine
-    full: str  # what works for the largest share of the iteration
-    full_share: float  # and that share: 1 is full
+    busiest: str  # what works for the largest share of the iteration
+    busiest_share: float  # and that share: 1 is full
 
 
 class Signal:
@@ -222,9 +222,9 @@ class Iterations:
         rows = loop.decisions * loop.iterations / max(self.calls, 1)
         shares = {role: busy[role] for role in ("environments", "engines", "driver")}
         shares |= {"learners": mean["update"] / seconds, "sync": mean["sync"] / seconds}
-        full = max(shares, key=lambda name: shares[name])
+        busiest = max(shares, key=lambda name: shares[name])
         means = (mean[name] for name in ("rollout", "batch", "update", "sync"))
-        return Forecast(seconds, *means, busy, rows, full, shares[full])
+        return Forecast(seconds, *means, busy, rows, busiest, shares[busiest])
 
     def _collecting(self, collected: list[Signal], learnt: list[Signal]) -> Process:
         for index, ready in enumerate(collected):
@@ -406,7 +406,7 @@ def describe(result: Forecast) -> str:
         f"iteration {result.iteration_s:.2f} s: rollout {result.rollout_s:.2f}, batch {result.batch_s:.2f}, "
         f"update {result.update_s:.2f}, "
         f"sync {result.sync_s:.2f}\nbusy: {busy}; {result.rows_per_call:.1f} rows a call of an engine\n"
-        f"limited by: {result.full}, {result.full_share:.0%} of the time"
+        f"busiest: {result.busiest}, {result.busiest_share:.0%} of the time"
     )
 
 

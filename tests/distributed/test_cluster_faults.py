@@ -12,7 +12,7 @@ from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows
 from vlarl.config.load import load_config
 from vlarl.loop import train
 
-ENV_LIMIT_S, LIMIT_S = 8, 25
+ENV_LIMIT_S, LIMIT_S = 8, 30
 ONE_OF_EACH = SMALL | {
     "run.iterations": 6,
     "distributed.num_reward_workers": 1,

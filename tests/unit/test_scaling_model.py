@@ -38,11 +38,11 @@ def test_one_of_each_works_one_after_the_other():
     assert result.rows_per_call == 1
 
 
-@pytest.mark.parametrize(("update_s", "seconds", "full"), [(0.3, 30.0, "learners"), (0.05, 15.0, "environments")])
-def test_overlapped_the_longer_half_counts(update_s, seconds, full):
+@pytest.mark.parametrize(("update_s", "seconds", "busiest"), [(0.3, 30.0, "learners"), (0.05, 15.0, "environments")])
+def test_overlapped_the_longer_half_counts(update_s, seconds, busiest):
     result = forecast(varied(update_s=update_s, max_staleness=1, iterations=10))
     assert result.iteration_s == pytest.approx(seconds)
-    assert result.full.startswith(full)
+    assert result.busiest.startswith(busiest)
 
 
 def test_rollouts_run_ahead_no_further_than_allowed():
@@ -67,13 +67,13 @@ def test_many_environments_fill_the_engines(engines):
         varied(env_workers=64, engines=engines, decisions=6400, engine_fixed_s=0.0, update_s=0.0, iterations=2)
     )
     assert result.rollout_s == pytest.approx(6400 * 0.01 / engines, rel=0.1)
-    assert result.full == "engines"
+    assert result.busiest == "engines"
     assert result.busy["engines"] > 0.9
 
 
 def test_a_driver_that_is_full_leaves_the_engines_idle():
     result = forecast(varied(env_workers=64, decisions=6400, engine_row_s=0.0, engine_fixed_s=0.0, driver_row_s=0.05))
-    assert result.full == "driver"
+    assert result.busiest == "driver"
     assert result.rollout_s == pytest.approx(6400 * 0.05, rel=0.01)
 
 

@@ -93,7 +93,7 @@ class Rank:
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self.device = torch.device("cuda" if on_gpu else "cpu")  # the one that Ray has given to this process
+        self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray lets this process see
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and free port of this machine, where ranks find each other."""

@@ -3,7 +3,7 @@
     every rank:  gather a tensor, fold its adapter ─┐
     rank 0:      fill a bucket ─► object store ─► all engines load it, while the next one is filled
 
-At most two buckets are in memory at a time. Versions are checked by the engines before they act again. An engine that
+One bucket is filled while the one before is loaded. Versions are checked by the engines before they act again. An engine that
 is lost on the way is told by name; the ranks go through all tensors all the same, since they gather them together.
 """
 
@@ -147,6 +147,7 @@ class WeightSender:
                 continue
             try:
                 message = share(bucket_message(payload, d.sync_checksum))
+                del payload  # not kept while the next one is filled
                 engines.wait(taken)
                 taken = engines.ask("update_weights", message)
             except EngineLostError as error:

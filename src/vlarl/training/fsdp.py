@@ -32,9 +32,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree
 
 from vlarl.errors import UsageError
-from vlarl.policies.base import Policy
+from vlarl.policies.base import Policy, Scores
 from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
 from vlarl.policies.openvla.model import Projector
 from vlarl.policies.openvla.vision import Block, VisionTower
@@ -46,6 +47,9 @@ UNITS = (Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHea
 FLOAT32_HEADS = (ValueHead, L1ActionHead)  # computed in their own type, whatever the policy's
 PASSES = ("score", "values", "decode", "regress")  # a policy's ways in; FSDP knows of `forward` alone
 BUCKET_BYTES = 64 << 20  # gradients that are added up in one call
+
+# FSDP gathers the root's weights again when a gradient comes to what a pass has returned, and must find tensors in it.
+_pytree.register_dataclass(Scores)
 
 
 @dataclass(frozen=True)
