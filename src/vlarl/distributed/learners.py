@@ -159,9 +159,9 @@ class Rank:
         else:
             self._averaged.__exit__(None, None, None)
 
-    def send_weights(self, engines: EngineCalls) -> str | None:
-        """Bring all engines to this version; the name of one that was lost on the way."""
-        return self.sender.send(engines, self.learner.version)
+    def send_weights(self, engines: EngineCalls) -> tuple[int, str | None]:
+        """Bring all engines to the version that this learner is at; which it is, and an engine that was lost."""
+        return self.learner.version, self.sender.send(engines, self.learner.version)
 
 
 class LearnerGroup:
@@ -242,9 +242,10 @@ class LearnerGroup:
             for _ in range(ENGINE_ATTEMPTS):
                 calls = EngineCalls.to(engine.workers, self.config)
                 # Rank 0 gives an engine the whole limit for each of its calls, and must itself be waited for.
-                lost: str | None = self.everybody("send_weights", calls, timeout_s=4 * calls.timeout_s)
+                # In a run whose rollouts are ahead, they may have made an update that the driver has not heard of.
+                version, lost = self.everybody("send_weights", calls, timeout_s=4 * calls.timeout_s)
                 if lost is None:
-                    engine.version = self.version
+                    engine.version = version
                     return
                 engine.restart(lost)
         raise WorkerLostError(f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over")

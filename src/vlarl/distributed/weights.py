@@ -3,8 +3,9 @@
     every rank:  gather a tensor, fold its adapter ─┐
     rank 0:      fill a bucket ─► object store ─► all engines load it, while the next one is filled
 
-One bucket is filled while the one before is loaded. Versions are checked by the engines before they act again. An engine that
-is lost on the way is told by name; the ranks go through all tensors all the same, since they gather them together.
+One bucket is filled while the one before is loaded. Versions are checked by the engines before they act again. An
+engine that is lost on the way is told by name; the ranks go through all tensors all the same, since they gather them
+together.
 """
 
 from __future__ import annotations
