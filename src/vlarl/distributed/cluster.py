@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ Place = tuple[PlacementGroup, int]
 MIB = 1 << 20
 DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray by itself would take a third of the machine
 WORKERS_FILE = "workers.json"  # in logs/: pid and host of each worker
+GIVE_BACK_S = 10.0  # for room that workers of a run that has ended still hold
 RESERVE_S = 60.0  # for room that is there already
 
 
@@ -176,12 +178,13 @@ class Cluster:
                 ) from None
 
     def _check_room(self, demand: Demand) -> None:
+        """Refuse what does not fit; room that another run is just giving back is waited for a little."""
+        end = time.monotonic() + GIVE_BACK_S
+        while missing := self._missing(demand, ray.available_resources()):
+            if self._missing(demand, ray.cluster_resources()) or time.monotonic() > end:
+                break
+            time.sleep(0.25)
         free = ray.available_resources()
-        missing = [
-            _amount(demand.total(kind) - free.get(kind, 0.0), kind)
-            for kind in ("CPU", "GPU")
-            if demand.total(kind) > free.get(kind, 0.0) + 1e-6
-        ]
         if missing:
             raise UsageError(
                 f"distributed: {demand.describe()} take {_describe({k: demand.total(k) for k in ('CPU', 'GPU')})}; "
@@ -189,6 +192,13 @@ class Cluster:
                 f"{' and '.join(missing)} missing. Add machines, or lower distributed.worker_cpus, the number of "
                 "workers or their shares of a GPU."
             )
+
+    def _missing(self, demand: Demand, resources: Mapping[str, float]) -> list[str]:
+        return [
+            _amount(demand.total(kind) - resources.get(kind, 0.0), kind)
+            for kind in ("CPU", "GPU")
+            if demand.total(kind) > resources.get(kind, 0.0) + 1e-6
+        ]
 
     def _machines(self, demand: Demand) -> list[str]:
         """A machine for each entry of learners_per_node, the roomiest for the largest."""

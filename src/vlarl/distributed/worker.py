@@ -58,11 +58,15 @@ class Whereabouts:
 class Host:
     """The actor's side: makes its part once, then answers."""
 
-    def begin(self, build: Build, log_file: str, folder: str) -> Answer:
-        """Write to the log from now on, and make the part where the driver is: relative paths mean the same."""
+    def prepare(self, log_file: str, folder: str, modules: Sequence[str]) -> None:
+        """Write to the log from now on; paths and modules mean what they mean to the driver."""
         _write_to(log_file)
         if os.path.isdir(folder):
             os.chdir(folder)
+        sys.path += [place for place in modules if place not in sys.path]
+
+    def begin(self, build: Build) -> Answer:
+        """Make the part."""
         return _answer(lambda: self._make(build))
 
     def _make(self, build: Build) -> Whereabouts:
@@ -147,7 +151,9 @@ class Worker:
         """Let it begin; `wait_started` waits for it."""
         self.where = None
         self.actor = self.create()
-        reference = self.actor.begin.remote(self.build, str(self.log_file), os.getcwd())
+        # By itself and first: what follows may be of a module that only the driver knows where to find.
+        self.actor.prepare.remote(str(self.log_file), os.getcwd(), list(sys.path))
+        reference = self.actor.begin.remote(self.build)
         self._beginning = Question(self, "begin", reference, time.monotonic() + self.start_timeout_s)
 
     def wait_started(self) -> None:

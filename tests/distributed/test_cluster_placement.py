@@ -1,0 +1,107 @@
+"""Room on a cluster: reserved machine by machine, shared as asked for, and what is missing is said."""
+
+import pytest
+from fakes.cluster_runs import wait_for
+from ray.cluster_utils import Cluster as FakeMachines
+
+from vlarl.config.load import load_config
+from vlarl.distributed.cluster import Cluster, Demand, Room
+from vlarl.errors import UsageError
+from vlarl.observability.trace import NoTrace
+
+GPUS = 2  # of each machine; declared, there are none
+
+
+class Witness:
+    """A worker's part that says where it is."""
+
+    def where(self) -> tuple[str, list[int]]:
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+
+@pytest.fixture(scope="module")
+def machines():
+    import ray
+
+    fake = FakeMachines(
+        initialize_head=True,
+        head_node_args={"num_cpus": 8, "num_gpus": GPUS, "include_dashboard": False, "object_store_memory": 80 << 20},
+    )
+    fake.add_node(num_cpus=8, num_gpus=GPUS, object_store_memory=80 << 20)
+    ray.init(address=fake.address, log_to_driver=False)
+    yield fake
+    ray.shutdown()
+    fake.shutdown()
+
+
+@pytest.fixture
+def cluster(machines, tmp_path):
+    made = []
+
+    def make(**options):
+        config = load_config("tabletop_grpo", {"distributed.backend": "ray", "distributed.address": "auto", **options})
+        cluster = Cluster(config.distributed, tmp_path, 1, NoTrace())
+        cluster.connect(0.0)
+        made.append(cluster)
+        return cluster, Demand.of(config, num_env_workers=2, on_gpus=True)
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def settled(workers):
+    for worker in workers:
+        worker.wait_started()
+    return [worker.get(worker.ask("where")) for worker in workers]
+
+
+def test_learners_are_spread_as_asked_for_and_engines_share_their_gpus(cluster):
+    options = {
+        "distributed.learners_per_node": (2, 1),
+        "distributed.colocate": True,
+        "distributed.torch_num_engines": 3,
+        "distributed.learner_gpus": 0.6,
+        "distributed.engine_gpus": 0.4,
+    }
+    room, demand = cluster(**options)
+    room.reserve(demand)
+    engine_places, env_places, reward_places = room.other_places(demand)
+    assert len(env_places) == 2 and not reward_places
+    learners = [
+        room.worker(f"learner {i}", Witness, demand.learner, p) for i, p in enumerate(room.learner_places(demand))
+    ]
+    engines = [room.worker(f"engine {i}", Witness, demand.engine, p) for i, p in enumerate(engine_places)]
+    found = settled(learners)
+    assert settled(engines) == found, "each engine on its learner's GPU"
+    first, second, third = found
+    assert first[0] == second[0] != third[0], "two on one machine, one on the other"
+    assert first[1] != second[1], "each learner has a GPU of its own"
+
+
+def test_room_is_given_back(cluster):
+    import ray
+
+    room, demand = cluster()
+    room.reserve(demand)
+    settled([room.worker("environments 0", Witness, Room(1.0, 0.0), room.other_places(demand)[1][0])])
+    room.close()
+    wait_for(lambda: ray.available_resources().get("GPU") == 2 * GPUS, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distributed.learners_per_node": (2, 2), "distributed.torch_num_engines": 3}, "3 GPUs missing"),
+        ({"distributed.learners_per_node": (3,)}, "one of them with 3 CPUs and 3 GPUs; the cluster's 2 have"),
+        ({"distributed.learners_per_node": (1, 1, 1)}, "that takes 3 machines"),
+        ({"distributed.worker_cpus": 8.0}, "take 32 CPUs and 2 GPUs; the cluster has 16 CPUs and 4 GPUs free"),
+    ],
+)
+def test_missing_room_is_said_before_anything_starts(cluster, options, message):
+    room, demand = cluster(**options)
+    with pytest.raises(UsageError) as refused:
+        room.reserve(demand)
+    assert message in str(refused.value)
