@@ -52,7 +52,7 @@ def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
 
 
 def test_heads_that_vllm_can_not_read_are_refused():
-    with pytest.raises(UsageError, match="heads of 8 numbers; vLLM on a CPU reads those of 32, 64.*vllm_num_engines 0"):
+    with pytest.raises(UsageError, match="heads of 8 numbers; vLLM on a CPU reads those of 32, 64.*vllm.num_engines 0"):
         VllmEngine(GOLDEN)
 
 
@@ -114,7 +114,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
 
 
 def test_parallel_decoding_is_refused():
-    with pytest.raises(UsageError, match=r"builtin:tiny-oft decodes in parallel .*vllm_num_engines 0"):
+    with pytest.raises(UsageError, match=r"builtin:tiny-oft decodes in parallel .*vllm.num_engines 0"):
         VllmEngine("builtin:tiny-oft")
 
 
