@@ -61,6 +61,11 @@ def num_engines(config: Config) -> int:
     return config.vllm.num_engines or config.distributed.torch_num_engines
 
 
+def engine_memory_share(config: Config) -> float:
+    """The part of a GPU's memory that a vLLM engine may fill: as configured, or nine tenths of its share of the GPU."""
+    return config.vllm.gpu_memory_utilization or 0.9 * (config.distributed.engine_gpus or 1.0)
+
+
 def derive(config: Config) -> Derived:
     """The numbers of a training run."""
     episodes = config.rollout.num_groups * config.rollout.group_size

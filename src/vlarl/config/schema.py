@@ -475,8 +475,8 @@ class VllmConfig(Section):
     """GPUs of one engine."""
     enforce_eager: bool = False
     """Run every pass as it is, without CUDA graphs."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that weights and cache may take."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory that weights and cache may take; by default nine tenths of distributed.engine_gpus."""
     max_num_seqs: PositiveInt = 64
     """Decisions that one engine works on at a time."""
     max_model_len: PositiveInt | None = None

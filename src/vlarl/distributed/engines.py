@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vlarl.config.derive import engine_memory_share
 from vlarl.config.schema import Config
 from vlarl.distributed.weights import engine_dtype
 from vlarl.distributed.worker import Worker, get_all
@@ -51,7 +52,7 @@ def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
         model_class=vllm.model_class,
         dtype=engine_dtype(config),
         enforce_eager=vllm.enforce_eager,
-        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        gpu_memory_utilization=engine_memory_share(config),
         tensor_parallel_size=vllm.tensor_parallel_size,
         max_num_seqs=vllm.max_num_seqs,
         max_model_len=vllm.max_model_len,
@@ -71,7 +72,6 @@ class EngineGroup:
         self.version = 0
         self.refresh: Callable[[], None] = _no_learners
         self.lock = threading.RLock()
-        self.num_replaced = 0
 
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
@@ -101,8 +101,6 @@ class EngineGroup:
 
     def replace_lost(self, error: WorkerLostError) -> None:
         """Start another engine in the place of the one that was lost, and bring all of them to the same weights."""
-        if error.worker not in [worker.name for worker in self.workers]:
-            raise error
         log.warning("%s It is replaced.", error)
         self.restart(error.worker)
         self.refresh()
@@ -111,8 +109,6 @@ class EngineGroup:
         """Start another engine in the place of this one; it has the weights of the checkpoint it starts from."""
         worker = next(worker for worker in self.workers if worker.name == name)
         worker.replace()
-        worker.wait_started()
-        self.num_replaced += 1
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Weights come from learners on the cluster, by `LearnerGroup.publish`."""
