@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import mmap
 import os
 import re
 import shlex
@@ -146,10 +147,12 @@ class Explodes(Right):
 
 class Leaks(Right):
     def __init__(self) -> None:
-        self.waste: list[np.ndarray] = []
+        self.waste: list[mmap.mmap] = []
 
     def reset(self, task: Task) -> None:
-        self.waste.append(np.ones(4_000_000, np.uint8))
+        pages = mmap.mmap(-1, 4_000_000)  # new pages, however much free memory earlier tests have left to malloc
+        pages.write(b"1" * len(pages))
+        self.waste.append(pages)
         super().reset(task)
 
 
