@@ -24,12 +24,19 @@ class MissingExtraError(UsageError):
         self.extra = extra
 
 
-class WorkerLostError(VlarlError):
-    """A worker of the run died or hangs; what was learnt before is in the last checkpoint."""
+class ClusterError(VlarlError):
+    """The run can't go on where it runs; what was learnt before is in the last checkpoint."""
 
-    def __init__(self, message: str, worker: str = "") -> None:
+
+class WorkerLostError(ClusterError):
+    """A worker of the run died or hangs."""
+
+    def __init__(self, message: str, worker: str) -> None:
         super().__init__(message)
-        self.worker = worker  # its name; empty where none is at fault
+        self.worker = worker  # its name
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str]]:
+        return type(self), (str(self), self.worker)
 
 
 class WorkerFailedError(WorkerLostError):

@@ -70,7 +70,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
             learner=Learner(policy, algorithm, config, device),
             eval_tasks=eval_tasks,
             open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
-            release=pool.close,
+            close=pool.close,
         )
         stack.pop_all()
     return parts

@@ -50,11 +50,7 @@ class Parts:
     learner: Trainer
     eval_tasks: list[Task]
     open_store: Callable[[Path], Store]  # of the folder for checkpoints
-    release: Callable[[], None]
-
-    def close(self) -> None:
-        """End everything that was started."""
-        self.release()
+    close: Callable[[], None]  # ends everything that was started
 
 
 def num_envs(env: EnvConfig, gym: GymConfig) -> int:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.config.schema import Config
-from vlarl.errors import UsageError, VlarlError, WorkerLostError
+from vlarl.errors import ClusterError, UsageError, VlarlError
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import write_atomically
@@ -132,7 +132,7 @@ class Session:
             else:
                 logging.getLogger(__name__).error("the run failed", exc_info=error)
                 self._write_status("failed", f"{type(error).__name__}: {error}")
-        if isinstance(error, WorkerLostError):
+        if isinstance(error, ClusterError):
             raise VlarlError(f"{error}\n{self._way_back()}") from error
         return isinstance(error, Interrupted)
 

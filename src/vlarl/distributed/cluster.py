@@ -25,6 +25,7 @@ from ray import exceptions
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from vlarl.config.derive import num_engines
 from vlarl.config.schema import Config, DistributedConfig
 from vlarl.distributed.worker import Build, Host, Worker
 from vlarl.errors import UsageError
@@ -76,7 +77,7 @@ class Demand:
         return cls(
             learners_per_node=d.learners_per_node,
             learner=Room(cpus, d.learner_gpus if on_gpus else 0.0),
-            num_engines=config.vllm.num_engines or d.torch_num_engines,
+            num_engines=num_engines(config),
             engine=Room(cpus, share if on_gpus else 0.0),
             num_envs=num_env_workers,
             env=Room(cpus, d.env_gpus if on_gpus else 0.0),

@@ -65,7 +65,6 @@ class CurriculumWorker:
         except WorkerLostError as error:
             log.warning("%s It is replaced.", error)
             self.worker.replace()
-            self.worker.wait_started()
             if self._state:
                 self.worker.get(self.worker.ask("restore", self._state))
             return self.worker.get(self.worker.ask(method, *arguments))

@@ -23,10 +23,10 @@ import ray
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import suite_facts
 from vlarl.distributed.worker import Question, Worker
-from vlarl.envs.base import EnvFactory, EnvPool, RewardMode, SuiteSpec, started
+from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
 from vlarl.envs.build import build_factory, build_pool
 from vlarl.envs.worker import EnvRunner
-from vlarl.errors import VlarlError, WorkerLostError
+from vlarl.errors import WorkerLostError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 
@@ -103,7 +103,6 @@ class Share:
 
     part: type[PoolShare] | type[Simulator]
     arguments: tuple[Any, ...]
-    num_slots: int
     variables: dict[str, str]  # that its process is started with
 
     def build(self) -> Environments:
@@ -111,19 +110,24 @@ class Share:
         return self.part(*self.arguments)
 
 
-def shares_of(
-    env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode, num_workers: int
-) -> list[Share]:
-    """How the environments are divided: evenly over the workers, or one simulator each."""
+def share_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) -> list[int]:
+    """Slots of each worker: divided evenly, or one simulator each."""
+    facts = suite_facts(env, gym)
+    if facts is not None and facts.in_processes:
+        return [1] * num_envs
+    return [len(part) for part in np.array_split(np.arange(num_envs), min(num_workers, num_envs))]
+
+
+def shares_of(env: EnvConfig, gym: GymConfig, sizes: Sequence[int], image_size: int, reward: RewardMode) -> list[Share]:
+    """What each worker runs: a part of the pool, or a simulator."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
         factory = build_factory(env, gym, image_size, reward)
-        return [Share(Simulator, (factory,), 1, dict(factory.variables(slot))) for slot in range(num_envs)]
-    sizes = [len(part) for part in np.array_split(np.arange(num_envs), min(num_workers, num_envs))]
-    return [Share(PoolShare, (env, gym, size, image_size, reward), size, {}) for size in sizes]
+        return [Share(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
+    return [Share(PoolShare, (env, gym, size, image_size, reward), {}) for size in sizes]
 
 
-class PoolGroup:
+class PoolGroup(AsyncPool):
     """The environments of all workers as one pool."""
 
     def __init__(self, workers: Sequence[Worker], num_slots: Sequence[int], lockstep: bool) -> None:
@@ -164,22 +168,6 @@ class PoolGroup:
             for index in self._ready():
                 answers += self._answers(index)
         return sorted(answers, key=lambda answer: answer[0])
-
-    def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
-        """Start each task in its slot and return the first observations."""
-        self.send_reset(slots, tasks)
-        outcomes = self._receive_all(slots)
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            if outcome.error is not None:
-                raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {outcome.error}")
-        return [outcome.observation for outcome in outcomes]
-
-    def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
-        """Run one chunk in each slot and wait for all of them."""
-        self.send_chunk(slots, actions, film)
-        return self._receive_all(slots)
 
     def frame(self, slot: int) -> UInt8Array:
         """A large picture [H, W, 3] of a slot as it is now, for videos."""
@@ -225,7 +213,6 @@ class PoolGroup:
                 answers += zip(slots, worker.get(question), strict=True)
         except WorkerLostError as error:
             worker.replace()
-            worker.wait_started()
             answers = [(slot, self._failed(slot, str(error))) for _, slots in asked for slot in slots]
             self._gone |= {slot: str(error) for slot, owner in enumerate(self._owner) if owner == index}
         self._last_seen |= {slot: outcome.observation for slot, outcome in answers}
@@ -235,7 +222,8 @@ class PoolGroup:
         nothing = Observation(np.zeros((1, 1, 1, 3), np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
         return started(self._last_seen.get(slot, nothing), error=reason)
 
-    def _receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
+    def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
+        """The answers of these slots, in their order."""
         outcomes, self._waiting = dict(self._waiting), []
         while any(slot not in outcomes for slot in slots):
             for index in self._ready():

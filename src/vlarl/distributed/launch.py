@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from vlarl.config.schema import Config
 from vlarl.distributed.cluster import Cluster, Demand, Place, Room, wait_started
 from vlarl.distributed.curriculum import CurriculumWorker
 from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
-from vlarl.distributed.environments import PoolGroup, shares_of
+from vlarl.distributed.environments import PoolGroup, share_sizes, shares_of
 from vlarl.distributed.learners import LearnerGroup, Rank, RankStore
 from vlarl.distributed.rewards import RewardGroup, RewardPart
 from vlarl.errors import UsageError
@@ -26,8 +25,6 @@ from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.training.checkpoint import policy_folder
-
-log = logging.getLogger(__name__)
 
 SMALL = Room(0.0, 0.0)  # what the curriculum takes
 
@@ -43,11 +40,10 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
         cluster = Cluster(config.distributed, directory.logs.absolute(), config.run.num_threads or 1, trace)
         stack.callback(cluster.close)
         image_size = config.env.image_size or policy.image_size
-        pays = build_bare_reward(config.reward, surroundings(config, torch.device("cpu"))).env_reward
-        shares = shares_of(env, config.gym, slots, image_size, pays, config.distributed.num_env_workers)
-        cluster.connect(Demand.of(config, len(shares), on_gpus=False).total("CPU"))
+        sizes = share_sizes(env, config.gym, slots, config.distributed.num_env_workers)
+        cluster.connect(Demand.of(config, len(sizes), on_gpus=False).total("CPU"))
         on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
-        demand = Demand.of(config, len(shares), on_gpus)
+        demand = Demand.of(config, len(sizes), on_gpus)
         cluster.reserve(demand)
         engine_places, env_places, reward_places = cluster.other_places(demand)
         build_rank = partial(Rank, config, demand.num_learners, demand.learner.gpus > 0)
@@ -64,15 +60,16 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
             cluster.worker(f"engine {index}", build_engine, demand.engine, place)
             for index, place in enumerate(engine_places)
         ]
+        reward = _reward(config, cluster, demand, reward_places)
+        shares = shares_of(env, config.gym, sizes, image_size, reward.env_reward)
         envs = [
             cluster.worker(
                 f"environments {index}", share.build, demand.env, place, share.variables, timeout_s=config.env.timeout_s
             )
             for index, (share, place) in enumerate(zip(shares, env_places, strict=True))
         ]
-        reward = _reward(config, cluster, demand, reward_places)
         wait_started(envs)
-        pool = PoolGroup(envs, [share.num_slots for share in shares], config.env.lockstep)
+        pool = PoolGroup(envs, sizes, config.env.lockstep)
         eval_tasks = evaluation_tasks(
             pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
@@ -95,7 +92,7 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
             learner=group,
             eval_tasks=eval_tasks,
             open_store=partial(RankStore, group),
-            release=cluster.close,
+            close=cluster.close,
         )
         stack.pop_all()
     return parts

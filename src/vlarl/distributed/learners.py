@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from vlarl.config.schema import Config
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
 from vlarl.distributed.worker import Worker, get_all, share
-from vlarl.errors import WorkerLostError
+from vlarl.errors import ClusterError
 from vlarl.parts import build_policy
 from vlarl.policies import DTYPES
 from vlarl.policies.base import Policy
@@ -99,8 +98,8 @@ class Rank:
         """Address and free port of this machine, where ranks find each other."""
         return free_address()
 
-    def join(self, address: str, port: int, checkpoint: Path | None) -> bool:
-        """Meet the other ranks and build the learner; whether it keeps an average of the weights."""
+    def join(self, address: str, port: int, checkpoint: Path | None) -> None:
+        """Meet the other ranks and build the learner."""
         d = self.config.distributed
         ranks: Ranks = Alone()
         if self.world_size > 1 or d.sharding != "none":
@@ -113,7 +112,6 @@ class Rank:
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl, policy)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
         self.sender = WeightSender(policy, ranks, self.config)
-        return self.learner.average is not None
 
     def open_store(self, folder: Path) -> None:
         """Keep checkpoints there."""
@@ -174,19 +172,14 @@ class LearnerGroup:
         self.gathered: list[TrajectoryGroup] = []
         self.version = 0
         self.kl_coef = config.kl.coef
-        self._has_average = False
+        self.average = None if config.ema.beta is None else RankAverages(self)
         self._lock = threading.Lock()
 
     def join(self, checkpoint: Path | None) -> None:
         """Let the ranks meet at rank 0's address and build their learners."""
         first = self.workers[0]
         address, port = first.get(first.ask("meeting_point"))
-        self._has_average = self.everybody("join", address, port, checkpoint)
-
-    @cached_property
-    def average(self) -> RankAverages | None:
-        """The moving average of the weights, where one is kept."""
-        return RankAverages(self) if self._has_average else None
+        self.everybody("join", address, port, checkpoint)
 
     def everybody(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Ask all ranks the same; rank 0's answer. Whatever fails on one of them fails here at once."""
@@ -248,7 +241,7 @@ class LearnerGroup:
                     engine.version = version
                     return
                 engine.restart(lost)
-        raise WorkerLostError(f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over")
+        raise ClusterError(f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over")
 
 
 class RankAverages:

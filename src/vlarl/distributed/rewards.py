@@ -56,12 +56,8 @@ class RewardGroup(Reward):
         except WorkerFailedError:
             raise  # the reward itself can't score one of them; another worker couldn't either
         except WorkerLostError as error:
-            lost = next((worker for worker in self.workers if worker.name == error.worker), None)
-            if lost is None:
-                raise
             log.warning("%s It is replaced.", error)
-            lost.replace()
-            lost.wait_started()
+            next(worker for worker in self.workers if worker.name == error.worker).replace()
             return self._score_all(trajectories)
 
     def _score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -21,8 +21,7 @@ from ray import exceptions
 from torch import nn
 
 from vlarl.config.schema import Config
-from vlarl.distributed.worker import Answer, Worker, share
-from vlarl.errors import VlarlError
+from vlarl.distributed.worker import DIED, Answer, Worker, share
 from vlarl.policies import DTYPES
 from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
 from vlarl.training.ranks import Ranks
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from vlarl.rollout.vllm_transfer import GpuWeightSender
 
 MB = 10**6
-LOST = (exceptions.RayActorError, exceptions.GetTimeoutError, exceptions.WorkerCrashedError)
+LOST = (*DIED, exceptions.GetTimeoutError)
 
 
 class EngineLostError(Exception):
@@ -64,10 +63,7 @@ class EngineCalls:
                 answer: Answer = ray.get(reference, timeout=self.timeout_s)
             except LOST:
                 raise EngineLostError(name) from None
-            if answer.error is not None:
-                raise answer.error
-            if answer.defect is not None:
-                raise VlarlError(f"{name} failed in a sync:\n{answer.defect}")
+            answer.check(name, "a sync")
 
     def call(self, method: str, *arguments: Any) -> None:
         """Ask all engines, and wait."""

@@ -27,13 +27,17 @@ from typing import Any
 import ray
 from ray import exceptions
 
-from vlarl.errors import UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
 
 Build = Callable[[], object]
 """Makes a worker's part, over there."""
 
+DIED = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
+"""What Ray raises for an actor that is gone."""
+
 LOG_TAIL_LINES = 12
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,13 @@ class Answer:
     defect: str | None = None  # whatever else it raised, and where
     began: float = 0.0
     ended: float = 0.0
+
+    def check(self, worker: str, method: str) -> None:
+        """Raise what the worker raised."""
+        if self.error is not None:
+            raise self.error
+        if self.defect is not None:
+            raise WorkerFailedError(f"{worker} failed in `{method}`:\n{self.defect}", worker)
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,8 @@ class Host:
     def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:
         """Call a generator method of the part, and pass on one thing after the other."""
         items = getattr(self.part, method)(*arguments)
-        while True:
-            try:
-                yield _answer(lambda: next(items), ends=True)
-            except StopIteration:
-                return
+        while (answer := _answer(lambda: next(items, _END))).value is not _END:
+            yield answer
 
 
 def _write_to(log_file: str) -> None:
@@ -98,14 +106,10 @@ def _write_to(log_file: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", force=True)
 
 
-def _answer(work: Callable[[], Any], ends: bool = False) -> Answer:
+def _answer(work: Callable[[], Any]) -> Answer:
     began = time.time()
     try:
         return Answer(work(), began=began, ended=time.time())
-    except StopIteration:
-        if ends:
-            raise
-        return Answer(defect=traceback.format_exc().strip())
     except VlarlError as error:
         return Answer(error=_portable(error))
     except Exception:  # noqa: BLE001 - a process border: whatever a part raises is told to the driver
@@ -177,7 +181,7 @@ class Worker:
                 answer = ray.get(question.reference, timeout=max(left, 0.0))
         except exceptions.GetTimeoutError:
             raise self.lost(f"has not answered `{question.method}` in time: it hangs") from None
-        except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError) as error:
+        except DIED as error:
             raise self.lost(_reason_of_death(error)) from None
         return self.open(question.method, answer)
 
@@ -190,7 +194,7 @@ class Worker:
         """The next thing of a stream, which `ray.wait` has said is there."""
         try:
             answer = ray.get(next(items))
-        except (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError) as error:
+        except DIED as error:
             raise self.lost(_reason_of_death(error)) from None
         except StopIteration:
             raise VlarlError(f"{self.name} ended `{method}` without a result; its log is {self.log_file}.") from None
@@ -198,11 +202,7 @@ class Worker:
 
     def open(self, method: str, answer: Answer) -> Any:
         """The value of an answer that came."""
-        if answer.error is not None:
-            raise answer.error
-        if answer.defect is not None:
-            message = f"{self.name} failed in `{method}`; its log is {self.log_file}.\n{answer.defect}"
-            raise WorkerFailedError(message, self.name)
+        answer.check(self.name, method)
         self.trace.span(self.name, method, answer.began, answer.ended)
         return answer.value
 
@@ -221,9 +221,10 @@ class Worker:
         return f" The end of {self.log_file}:{tail}" if tail else ""
 
     def replace(self) -> None:
-        """End it, wherever it hangs, and start another in its place."""
+        """End it, wherever it hangs, and start another in its place, which is ready then."""
         self.stop()
         self.start()
+        self.wait_started()
 
     def stop(self) -> None:
         """End it now."""
@@ -269,7 +270,7 @@ def _store_errors() -> Iterator[None]:
     try:
         yield
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
-        raise WorkerLostError(
+        raise ClusterError(
             f"Ray's object store is full, and the disk it spills to as well ({type(error).__name__}): raise "
             "distributed.object_store_mb, free some space, or collect fewer or smaller episodes (rollout.num_groups, "
             "env.image_size)."

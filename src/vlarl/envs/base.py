@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from vlarl.errors import VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 RewardMode = Literal["sparse", "dense"]
@@ -116,6 +117,30 @@ class LockstepPool:
         """All answers, by slot."""
         answers, self._answers = sorted(self._answers, key=lambda answer: answer[0]), []
         return answers
+
+
+class AsyncPool:
+    """The half of `EnvPool` that waits, for pools whose slots answer one by one."""
+
+    def reset(self: _Receiving, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
+        """Start each task in its slot and return the first observations."""
+        self.send_reset(slots, tasks)
+        outcomes = self.receive_all(slots)
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if outcome.error is not None:
+                raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {outcome.error}")
+        return [outcome.observation for outcome in outcomes]
+
+    def step_chunk(
+        self: _Receiving, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+    ) -> list[ChunkOutcome]:
+        """Run one chunk in each slot and wait for all of them."""
+        self.send_chunk(slots, actions, film)
+        return self.receive_all(slots)
+
+
+class _Receiving(EnvPool, Protocol):
+    def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]: ...
 
 
 class _Answering(EnvPool, Protocol):

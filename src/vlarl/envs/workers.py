@@ -28,7 +28,7 @@ from typing import IO
 
 import numpy as np
 
-from vlarl.envs.base import Demonstration, EnvFactory, fitting, started
+from vlarl.envs.base import AsyncPool, Demonstration, EnvFactory, fitting, started
 from vlarl.envs.worker import Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
 from vlarl.errors import UsageError, VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
@@ -140,7 +140,7 @@ def _memory_folder() -> str | None:
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
-class WorkerPool:
+class WorkerPool(AsyncPool):
     """`num_envs` environments of one factory, each in a process of its own."""
 
     def __init__(self, factory: EnvFactory, num_envs: int, timeout_s: float = 180.0, lockstep: bool = False) -> None:
@@ -186,22 +186,6 @@ class WorkerPool:
         if not answers:
             raise RuntimeError("nothing was sent that could be received")
         return sorted(answers.items())
-
-    def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
-        """Start each task in its slot and return the first observations."""
-        self.send_reset(slots, tasks)
-        outcomes = self._receive_all(slots)
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            if outcome.error is not None:
-                raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {outcome.error}")
-        return [outcome.observation for outcome in outcomes]
-
-    def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
-        """Run one chunk in each slot and wait for all of them."""
-        self.send_chunk(slots, actions, film)
-        return self._receive_all(slots)
 
     def frame(self, slot: int) -> UInt8Array:
         """A large picture [H, W, 3] of a slot as it is now, for videos."""
@@ -277,7 +261,8 @@ class WorkerPool:
         self._ended[slot] = outcome.terminated or outcome.truncated
         return outcome
 
-    def _receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
+    def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
+        """The answers of these slots, in their order."""
         answers: dict[int, ChunkOutcome] = {}
         while len(answers) < len(slots):
             for slot in self._ready(slots):

@@ -133,13 +133,6 @@ class TaskSampler:
         return Task(self.spec.name, task_id, state, seed, group, member)
 
 
-def worker_slice(groups: Sequence[list[Task]], worker: int, num_workers: int) -> list[list[Task]]:
-    """The groups that one of several workers runs: whole ones, each group on one worker, as evenly as they go."""
-    if not 0 <= worker < num_workers:
-        raise ValueError(f"worker {worker} of {num_workers}: workers are numbered from 0 to {num_workers - 1}")
-    return list(groups[worker::num_workers])
-
-
 def evaluation_tasks(
     spec: SuiteSpec,
     task_ids: Sequence[int] | None,

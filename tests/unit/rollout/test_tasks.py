@@ -7,7 +7,7 @@ import pytest
 
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.errors import UsageError
-from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks, worker_slice
+from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks
 
 SPEC = SuiteSpec(
     "suite",
@@ -134,14 +134,3 @@ def test_oversampling_deals_more_groups_rounded_up(configure):
     groups = TaskSampler(config, SPEC).get_batch(1)
     assert len(groups) == 9
     assert sorted(Counter(group[0].task_id for group in groups).values()) == [2, 2, 2, 3]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 5, 9])
-def test_workers_share_the_groups_out(configure, num_workers):
-    groups = sampler(configure, num_groups=7).get_batch(1)
-    slices = [worker_slice(groups, worker, num_workers) for worker in range(num_workers)]
-    assert sorted(group[0].group for part in slices for group in part) == list(range(7)), "each group on one worker"
-    assert max(map(len, slices)) - min(map(len, slices)) <= 1
-    assert all(len(group) == 3 for part in slices for group in part), "groups stay whole"
-    with pytest.raises(ValueError, match=f"worker {num_workers} of {num_workers}: workers are numbered from 0"):
-        worker_slice(groups, num_workers, num_workers)

@@ -1,0 +1,142 @@
+"""The groups of workers by themselves: simulators and shares of a pool, and engines of which one is lost in a sync."""
+
+import os
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from fakes.cluster_runs import SMALL, wait_for
+from fakes.worker_envs import SPEC, CountingFactory
+
+from vlarl.config.load import load_config
+from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.distributed.cluster import Cluster, Room, wait_started
+from vlarl.distributed.engines import EngineGroup, build_torch_engine
+from vlarl.distributed.environments import PoolGroup, Simulator, shares_of
+from vlarl.distributed.learners import LearnerGroup, Rank
+from vlarl.envs.tabletop.pool import TabletopPool
+from vlarl.errors import UsageError
+from vlarl.observability.trace import NoTrace
+from vlarl.parts import read_policy
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.types import Task
+
+NO_ROOM = Room(0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_here, tmp_path):
+    config = load_config("tabletop_grpo", {**SMALL, "distributed.backend": "ray", "distributed.timeout_s": 30.0})
+    made = Cluster(config.distributed, tmp_path, 1, NoTrace())
+    yield made
+    made.close()
+
+
+def counting(cluster, *troubles, timeout_s=60.0):
+    """A pool with one simulator for each of the troubles."""
+    diary = str(cluster.logs / "diary")
+    builds = [partial(Simulator, CountingFactory(trouble, f"{diary}-{i}")) for i, trouble in enumerate(troubles)]
+    workers = [
+        cluster.worker(f"environments {i}", build, NO_ROOM, timeout_s=timeout_s) for i, build in enumerate(builds)
+    ]
+    wait_started(workers)
+    return PoolGroup(workers, [1] * len(workers), lockstep=True)
+
+
+def ones(count, steps=4):
+    return np.ones((count, steps, 2), np.float32)
+
+
+def test_simulators_run_in_workers_of_their_own(cluster):
+    pool = counting(cluster, (), ())
+    assert pool.spec == SPEC and pool.num_envs == 2
+    first, second = pool.reset([0, 1], [Task("counting", 0, 1, 7), Task("counting", 2, 2, 7)])
+    assert (first.instruction, second.instruction) == ("count to 5", "count to 7")
+    one, other = pool.step_chunk([0, 1], ones(2), frozenset({1}))
+    assert one.rewards.tolist() == other.rewards.tolist() == [1, 2, 3, 4] and not one.frames and len(other.frames) == 4
+    one, other = pool.step_chunk([0, 1], ones(2))
+    assert one.success and one.num_executed == 1 and not other.terminated or other.num_executed == 3
+    assert pool.frame(0)[0, 0, 0] == 105, "five steps"
+    pids = {worker.where.pid for worker in pool.workers}
+    assert len(pids) == 2 and os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [("raise", "the joints exploded"), ("die", "died"), ("hang", "has not answered `step` in time: it hangs")],
+)
+def test_a_simulator_that_fails_is_replaced_and_can_be_reset(cluster, trouble, reason):
+    pool = counting(cluster, ((trouble, 2),), (), timeout_s=5.0)
+    tasks = [Task("counting", 0, 1, 7)] * 2
+    before = pool.workers[0].where.pid
+    pool.reset([0, 1], tasks)
+    failed, fine = pool.step_chunk([0, 1], ones(2))
+    assert reason in failed.error and fine.error is None
+    assert pool.workers[0].where.pid != before
+    pool.send_chunk([0], ones(1))
+    assert reason in pool.receive()[0][1].error, "its episode is gone with it"
+    pool.reset([0], tasks[:1])
+    assert pool.step_chunk([0], ones(1))[0].error is None
+
+
+def test_what_a_simulator_refuses_is_told_to_the_user(cluster):
+    pool = counting(cluster, (("refuse", 0),))
+    with pytest.raises(UsageError, match="the assets are missing: fetch them"):
+        pool.reset([0], [Task("counting", 0, 1, 7)])
+
+
+def test_slots_of_one_pool_are_the_same_wherever_they_are(cluster):
+    env, whole = EnvConfig(suite="tabletop_spatial"), TabletopPool("tabletop_spatial", 5, 24)
+    shares = shares_of(env, GymConfig(), [3, 2], 24, "sparse")
+    workers = [cluster.worker(f"environments {i}", share.build, NO_ROOM) for i, share in enumerate(shares)]
+    wait_started(workers)
+    pool = PoolGroup(workers, [3, 2], lockstep=True)
+    tasks = [Task("tabletop_spatial", i, i, i) for i in range(5)]
+    actions = np.random.default_rng(0).uniform(-1, 1, (5, 4, 7)).astype(np.float32)
+    for ours, theirs in zip(pool.reset(range(5), tasks), whole.reset(range(5), tasks), strict=True):
+        np.testing.assert_array_equal(ours.images, theirs.images)
+    for ours, theirs in zip(pool.step_chunk(range(5), actions), whole.step_chunk(range(5), actions), strict=True):
+        np.testing.assert_array_equal(ours.observation.images, theirs.observation.images)
+
+    os.kill(workers[1].where.pid, signal.SIGKILL)
+    lost = pool.step_chunk([0, 3], actions[[0, 3]])
+    assert lost[0].error is None and "died" in lost[1].error
+    unasked = pool.step_chunk([4], actions[[4]])[0]
+    assert "died" in unasked.error, "the other slot of the lost worker has no episode either"
+
+
+def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought_along(cluster, observation):
+    """The one that lives has begun the sync: it gives it up, and acts again with all weights."""
+    config = load_config("tabletop_grpo", {**SMALL, "distributed.backend": "ray", "distributed.timeout_s": 30.0})
+    reader = read_policy(config, None, torch.device("meta"))
+    learner = cluster.worker("learner 0", partial(Rank, config, 1, False, 0), NO_ROOM)
+    build = partial(build_torch_engine, config, None, False)
+    workers = [cluster.worker(f"engine {i}", build, NO_ROOM) for i in range(2)]
+    wait_started([learner, *workers])
+    group, engines = LearnerGroup([learner], config, reader), EngineGroup(workers)
+    group.join(None)
+    group.publish(engines)
+    inputs, seeds = reader.process([observation(i) for i in range(4)]), [1, 2, 3, 4]
+    before = engines.generate(inputs, 1.0, seeds)
+    alone = TorchEngine(read_policy(config, None, torch.device("cpu")), torch.device("cpu"))
+    torch.testing.assert_close(before.ids, alone.generate(inputs, 1.0, seeds).ids)
+
+    dead = workers[1].where.pid
+    os.kill(dead, signal.SIGKILL)
+    wait_for(lambda: not os.path.exists(f"/proc/{dead}"), 20)
+    group.publish(engines)
+    assert workers[1].where.pid != dead
+    after = engines.generate(inputs, 1.0, seeds)
+    torch.testing.assert_close(after.ids, before.ids)
+    torch.testing.assert_close(after.engine_logprobs, before.engine_logprobs, atol=1e-6, rtol=0)
