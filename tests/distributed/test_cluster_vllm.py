@@ -11,6 +11,7 @@ from vlarl.config.load import load_config
 from vlarl.loop import train
 
 LEARNS = SMALL | {
+    "policy.path": "builtin:tiny-openvla",
     "run.iterations": 6,
     "env.task_ids": (0,),
     "env.num_envs": 16,

@@ -13,6 +13,7 @@ from vlarl.policies.openvla.adapters import fingerprint
 from vlarl.policies.tiny import init_tiny
 from vlarl.session import RunSummary
 
+NUM_STATES = 10
 QUICK = {
     "run.num_threads": 1,
     "env.task_ids": [1, 4],
@@ -21,6 +22,7 @@ QUICK = {
     "lora.enabled": True,
     "lora.rank": 16,
     "optim.lr": 1e-3,
+    "eval.states_per_task": NUM_STATES,
     "eval.videos": 0,
     "eval.interval": 0,
     "checkpoint.best_return": False,
@@ -36,7 +38,7 @@ def train(root: Path, name: str, **overrides: object) -> RunSummary:
 
 
 def successes(checkpoint: Path) -> list[bool]:
-    return [e.success for e in vlarl.evaluate(checkpoint, task_ids=[1, 4], device="cpu").episodes]
+    return [e.success for e in vlarl.evaluate(checkpoint, None, [1, 4], NUM_STATES, device="cpu").episodes]
 
 
 def test_rl_on_a_merged_base_merged_again_acts_like_its_adapter(tmp_path):

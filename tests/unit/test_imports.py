@@ -137,16 +137,12 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import vlarl.parts", SLOW),
-        ("import vlarl.distributed.learners", SLOW),
-        ("import vlarl.loop", SLOW),
+        ("import vlarl.loop, vlarl.parts, vlarl.distributed.learners", SLOW),
         (PLAYED, ("peft", "bitsandbytes")),  # the language model itself loads transformers.models.auto
     ],
-    ids=["parts", "learners", "loop", "policy"],
+    ids=["modules", "policy"],
 )
 def test_peft_is_loaded_for_adapters_only(code, absent):
-    if "distributed" in code:
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'vlarl[cluster]'")
     assert loaded(code, absent) == "LOADED []"
 
 
