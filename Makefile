@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/vlarl train --run.seed $(SEED)
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
 
 from vlarl.config.load import load_config
@@ -20,6 +21,17 @@ ONE_OF_EACH = SMALL | {
     "env.timeout_s": ENV_LIMIT_S,
 }
 SLACK_S = 30  # for a worker to start and for the run to end, on a busy machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed(tmp_path_factory):
+    """A run whose driver is killed, first of all: two agents of Ray's own spend a minute on telling a driver that is gone,
+    and the last test looks for them."""
+    run = ClusterRun(tmp_path_factory.mktemp("run"), "killed", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}))
+    run.wait_rows(1)
+    run.process.kill()
+    run.end()
+    return run
 
 
 def strike(run: ClusterRun, blow: signal.Signals, *workers: str) -> None:
@@ -118,9 +130,5 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
     assert run.left_running() == []
 
 
-def test_nothing_outlives_a_driver_that_is_killed(tmp_path):
-    run = ClusterRun(tmp_path, "killed", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}))
-    run.wait_rows(1)
-    run.process.kill()
-    run.end()
-    assert run.left_running(90) == []  # two agents of Ray's own first spend 60 s on telling a driver that is gone
+def test_nothing_outlives_a_driver_that_is_killed(killed):
+    assert killed.left_running(90) == []
