@@ -175,11 +175,11 @@ def pil_resize(resample: Image.Resampling) -> Callable[[Any], Any]:
     return instead(lambda image, size: np.asarray(Image.fromarray(image).resize((size, size), resample)))
 
 
-def without_antialias(source: int, target: int) -> np.ndarray:
-    centers = (np.arange(target) + 0.5) * source / target
-    distance = np.arange(source) + 0.5 - centers[:, None]
+def without_antialias(source: int, target: int) -> tuple[np.ndarray, np.ndarray]:
+    centers, lines = (np.arange(target) + 0.5) * source / target, np.arange(source)[:, None]
+    distance = lines + 0.5 - centers
     kernel = np.sinc(distance) * np.sinc(distance / 3) * (np.abs(distance) < 3)
-    return (kernel / kernel.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.broadcast_to(lines, kernel.shape), (kernel / kernel.sum(axis=0)).astype(np.float32)
 
 
 FRAMES = [
@@ -204,7 +204,7 @@ FRAMES = [
         ("TensorFlow's fast decoder", golden.check_resized, processor, "jpeg_round_trip", instead(plain_jpeg)),
         ("Lanczos", golden.check_resized, processor, "lanczos_resize", pil_resize(Image.Resampling.BICUBIC)),
         ("rounding once", golden.check_resized, processor, "lanczos_resize", pil_resize(Image.Resampling.LANCZOS)),
-        ("antialias", golden.check_resized, images, "_lanczos_weights", instead(without_antialias)),
+        ("antialias", golden.check_resized, images, "_lanczos_taps", instead(without_antialias)),
         (
             "rounding, not cutting off",
             golden.check_resized,

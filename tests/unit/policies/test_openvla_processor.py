@@ -1,5 +1,6 @@
 from dataclasses import replace
 from io import BytesIO
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -115,6 +116,28 @@ def test_the_pipeline_runs_its_steps_in_order():
     np.testing.assert_array_equal(ours, center_crop(lanczos_resize(jpeg_round_trip(image), 56)))
     cropped = Processor(config, None, Normalizer(config), ImagePipeline(center_crop=True))._pixels(image[None])[0]
     np.testing.assert_array_equal(cropped, center_crop(bicubic_resize(image, 56, "resize-naive", (0, 0, 0))))
+
+
+def test_threads_share_the_pictures_and_change_nothing(observe):
+    policy = init_tiny()
+    policy.processor.images = ImagePipeline(jpeg=True, resize="lanczos3", center_crop=True)
+    observations = [observe(seed, size=70 + seed) for seed in range(9)]
+    alone = policy.process(observations).pixels
+    used = set()
+    prepare = policy.processor._pixels
+
+    def watched(images):
+        used.add(get_ident())
+        return prepare(images)
+
+    policy.processor._pixels = watched
+    torch.set_num_threads(3)
+    assert policy.process(observations).pixels.equal(alone)
+    assert get_ident() not in used
+    used.clear()
+    policy.processor.images = ImagePipeline()
+    policy.process([observe(seed, size=56) for seed in range(9)])
+    assert used == {get_ident()}, "pictures that are drawn as the model reads them are not worth a thread"
 
 
 def test_lanczos_and_crop_keep_what_they_must():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ class Processor:
         if not observations:
             raise ValueError("an empty list of observations has no batch: give at least one")
         ids, mask = self._prompts([o.instruction for o in observations])
-        pixels = np.stack([self._pixels(o.images) for o in observations])
+        pixels = self._pictures([o.images for o in observations])
         proprio = None
         if self.config.use_proprio:
             stacked = np.stack([o.proprio for o in observations])
@@ -83,6 +84,17 @@ class Processor:
         if suffix is not None and ids[-1] != suffix:
             ids = [*ids, suffix]
         return tuple(ids)
+
+    def _pictures(self, observed: Sequence[UInt8Array]) -> UInt8Array:
+        """[B, I, H, W, 3] at the model's size; those not drawn so take milliseconds each, and threads share them."""
+        num_threads = min(len(observed), torch.get_num_threads())
+        if num_threads == 1 or self._is_ready(observed[0]):
+            return np.stack([self._pixels(images) for images in observed])
+        with ThreadPoolExecutor(num_threads) as pool:
+            return np.stack(list(pool.map(self._pixels, observed)))
+
+    def _is_ready(self, images: UInt8Array) -> bool:
+        return self.images == ImagePipeline() and images.shape[1:3] == (self.config.image_size,) * 2
 
     def _pixels(self, images: UInt8Array) -> UInt8Array:
         """[I, H, W, 3] of any size -> the number of images and the size that the model reads."""
