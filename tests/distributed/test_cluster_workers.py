@@ -20,10 +20,26 @@ from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
 from vlarl.parts import read_policy
+from vlarl.rollout.replica_engine import ReplicaEngine
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import Task
 
 NO_ROOM = Room(0.0, 0.0)
+
+
+class Faulty(ReplicaEngine):
+    """Fails in a sync once a file says so."""
+
+    def __init__(self, config, trouble):
+        built = build_torch_engine(config, None, on_gpu=False)
+        super().__init__(built.policy, torch.device("cpu"))
+        self.trouble = trouble
+
+    def update_weights(self, update_info):
+        if self.trouble.exists():
+            self.trouble.unlink()
+            raise MemoryError("no room for this bucket")
+        super().update_weights(update_info)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +136,9 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought
     config = load_config("tabletop_grpo", {**SMALL, **autoregressive, "distributed.timeout_s": 30.0})
     reader = read_policy(config, None, torch.device("meta"))
     learner = cluster.worker("learner 0", partial(Rank, config, 1, False, 0), NO_ROOM)
-    build = partial(build_torch_engine, config, None, False)
-    workers = [cluster.worker(f"engine {i}", build, NO_ROOM) for i in range(2)]
+    trouble = cluster.logs / "trouble"
+    builds = [partial(Faulty, config, trouble), partial(build_torch_engine, config, None, False)]
+    workers = [cluster.worker(f"engine {i}", build, NO_ROOM) for i, build in enumerate(builds)]
     wait_started([learner, *workers])
     group, engines = LearnerGroup([learner], config, reader), EngineGroup(workers)
     group.join(None)
@@ -139,3 +156,10 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought
     after = engines.generate(inputs, 1.0, seeds)
     torch.testing.assert_close(after.ids, before.ids)
     torch.testing.assert_close(after.engine_logprobs, before.engine_logprobs, atol=1e-6, rtol=0)
+
+    failing = workers[0].where.pid
+    trouble.touch()
+    group.publish(engines)
+    assert workers[0].where.pid != failing, "one that fails in a sync is replaced as well"
+    assert "no room for this bucket" in learner.log_file.read_text()
+    torch.testing.assert_close(engines.generate(inputs, 1.0, seeds).ids, before.ids)

@@ -23,7 +23,8 @@ class CurriculumWorker:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._state: dict[str, Any] = self._ask("state")
+        self._state: dict[str, Any] = {}
+        self._state = self._ask("state")
 
     def get_batch(self, iteration: int) -> list[list[Task]]:
         """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from vlarl.types import ActionTokens, PolicyInput
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # to replace an engine, before the run is given up
+ATTEMPTS = 3  # with one engine, before the run is given up
 
 
 def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) -> ReplicaEngine:
@@ -76,13 +77,15 @@ class EngineGroup:
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
         with self.lock:
-            for _ in range(ATTEMPTS):
+            losses: Counter[str] = Counter()
+            while True:
                 try:
                     return self._generate(inputs, temperature, seeds)
                 except WorkerLostError as error:
-                    lost = error
+                    losses[error.worker] += 1
+                    if losses[error.worker] == ATTEMPTS:
+                        raise
                     self.replace_lost(error)
-            raise lost
 
     def _generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         rows = [part for part in np.array_split(np.arange(len(seeds)), len(self.workers)) if len(part)]

@@ -41,6 +41,9 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
         stack.callback(cluster.close)
         image_size = config.env.image_size or policy.image_size
         sizes = share_sizes(env, config.gym, slots, config.distributed.num_env_workers)
+        reward = None if config.distributed.num_reward_workers else _reward_here(config)
+        # What can't be built is said before anything starts. What the environments pay, a reward worker may say later.
+        shares = shares_of(env, config.gym, sizes, image_size, reward.env_reward if reward else "sparse")
         cluster.connect(Demand.of(config, len(sizes), on_gpus=False).total("CPU"))
         on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
         demand = Demand.of(config, len(sizes), on_gpus)
@@ -60,8 +63,9 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
             cluster.worker(f"engine {index}", build_engine, demand.engine, place)
             for index, place in enumerate(engine_places)
         ]
-        reward = _reward(config, cluster, demand, reward_places)
-        shares = shares_of(env, config.gym, sizes, image_size, reward.env_reward)
+        if reward is None:
+            reward = _reward_there(config, cluster, demand, reward_places)
+            shares = shares_of(env, config.gym, sizes, image_size, reward.env_reward)
         envs = [
             cluster.worker(
                 f"environments {index}", share.build, demand.env, place, share.variables, timeout_s=config.env.timeout_s
@@ -98,11 +102,13 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
     return parts
 
 
-def _reward(config: Config, cluster: Cluster, demand: Demand, places: list[Place]) -> SafeReward:
-    """The reward: of workers where some are asked for, else here."""
-    here = surroundings(config, torch.device("cpu"))
-    if not places:
-        return contained(build_bare_reward(config.reward, here), config.reward)
+def _reward_here(config: Config) -> SafeReward:
+    """The reward, in the driver."""
+    return contained(build_bare_reward(config.reward, surroundings(config, torch.device("cpu"))), config.reward)
+
+
+def _reward_there(config: Config, cluster: Cluster, demand: Demand, places: list[Place]) -> SafeReward:
+    """The reward of workers."""
     there = surroundings(config, torch.device("cuda" if demand.reward.gpus else "cpu"))
     build = partial(RewardPart, config.reward, there)
     workers = [cluster.worker(f"reward {i}", build, demand.reward, place) for i, place in enumerate(places)]

@@ -11,9 +11,11 @@ machine.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -41,6 +43,8 @@ from vlarl.training.learner import Learner
 from vlarl.training.ranks import Alone, ProcessGroup, Ranks
 from vlarl.training.state import TrainerState
 from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+
+log = logging.getLogger(__name__)
 
 ENGINE_ATTEMPTS = 3  # to bring engines to the learners' weights, replacing those that fail
 
@@ -179,7 +183,7 @@ class LearnerGroup:
         """Let the ranks meet at rank 0's address and build their learners."""
         first = self.workers[0]
         address, port = first.get(first.ask("meeting_point"))
-        self.everybody("join", address, port, checkpoint)
+        self.everybody("join", address, port, checkpoint, timeout_s=self.config.distributed.start_timeout_s)
 
     def everybody(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Ask all ranks the same; rank 0's answer. Whatever fails on one of them fails here at once."""
@@ -232,7 +236,8 @@ class LearnerGroup:
         if not isinstance(engine, EngineGroup):
             raise TypeError(f"learners of a cluster publish to its engines, not to {type(engine).__name__}")
         with engine.lock:
-            for _ in range(ENGINE_ATTEMPTS):
+            losses: Counter[str] = Counter()
+            while True:
                 calls = EngineCalls.to(engine.workers, self.config)
                 # Rank 0 gives an engine the whole limit for each of its calls, and must itself be waited for.
                 # In a run whose rollouts are ahead, they may have made an update that the driver has not heard of.
@@ -240,8 +245,14 @@ class LearnerGroup:
                 if lost is None:
                     engine.version = version
                     return
+                losses[lost] += 1
+                if losses[lost] == ENGINE_ATTEMPTS:
+                    raise ClusterError(
+                        f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over; "
+                        f"{self.workers[0].log_file} says why."
+                    )
+                log.warning("%s was lost in a sync. It is replaced.", lost)
                 engine.restart(lost)
-        raise ClusterError(f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over")
 
 
 class RankAverages:

@@ -14,7 +14,7 @@ import numpy as np
 
 from vlarl.config.schema import RewardConfig
 from vlarl.distributed.worker import Worker, get_all
-from vlarl.errors import WorkerFailedError, WorkerLostError
+from vlarl.errors import VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.rewards import Surroundings, build_bare_reward
 from vlarl.rewards.base import Reward
 from vlarl.types import Trajectory
@@ -53,12 +53,15 @@ class RewardGroup(Reward):
         """Several at once, in their order, each worker some of them."""
         try:
             return self._score_all(trajectories)
-        except WorkerFailedError:
-            raise  # the reward itself can't score one of them; another worker couldn't either
+        except WorkerFailedError as error:
+            raise VlarlError(str(error)) from None  # the reward itself: another worker couldn't score them either
         except WorkerLostError as error:
             log.warning("%s It is replaced.", error)
             next(worker for worker in self.workers if worker.name == error.worker).replace()
+        try:
             return self._score_all(trajectories)
+        except WorkerLostError as error:
+            raise VlarlError(str(error)) from None
 
     def _score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         places = [part for part in np.array_split(np.arange(len(trajectories)), len(self.workers)) if len(part)]

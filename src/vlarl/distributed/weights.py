@@ -10,6 +10,7 @@ together.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,12 +30,18 @@ from vlarl.training.ranks import Ranks
 if TYPE_CHECKING:
     from vlarl.rollout.vllm_transfer import GpuWeightSender
 
+log = logging.getLogger(__name__)
+
 MB = 10**6
 LOST = (*DIED, exceptions.GetTimeoutError)
 
 
 class EngineLostError(Exception):
-    """An engine died or hung in a sync."""
+    """An engine died, hung or failed in a sync."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(f"{engine} {reason}")
+        self.engine = engine
 
 
 @dataclass
@@ -61,9 +68,12 @@ class EngineCalls:
         for name, reference in zip(self.names, references, strict=False):
             try:
                 answer: Answer = ray.get(reference, timeout=self.timeout_s)
-            except LOST:
-                raise EngineLostError(name) from None
-            answer.check(name, "a sync")
+            except LOST as error:
+                raise EngineLostError(name, f"did not answer in a sync ({type(error).__name__})") from None
+            if answer.error is not None:
+                raise answer.error
+            if answer.defect is not None:
+                raise EngineLostError(name, f"failed in a sync:\n{answer.defect}")
 
     def call(self, method: str, *arguments: Any) -> None:
         """Ask all engines, and wait."""
@@ -118,7 +128,8 @@ class WeightSender:
             else:
                 self._between_gpus(engines).send(stream, version)
         except EngineLostError as error:
-            lost = str(error)
+            log.warning("%s", error)
+            lost = error.engine
             engines.abandon(lost)
         if self._ranks.any(lost is not None):  # all ranks know what the next sync has to bring: everything
             self._gpu = None

@@ -33,7 +33,12 @@ from vlarl.observability.trace import NoTrace
 Build = Callable[[], object]
 """Makes a worker's part, over there."""
 
-DIED = (exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError)
+DIED = (
+    exceptions.RayActorError,
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.ObjectLostError,  # it had answered, and its machine is gone
+)
 """What Ray raises for an actor that is gone."""
 
 LOG_TAIL_LINES = 12
@@ -50,12 +55,12 @@ class Answer:
     began: float = 0.0
     ended: float = 0.0
 
-    def check(self, worker: str, method: str) -> None:
+    def check(self, worker: str, method: str, log_file: Path) -> None:
         """Raise what the worker raised."""
         if self.error is not None:
             raise self.error
         if self.defect is not None:
-            raise WorkerFailedError(f"{worker} failed in `{method}`:\n{self.defect}", worker)
+            raise WorkerFailedError(f"{worker} failed in `{method}`:\n{self.defect}\nIts log is {log_file}.", worker)
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,7 @@ class Worker:
 
     def open(self, method: str, answer: Answer) -> Any:
         """The value of an answer that came."""
-        answer.check(self.name, method)
+        answer.check(self.name, method, self.log_file)
         self.trace.span(self.name, method, answer.began, answer.ended)
         return answer.value
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vlarl.errors import VlarlError
+from vlarl.errors import ClusterError, VlarlError
 from vlarl.rewards.base import Reward, RewardUnavailableError
 from vlarl.types import Trajectory
 
@@ -69,6 +69,8 @@ class SafeReward(Reward):
             answers = self._ask(batch)
         except RewardUnavailableError as error:
             return [self._replacement(trajectory, error) for trajectory in batch]
+        except ClusterError:
+            raise  # nothing of this episode's: the run can't go on
         except Exception:
             log.warning("a batch of %d rewards failed; each is asked by itself", len(batch), exc_info=True)
             return [self._score_one(trajectory) for trajectory in batch]
@@ -81,6 +83,8 @@ class SafeReward(Reward):
                 (answer,) = self._ask([trajectory])
             except RewardUnavailableError as error:
                 return self._replacement(trajectory, error)
+            except ClusterError:
+                raise
             except Exception as error:
                 problem = error
             else:

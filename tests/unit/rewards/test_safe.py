@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlarl.errors import VlarlError
+from vlarl.errors import ClusterError, VlarlError
 from vlarl.rewards.base import Reward, RewardUnavailableError, pay_at_the_end
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.safe import RewardFailureError, SafeReward, is_device_fault
@@ -102,6 +102,14 @@ def test_when_nobody_answers_nobody_is_asked_one_by_one(episodes):
     scored = SafeReward(down, retries=3).score_all(episodes(4))
     assert down.calls == [[0, 1], [2, 3]]
     assert [t.reward_error for t in scored] == ["RewardUnavailableError: down"] * 2 + [None] * 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_cluster_that_cannot_go_on_is_no_fault_of_an_episode(episodes, batch_size):
+    full = Scripted({0: ClusterError("the object store is full")}, batch_size=batch_size)
+    with pytest.raises(ClusterError, match="object store"):
+        SafeReward(full, retries=3, fallback="zero", max_failure_rate=1.0).score_all(episodes(4))
+    assert len(full.calls) == 1
 
 
 def test_a_device_fault_moves_the_reward_to_the_cpu(episodes, caplog):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+MAX_THREADS = 8  # each holds the interpreter's lock now and then, and simulators want cores too
+
+
 class Processor:
     """The same function for engine and learner. Pixels stay uint8; the towers normalise them on the device."""
 
@@ -87,7 +90,7 @@ class Processor:
 
     def _pictures(self, observed: Sequence[UInt8Array]) -> UInt8Array:
         """[B, I, H, W, 3] at the model's size; those not drawn so take milliseconds each, and threads share them."""
-        num_threads = min(len(observed), torch.get_num_threads())
+        num_threads = min(len(observed), torch.get_num_threads(), MAX_THREADS)
         if num_threads == 1 or self._is_ready(observed[0]):
             return np.stack([self._pixels(images) for images in observed])
         with ThreadPoolExecutor(num_threads) as pool:
