@@ -55,13 +55,6 @@ class Answer:
     began: float = 0.0
     ended: float = 0.0
 
-    def check(self, worker: str, method: str, log_file: Path) -> None:
-        """Raise what the worker raised."""
-        if self.error is not None:
-            raise self.error
-        if self.defect is not None:
-            raise WorkerFailedError(f"{worker} failed in `{method}`:\n{self.defect}\nIts log is {log_file}.", worker)
-
 
 @dataclass(frozen=True)
 class Whereabouts:
@@ -206,8 +199,12 @@ class Worker:
         return self.open(method, answer)
 
     def open(self, method: str, answer: Answer) -> Any:
-        """The value of an answer that came."""
-        answer.check(self.name, method, self.log_file)
+        """The value of an answer that came; what the worker raised is raised here."""
+        if answer.error is not None:
+            raise answer.error
+        if answer.defect is not None:
+            what = f"{self.name} failed in `{method}`:\n{answer.defect}\nIts log is {self.log_file}."
+            raise WorkerFailedError(what, self.name)
         self.trace.span(self.name, method, answer.began, answer.ended)
         return answer.value
 
