@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,93 +24,159 @@ from vlarl.policies.openvla.weights import read_tensors, write_json, write_tenso
 PREFIX = "base_model.model."  # what peft's own files put before the names of the model
 ALL_LINEAR = "all-linear"
 LARGEST_ALPHA = 16
+WIDTH_STEP = 8  # columns: 16 bytes of bfloat16
+
+
+class Operands(NamedTuple):
+    """What a layer multiplies with, in the type of the computation; the rank is padded to a width that kernels like."""
+
+    weight: torch.Tensor  # [out, in] frozen
+    bias: torch.Tensor | None
+    into: torch.Tensor  # [width, in] A
+    out: torch.Tensor  # [out, width] B
+    wide: torch.Tensor | None  # [out, in + width] weight and out, where they are in the same memory
 
 
 class _AddLora(torch.autograd.Function):
-    """x W' + b + x A' B' with W frozen, as one node: three products forward, five backward, and nothing else of the
-    output's size. A and B take part as copies in the type of x; their gradients go to the float32 originals."""
+    """x W' + b + dropped A' B' scale with W frozen; `dropped` is x, after dropout where there is some.
+
+    In bfloat16 an early adapter's output is far smaller than the distance between two neighbours of the size of x W':
+    added to an x W' that is rounded already, it is lost. (A product that adds to its output is no help: cuBLAS rounds
+    before it adds.) So one product of [x, low] with [W, B] adds it before anything is rounded. In float32 nothing
+    is lost, and in two products a fresh adapter changes not one bit.
+
+    The gradients of A and B go to the float32 originals.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,  # [N, in]
-        weight: torch.Tensor,  # [out, in]
-        bias: torch.Tensor | None,
+        dropped: torch.Tensor,  # [N, in]
         into: torch.Tensor,  # [rank, in] float32, for its gradient alone
         out: torch.Tensor,  # [out, rank] float32, likewise
-        into_copy: torch.Tensor,
-        out_copy: torch.Tensor,
         scale: float,
+        operands: Operands,
     ) -> torch.Tensor:
-        low = x @ into_copy.t()
-        result = F.linear(x, weight, bias)
-        result.addmm_(low, out_copy.t(), alpha=scale)
-        ctx.save_for_backward(x, low, weight, into_copy, out_copy)
-        ctx.scale = scale
-        return result
+        weight, bias, into_copy, out_copy, wide = operands
+        low = (dropped @ into_copy.t()).mul_(scale)
+        ctx.save_for_backward(dropped, low, weight, into_copy, out_copy)  # not `wide`: FSDP drops what it gathered
+        ctx.scale, ctx.rank, ctx.separate = scale, into.shape[0], dropped is not x
+        if x.dtype == torch.float32:
+            return F.linear(x, weight, bias).addmm_(low, out_copy.t())
+        return F.linear(torch.cat([x, low], 1), torch.cat([weight, out_copy], 1) if wide is None else wide, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, low, weight, into_copy, out_copy = ctx.saved_tensors
+        dropped, low, weight, into, out = ctx.saved_tensors
         grad = grads[0]
-        grad_low = (grad @ out_copy).mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, into_copy)
-        grad_into = (grad_low.t() @ x).float()
-        grad_out = (grad.t() @ low).float() * ctx.scale
-        return grad_x, None, None, grad_into, grad_out, None, None, None
+        grad_low = (grad @ out).mul_(ctx.scale)
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_dropped = None
+        if ctx.separate:
+            grad_dropped = grad_low @ into if ctx.needs_input_grad[1] else None
+        elif grad_x is not None:
+            grad_x.addmm_(grad_low, into)
+        grad_into = (grad_low.t() @ dropped)[: ctx.rank].float()
+        grad_out = (grad.t() @ low)[:, : ctx.rank].float()
+        return grad_x, grad_dropped, grad_into, grad_out, None, None
+
+
+class _Kept:
+    """Operands in a smaller type than the adapter's, kept from pass to pass. A copy of the layer starts without."""
+
+    def __init__(self) -> None:
+        self.versions: object = None  # of what the copies were made from
+        self.into = torch.empty(0)
+        self.out = torch.empty(0)
+        self.wide: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
 
 
 class LoraLinear(PeftLinear):
-    """peft's layer, computed with fewer and smaller steps: adapters stay float32, products are in the type of x."""
+    """peft's layer, computed in fewer steps and rounded once: adapters stay float32, products are in the type of the
+    computation."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The frozen layer's answer plus the adapter's."""
-        base, name = self.base_layer, self.active_adapters[0]
-        dropout = self.lora_dropout[name]
-        plain = not (self.disable_adapters or self.merged or args or kwargs) and isinstance(dropout, nn.Identity)
-        if not plain or base.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        """The frozen layer's output plus the adapter's."""
+        if self.disable_adapters or self.merged or args or kwargs:
             theirs: torch.Tensor = super().forward(x, *args, **kwargs)
             return theirs
-        into, out = (cast(nn.Linear, part[name]).weight for part in (self.lora_A, self.lora_B))
-        copies = self.copies(x.dtype)
-        flat = _AddLora.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, x.shape[-1]), base.weight, base.bias, into, out, *copies, self.scaling[name]
-        )
-        result: torch.Tensor = flat.view(*x.shape[:-1], -1)
-        return result
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            with torch.autocast(x.device.type, enabled=False):
+                return self._adapted(x, dtype)
+        return self._adapted(x, self._frozen().weight.dtype)
 
-    def copies(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The adapter in the type of the computation.
+    def _adapted(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The output of layer and adapter, computed in this type."""
+        name = self.active_adapters[0]
+        flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        dropped = self.lora_dropout[name](flat)
+        given = (*self._adapter(), self.scaling[name], self.operands(dtype))
+        result: torch.Tensor = _AddLora.apply(flat, dropped, *given)  # type: ignore[no-untyped-call]
+        return result.view(*x.shape[:-1], -1)
 
-        Copies in a smaller type are kept, and brought up to date in place when the weights' counters of changes have
-        moved; a change through `.data`, which they don't see, needs a call of `refresh_copies`.
-        """
+    def _frozen(self) -> nn.Linear:
+        return cast(nn.Linear, self.base_layer)
+
+    def _adapter(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [rank, in] and B [out, rank]."""
         name = self.active_adapters[0]
         into, out = (cast(nn.Linear, part[name]).weight for part in (self.lora_A, self.lora_B))
-        if into.dtype == dtype:
-            return into.detach(), out.detach()
-        known = self.__dict__.get("_copies")
+        return into, out
+
+    @torch.no_grad()
+    def operands(self, dtype: torch.dtype) -> Operands:
+        """What the layer multiplies with in this type.
+
+        Copies in a smaller type are kept, and brought up to date in place when the adapter's counters of changes have
+        moved; a change through `.data`, which they don't see, needs a call of `refresh_operands`.
+        """
+        into, out = (part.detach() for part in self._adapter())
+        frozen = self._frozen()
+        weight, bias = frozen.weight.detach(), None if frozen.bias is None else frozen.bias.detach().to(dtype)
+        if into.dtype == dtype:  # float32; or gathered by FSDP for this pass, and not to be kept
+            return Operands(weight, bias, into, out, None)
+        known = self.__dict__.get("_kept")  # past nn.Module: no parameter, no buffer
+        if known is None or (known.wide is not None and known.wide.data_ptr() != weight.data_ptr()):  # moved elsewhere
+            known = self.__dict__["_kept"] = _Kept()
+        padding = -into.shape[0] % WIDTH_STEP
+        if known.wide is None and weight.dtype == dtype and weight.is_contiguous():
+            self._widen(known, into.shape[0] + padding)
+            weight = frozen.weight.detach()
         versions = (into._version, out._version, into.data_ptr(), out.data_ptr(), dtype)
-        if known is None or known[0] != versions:
-            with torch.no_grad():
-                fresh = (into.detach().to(dtype), out.detach().to(dtype))
-                if known is not None and known[1].dtype == dtype and known[1].device == into.device:
-                    known[1].copy_(fresh[0])  # in place: a captured graph reads from here
-                    known[2].copy_(fresh[1])
-                    fresh = (known[1], known[2])
-            known = (versions, *fresh)
-            self.__dict__["_copies"] = known  # past nn.Module: no parameter, no buffer
-        return known[1], known[2]
+        if known.versions != versions:
+            known.into = _updated(known.into, F.pad(into, (0, 0, 0, padding)).to(dtype))
+            known.out = _updated(known.out, F.pad(out, (0, padding)).to(dtype))
+            known.versions = versions
+        return Operands(weight.to(dtype), bias, known.into, known.out, known.wide)
+
+    def _widen(self, known: _Kept, width: int) -> None:
+        """Give the frozen weight a few columns more, for B, in the same memory: joined for each pass, they would take
+        as long as many a product. One adapter can have them; another one on the same weight, a critic's, joins."""
+        weight = self._frozen().weight
+        wide = weight.new_zeros(weight.shape[0], weight.shape[1] + width)
+        wide[:, : weight.shape[1]] = weight
+        weight.data = wide[:, : weight.shape[1]]
+        known.wide, known.out, known.versions = wide, wide[:, weight.shape[1] :], None
 
 
-def refresh_copies(model: nn.Module) -> None:
-    """Bring the copies that adapters compute with up to date, whoever changed the adapters and however."""
+def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """The fresh values in the place of the kept ones where they fit: a captured graph reads from there."""
+    if (kept.shape, kept.dtype, kept.device) != (fresh.shape, fresh.dtype, fresh.device):
+        return fresh
+    return kept.copy_(fresh)
+
+
+def refresh_operands(model: nn.Module) -> None:
+    """Bring what adapters multiply with up to date, however the adapters were changed."""
     for module in model.modules():
-        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_copies")) is not None:
-            module.__dict__["_copies"] = (None, *known[1:])
-            module.copies(known[1].dtype)
+        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_kept")) is not None:
+            known.versions = None
+            module.operands(known.into.dtype)
 
 
 def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:

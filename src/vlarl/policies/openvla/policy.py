@@ -241,11 +241,11 @@ class OpenVLAPolicy(Policy):
         return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
 
     def weights_changed(self) -> None:
-        """Bring the copies that adapters compute with up to date."""
+        """Bring what adapters multiply with up to date."""
         if self.has_adapter:
             from vlarl.policies.openvla import lora
 
-            lora.refresh_copies(self.model)
+            lora.refresh_operands(self.model)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside the block the policy acts and scores as if it had no adapters."""
