@@ -10,8 +10,8 @@ apply them to a bfloat16 base are compared with exact arithmetic:
     folded              into the bfloat16 weights (`vlarl merge --dtype bfloat16`, a sync to a bfloat16 engine)
 
 The figure is the slope of the movement that is seen on the movement that there should be, over all values: 1 is all of
-it, 0 is none. *Layers*: each layer's output against float64 on the same inputs; for *folded*, its weights. *Log-probs*: those of sampled tokens
-at temperature 1.6 against the same policy in float32, with the standard error of the slope.
+it, 0 is none. *Layers*: each layer's output against float64 on the same inputs; for *folded*, its weights. *Log-probs*:
+those of sampled tokens at temperature 1.6 against the same policy in float32, with the standard error of the slope.
 """
 
 from __future__ import annotations

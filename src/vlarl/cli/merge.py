@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from vlarl.cli import arguments as args
@@ -42,6 +43,9 @@ def merge(arguments: Sequence[str]) -> int:
     print(f"logits:      within {result.logit_error:.1e} of the adapter model's, in float32")
     if result.rounding_error:
         print(f"rounding:    {result.dtype} changes them by up to {result.rounding_error:.1e}")
+        print(f"adapter:     {result.fraction_kept:.1%} of it is left in {result.dtype} weights")
+    if result.warning is not None:
+        print(f"warning: {result.warning}", file=sys.stderr)
     if given.push_to_hub:
         print(f"hub:         {push_folder(result.out, given.push_to_hub, given.private)}")
     return 0

@@ -27,6 +27,7 @@ from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, has_component, read_
 from vlarl.types import PolicyInput
 
 METADATA = "merge_metadata.json"
+ENOUGH_KEPT = 0.95  # of an adapter; below that a merge warns
 TOLERANCE = 1e-4  # of a float32 logit, between adapter and merged model
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
@@ -43,6 +44,17 @@ class MergeResult:
     dtype: str
     logit_error: float  # largest difference between adapter and merged model, both float32
     rounding_error: float  # what storing in a smaller type adds to that; 0 for float32
+    fraction_kept: float  # of the adapter's weights, after storing in that type
+
+    @property
+    def warning(self) -> str | None:
+        """What to say of an adapter that the type of the merged weights can't hold; None where it can."""
+        if self.fraction_kept >= ENOUGH_KEPT:
+            return None
+        return (
+            f"only {self.fraction_kept:.0%} of the adapter is left in {self.dtype} weights, which can't hold changes "
+            "this small: merge with --dtype float32, or use the adapter as it is."
+        )
 
 
 def merge(
@@ -69,6 +81,7 @@ def merge(
     lora = adapters.settings(policy.model)
     probe, tokens = probe_input(policy)
     before = logits_of(policy, probe, tokens)
+    kept = adapters.fraction_kept(policy.model, chosen)
     policy.fold_adapter()
     merged = logits_of(policy, probe, tokens)
     error = check_equal(before, merged, f"folding {adapter} into {origin.path}", TOLERANCE)
@@ -85,7 +98,8 @@ def merge(
         del policy  # two float32 models of this size need not fit
         reread = load_policy(fresh, device=device).eval()
         check_equal(stored, logits_of(reread, probe, tokens), f"reading back {target}", TOLERANCE)
-        result = MergeResult(target, origin.path, _name(chosen), error, float((stored - merged).abs().max()))
+        rounding = float((stored - merged).abs().max())
+        result = MergeResult(target, origin.path, _name(chosen), error, rounding, kept)
         write_json(fresh / METADATA, metadata(result, adapter, lora))
         if target.exists():
             target.rmdir()  # empty, as was checked
@@ -185,6 +199,7 @@ def metadata(result: MergeResult, adapter: str | Path, lora: dict[str, object]) 
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "max_logit_difference": result.logit_error,
         "max_rounding_difference": result.rounding_error,
+        "adapter_fraction_kept": result.fraction_kept,
         "versions": {"vlarl": __version__} | {name: version(name) for name in PACKAGES},
     }
 
