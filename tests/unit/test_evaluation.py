@@ -149,7 +149,8 @@ def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
     assert sorted(record.result.episodes, key=result.episodes.index) == list(result.episodes)
     kept = record.settings
     assert (kept.suite, kept.protocol, kept.temperature, kept.task_ids) == ("tabletop_goal", "benchmark", 0.0, (0, 3))
-    assert (kept.max_steps, kept.num_trained_states) == (32, None)
+    assert (kept.max_steps, kept.num_trained_states, kept.init_states) == (32, 0, (30, 31))
+    assert (kept.training_data_from, kept.warnings) == (f"{BUILTIN}/training_data.json", ())
     assert kept.fingerprint == fingerprint(checkpoint_folder(BUILTIN))
     assert len(list((tmp_path / "x" / "videos").iterdir())) == 1
     assert (tmp_path / "x" / "eval.log").is_file()
