@@ -18,7 +18,16 @@ def flags(root: Path, *extra: str) -> list[str]:
         *("--policy.path", "builtin:tiny-oft", "--run.root", str(root), "--run.name", "exam"),
         *("--run.iterations", "1", "--run.num_threads", "1", "--run.device", "cpu"),
         *("--env.suite", "tabletop_goal", "--env.task_ids", "3", "--env.protocol", "benchmark"),
-        *("--rollout.num_groups", "2", "--rollout.group_size", "2", "--eval.states_per_task", "1", "--eval.videos", "0"),
+        *(
+            "--rollout.num_groups",
+            "2",
+            "--rollout.group_size",
+            "2",
+            "--eval.states_per_task",
+            "1",
+            "--eval.videos",
+            "0",
+        ),
         *("--lora.enabled", "--lora.rank", "2", "--ema.beta", "0.9", "--checkpoint.interval", "1"),
         *("--no-logging.tensorboard", *extra),
     ]
@@ -76,7 +85,9 @@ def test_a_checkpoint_that_lost_its_file_is_measured_with_a_warning(run, tmp_pat
     results, lines = evaluated(copied, tmp_path / "x", capsys, "--suite", "tabletop_goal")
     assert (results["num_trained_states"], results["training_data_from"]) == (None, None)
     assert lines[-3] == "states: 30 to 31 of each task; whether they were trained on is not known"
-    assert lines[-2].startswith("warning: this checkpoint does not say which initial states it was trained on (it has no")
+    assert lines[-2].startswith(
+        "warning: this checkpoint does not say which initial states it was trained on (it has no"
+    )
     (run / "checkpoints" / "final" / FILE_NAME).rename(tmp_path / "kept")
     try:  # in its run, as runs from before have left it
         results, lines = evaluated(run / "checkpoints" / "final", tmp_path / "y", capsys)

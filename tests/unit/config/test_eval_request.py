@@ -197,7 +197,9 @@ def test_states_that_were_trained_on_have_to_be_asked_for(elsewhere):
 
 def test_a_base_that_was_trained_on_the_held_out_states_leaves_none(elsewhere):
     path = elsewhere("twice", by_train(ALL, "benchmark"), by_train())
-    with pytest.raises(ConfigError, match="--protocol: training has used 20 of the 20 initial states .* under protocol"):
+    with pytest.raises(
+        ConfigError, match="--protocol: training has used 20 of the 20 initial states .* under protocol"
+    ):
         eval_request(path, {})
     assert eval_request(path, {"env.protocol": "disjoint"}).init_states == tuple(range(30, 50))
 

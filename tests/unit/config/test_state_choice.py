@@ -41,7 +41,9 @@ def test_the_best_states_come_first():
 
 
 def test_too_few_states_that_were_never_seen():
-    assert too_few_unseen(20, 20, 50, "s", "benchmark") is None and too_few_unseen(None, 1, 50, "s", "benchmark") is None
+    assert (
+        too_few_unseen(20, 20, 50, "s", "benchmark") is None and too_few_unseen(None, 1, 50, "s", "benchmark") is None
+    )
     assert too_few_unseen(None, 0, 50, "s", "benchmark") == (
         "training has used 50 of the 50 initial states that a task of s has under protocol benchmark; name the "
         "protocol (--protocol benchmark) to evaluate on states that were trained on, too"
@@ -84,4 +86,6 @@ def test_states_that_were_trained_on_are_counted():
 
 
 def test_states_in_words():
-    assert in_ranges((7, 0, 2, 1, 3)) == "0 to 3, 7" and in_ranges((4,)) == "4" and in_ranges(range(30, 50)) == "30 to 49"
+    assert (
+        in_ranges((7, 0, 2, 1, 3)) == "0 to 3, 7" and in_ranges((4,)) == "4" and in_ranges(range(30, 50)) == "30 to 49"
+    )

@@ -159,9 +159,7 @@ def make_run(root: Path, name: str, **overrides: object) -> Path:
 
 def test_a_run_from_before_the_file_still_tells(tmp_path):
     first = make_run(tmp_path, "first", env__suite="tabletop_goal", env__task_ids=[1])
-    trained = TrainedOn(
-        by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(1,), states=tuple(range(30))
-    )
+    trained = TrainedOn(by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(1,), states=tuple(range(30)))
     data = training_data_of(first)
     assert data.runs[-1] == trained and data.unknown == () and data.said_by.endswith("first/config.yaml")
     assert [run.by for run in data.runs[:-1]] == ["finetune"] * 4, "what the built-in base was trained on"
