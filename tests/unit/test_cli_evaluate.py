@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rich.console import Console
 from vlarl.cli import main
 from vlarl.cli.compare import compare
 from vlarl.cli.eval_display import EpisodeCounter, closing_lines, comparison_lines, comparison_table, success_table
+from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.comparison import compare as compare_records
 from vlarl.observability.eval_dir import EvalDirectory, read_record
@@ -115,6 +117,29 @@ def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
     content = json.loads(capsys.readouterr().out)
     assert (content["checkpoint_a"], content["only_b_won"], content["p_value"]) == (str(checkpoint), 1, 1.0)
     assert main(["eval", str(checkpoint), "--against", BUILTIN, *GOALS, "--out", "both"]) == 2, "never overwritten"
+
+
+def test_against_leaves_out_what_either_was_trained_on(work, capsys, checkpoint):
+    for name, states in (("a", (30, 31)), ("b", (33, 34))):
+        shutil.copytree(checkpoint, work / name)
+        run = TrainedOn(by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(3,), states=states)
+        write_training_data(work / name, TrainingData((run,)))
+    flags = ["--tasks", "3", "--episodes", "2", "--device", "cpu"]
+    assert main(["eval", "a", "--against", "b", *flags, "--out", "both"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "A: states: 32, 35 of each task; none of them was trained on, says a/training_data.json" in lines
+    assert "B: states: 32, 35 of each task; none of them was trained on, says b/training_data.json" in lines
+    for name in "AB":
+        content = json.loads(Path(f"both/{name}/results.json").read_text())
+        assert ([e["init_state"] for e in content["episodes"]], content["warnings"]) == ([32, 35], [])
+    assert main(["eval", "a", "--against", "b", *flags, "--protocol", "benchmark", "--episodes", "20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    warned = [line.partition(": warning: ")[::2] for line in lines if "warning: " in line]
+    assert [name for name, _ in warned] == ["A", "B"]
+    assert all(text.startswith("2 of 20 episodes begin from initial states that this") for _, text in warned)
+    assert compare(["both/A", "both/B", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["warnings_a"] == content["warnings_b"] == []
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_has_ended(work, capsys, monkeypatch):

@@ -228,7 +228,9 @@ def test_states_that_the_run_trained_on_are_counted(checkpoint, tmp_path, traine
     request = eval_request(
         run / "checkpoints" / "final", {"env.task_ids": (0,), "env.protocol": "disjoint"}, states_per_task=2
     )
-    assert run_evaluation(request).settings.num_trained_states == seen
+    settings = run_evaluation(request).settings
+    assert (settings.init_states, settings.num_trained_states) == ((30, 31), seen)
+    assert [warning.partition(" begin")[0] for warning in settings.warnings] == (["2 of 2 episodes"] if seen else [])
 
 
 def test_a_fingerprint_tells_weights_apart_and_leaves_the_trainers_files_out(checkpoint, tmp_path):
