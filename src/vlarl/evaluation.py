@@ -249,6 +249,8 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
     trained = {
         state for task, state in episodes if training is not None and state in training.states(spec.name, gym_env, task)
     }
+    warnings = state_warnings(training, spec.name, gym_env, episodes)
+    is_known = bool(trained) or not warnings  # a checkpoint may tell of some of its training alone
     return EvalSettings(
         checkpoint=request.checkpoint,
         fingerprint=fingerprint(checkpoint_folder(request.checkpoint)),
@@ -257,7 +259,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         task_ids=tuple(sorted({task.task_id for task in tasks})),
         states_per_task=len(states),
         max_steps=request.env.max_steps or max(task.max_steps for task in spec.tasks),
-        num_trained_states=None if training is None else len(trained),
+        num_trained_states=len(trained) if is_known else None,
         temperature=request.temperature,
         seed=request.seed,
         replay_of=None if request.replay is None else request.replay.episode_id,
@@ -269,7 +271,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         init_states=tuple(states),
         training_data_from=None if training is None else training.said_by,
-        warnings=state_warnings(training, spec.name, gym_env, episodes),
+        warnings=warnings,
     )
 
 

@@ -29,6 +29,7 @@ FILE_NAME = "training_data.json"
 FORMAT = 1
 
 Index = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # printable
 
 
 class TrainedOn(BaseModel):
@@ -38,8 +39,8 @@ class TrainedOn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     by: Literal["train", "finetune"]
-    suite: str
-    gym_env: str | None = None  # of the suite gym: which environment; it is compared, never imported
+    suite: Name
+    gym_env: Name | None = None  # of the suite gym: which environment; it is compared, never imported
     protocol: StateProtocol | None = None  # env.protocol of the run; None: demonstrations
     task_ids: tuple[Index, ...] | None = None  # None: not known, it may be any
     states: tuple[Index, ...] | None = None  # initial states of each task; None: not known
@@ -52,7 +53,7 @@ class _Content(BaseModel):
 
     format: Literal[1]
     trained_on: tuple[TrainedOn, ...]
-    unknown: tuple[str, ...]
+    unknown: tuple[Name, ...]
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,7 @@ def test_a_run_adds_to_what_its_base_was_trained_on():
             '{"format": 1, "trained_on": [{"by": "train", "suite": "s", "states": ["1"]}], "unknown": []}',
             "trained_on.0.states.0",
         ),
+        ('{"format": 1, "trained_on": [], "unknown": ["\\u001b[2J"]}', "unknown.0: String should match pattern"),
         ('{"format": 1, "trained_on": [{"by": "magic", "suite": "s"}], "unknown": []}', "trained_on.0.by"),
     ],
 )
