@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 from vlarl import __version__
-from vlarl.config.eval_request import DEFAULT_EPISODES, EvalRequest, StateProtocol, Videos, eval_request
+from vlarl.config.eval_request import EvalRequest, Videos, eval_request
 from vlarl.config.known import GYM
 from vlarl.config.schema import PolicyConfig
-from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.config.state_choice import state_warnings
+from vlarl.config.suites import StateProtocol, cameras_of, suite_facts
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -30,16 +31,12 @@ from vlarl.observability.machine import describe_machine
 from vlarl.parts import check_fit, choose_device
 from vlarl.parts import num_envs as configured_num_envs
 from vlarl.policies import checkpoint_folder, load_configured
+from vlarl.policies.locate import hub_training_data
 from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.regression_engine import RegressionEngine
-from vlarl.rollout.tasks import (
-    chosen_task_ids,
-    evaluation_states,
-    evaluation_tasks,
-    training_states,
-)
+from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import EpisodeResult, EvalResult, Task
 
@@ -67,8 +64,9 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a checkpoint on a suite; results, episodes and films go to the new folder `out`, if one is named.
 
-    What is None is taken from the run that the checkpoint belongs to. `policy_config` says how the checkpoint is
-    loaded; its path is not read. With its `actions` l1 the regression head acts.
+    What is None is taken from the run that the checkpoint belongs to, or from what it says that it was trained on.
+    Initial states that it was trained on are left out unless `protocol` is given. `policy_config` says how the
+    checkpoint is loaded; its path is not read. With its `actions` l1 the regression head acts.
     """
     named: dict[str, object] = {
         "suite": suite,
@@ -82,6 +80,7 @@ def evaluate(
     request = eval_request(
         checkpoint,
         given,
+        training=hub_training_data(str(checkpoint)),
         states_per_task=states_per_task,
         temperature=temperature,
         seed=seed,
@@ -225,8 +224,7 @@ def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
     """The episodes that a request asks for."""
     task = request.replay
     if task is None:
-        count = request.states_per_task or min(DEFAULT_EPISODES, len(evaluation_states(spec, request.env.protocol)))
-        return evaluation_tasks(spec, request.env.task_ids, count, request.seed, request.env.protocol)
+        return tasks_from_states(spec, request.env.task_ids, request.init_states, request.seed)
     chosen_task_ids(spec, [task.task_id])
     states = {*spec.train_states, *spec.eval_states, *spec.benchmark_states}
     if task.init_state not in states:
@@ -240,14 +238,19 @@ def _pool_size(request: EvalRequest) -> int:
     facts = suite_facts(request.env, request.gym)
     assert facts is not None, "a checked request names a suite that exists"
     tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
-    states = facts.num_eval_states if request.env.protocol == "disjoint" else facts.num_benchmark_states
-    episodes = 1 if request.replay else tasks * (request.states_per_task or min(DEFAULT_EPISODES, states))
+    episodes = 1 if request.replay else tasks * len(request.init_states)
     return min(configured_num_envs(request.env, request.gym), episodes)
 
 
 def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:
-    states = {task.init_state for task in tasks}
-    trained = None if request.trained_protocol is None else training_states(spec, request.trained_protocol)
+    states = sorted({task.init_state for task in tasks})
+    episodes = [(task.task_id, task.init_state) for task in tasks]
+    training, gym_env = request.training, request.gym.env
+    trained = {
+        state for task, state in episodes if training is not None and state in training.states(spec.name, gym_env, task)
+    }
+    warnings = state_warnings(training, spec.name, gym_env, episodes)
+    is_known = bool(trained) or not warnings  # a checkpoint may tell of some of its training alone
     return EvalSettings(
         checkpoint=request.checkpoint,
         fingerprint=fingerprint(checkpoint_folder(request.checkpoint)),
@@ -256,7 +259,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         task_ids=tuple(sorted({task.task_id for task in tasks})),
         states_per_task=len(states),
         max_steps=request.env.max_steps or max(task.max_steps for task in spec.tasks),
-        num_trained_states=None if trained is None else len(states.intersection(trained)),
+        num_trained_states=len(trained) if is_known else None,
         temperature=request.temperature,
         seed=request.seed,
         replay_of=None if request.replay is None else request.replay.episode_id,
@@ -266,6 +269,9 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         vlarl=__version__,
         machine=describe_machine(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
+        init_states=tuple(states),
+        training_data_from=None if training is None else training.said_by,
+        warnings=warnings,
     )
 
 

@@ -17,6 +17,7 @@ from vlarl.algorithms.base import Algorithm
 from vlarl.config.known import BATCHED_ENVS
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.config.training_data import by_training
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
@@ -87,6 +88,7 @@ def build_policy(config: Config, checkpoint: Path | None, device: torch.device) 
     # A checkpoint to go on from brings its adapters, whatever adapters the run began with.
     lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
     policy.prepare_training(settings, lora, config.run.seed)
+    policy.training_data = policy.training_data.plus([by_training(config.env, config.gym)])
     if settings.actions == "hybrid":
         log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
     refuse_untrainable(policy, config)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from rich.console import Console
 from vlarl.cli import main
 from vlarl.cli.compare import compare
 from vlarl.cli.eval_display import EpisodeCounter, closing_lines, comparison_lines, comparison_table, success_table
+from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.comparison import compare as compare_records
 from vlarl.observability.eval_dir import EvalDirectory, read_record
@@ -71,12 +73,13 @@ def test_an_evaluation_and_its_episodes_again(work, capsys):
         "   0  0/1     0.0%    0.0 - 79.3%   32.0  put the bowl on the plate",
         "   3  1/1   100.0%  20.7 - 100.0%    7.0  turn on the stove",
         " all  1/2    50.0%    9.5 - 90.5%   19.5",
+        f"states: 30 of each task; none of them was trained on, says {BUILTIN}/training_data.json",
         "results: evals/a",
     ]
     assert captured.err.startswith(f"evaluating {BUILTIN} on tabletop_goal, protocol benchmark, into evals/a\n")
     lost, won = read_record(Path("evals/a")).result.episodes
     assert main(["eval", BUILTIN, "--episode", won.task.episode_id, "--device", "cpu"]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
+    first, second, _, third = capsys.readouterr().out.splitlines()
     assert first == f"{won.task.episode_id}: success after 7 steps (turn on the stove)"
     assert second == "the same as recorded in evals/a"
     folder = Path(third.removeprefix("results: "))
@@ -105,6 +108,8 @@ def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
         f"A: {checkpoint}",
         f"B: {BUILTIN}",
         "B wins 1, A wins 0 of 1 episodes on which they differ (2 compared): p = 1.0000, that may be chance.",
+        f"A: states: 30 of each task; none of them was trained on, says {checkpoint}/training_data.json",
+        f"B: states: 30 of each task; none of them was trained on, says {BUILTIN}/training_data.json",
         "results: both/A",
         "results: both/B",
     ]
@@ -112,6 +117,29 @@ def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
     content = json.loads(capsys.readouterr().out)
     assert (content["checkpoint_a"], content["only_b_won"], content["p_value"]) == (str(checkpoint), 1, 1.0)
     assert main(["eval", str(checkpoint), "--against", BUILTIN, *GOALS, "--out", "both"]) == 2, "never overwritten"
+
+
+def test_against_leaves_out_what_either_was_trained_on(work, capsys, checkpoint):
+    for name, states in (("a", (30, 31)), ("b", (33, 34))):
+        shutil.copytree(checkpoint, work / name)
+        run = TrainedOn(by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(3,), states=states)
+        write_training_data(work / name, TrainingData((run,)))
+    flags = ["--tasks", "3", "--episodes", "2", "--device", "cpu"]
+    assert main(["eval", "a", "--against", "b", *flags, "--out", "both"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "A: states: 32, 35 of each task; none of them was trained on, says a/training_data.json" in lines
+    assert "B: states: 32, 35 of each task; none of them was trained on, says b/training_data.json" in lines
+    for name in "AB":
+        content = json.loads(Path(f"both/{name}/results.json").read_text())
+        assert ([e["init_state"] for e in content["episodes"]], content["warnings"]) == ([32, 35], [])
+    assert main(["eval", "a", "--against", "b", *flags, "--protocol", "benchmark", "--episodes", "20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    warned = [line.partition(": warning: ")[::2] for line in lines if "warning: " in line]
+    assert [name for name, _ in warned] == ["A", "B"]
+    assert all(text.startswith("2 of 20 episodes begin from initial states that this") for _, text in warned)
+    assert compare(["both/A", "both/B", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["warnings_a"] == content["warnings_b"] == []
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_has_ended(work, capsys, monkeypatch):
@@ -132,7 +160,8 @@ OUTCOMES = {(0, 1): True, (0, 2): True, (7, 1): False, (7, 2): True, (7, 3): Non
 
 
 def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
-    made = record(OUTCOMES, folder=Path("somewhere"), planned=9, num_trained_states=2)
+    knowledge = {"num_trained_states": 2, "init_states": (1, 2, 3), "training_data_from": "x/training_data.json"}
+    made = record(OUTCOMES, folder=Path("somewhere"), planned=9, warnings=("mind this.",), **knowledge)
     assert success_table(made.result).splitlines() == [
         "task  won  success   95% interval  steps  instruction",
         "   0  2/2   100.0%  34.2 - 100.0%   10.0  do 0",
@@ -142,8 +171,8 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
     ]
     assert closing_lines(made) == [
         "2 of 6 episodes could not be run: their simulator failed. They count neither as won nor as lost.",
-        "2 of the 3 initial states of a task were trained on by this run: the result says less about states it has "
-        "never seen.",
+        "states: 1 to 3 of each task; 2 of them were trained on, says x/training_data.json",
+        "warning: mind this.",
         "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
         "results: somewhere",
     ]

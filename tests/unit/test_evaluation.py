@@ -149,7 +149,8 @@ def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
     assert sorted(record.result.episodes, key=result.episodes.index) == list(result.episodes)
     kept = record.settings
     assert (kept.suite, kept.protocol, kept.temperature, kept.task_ids) == ("tabletop_goal", "benchmark", 0.0, (0, 3))
-    assert (kept.max_steps, kept.num_trained_states) == (32, None)
+    assert (kept.max_steps, kept.num_trained_states, kept.init_states) == (32, 0, (30, 31))
+    assert (kept.training_data_from, kept.warnings) == (f"{BUILTIN}/training_data.json", ())
     assert kept.fingerprint == fingerprint(checkpoint_folder(BUILTIN))
     assert len(list((tmp_path / "x" / "videos").iterdir())) == 1
     assert (tmp_path / "x" / "eval.log").is_file()
@@ -227,7 +228,9 @@ def test_states_that_the_run_trained_on_are_counted(checkpoint, tmp_path, traine
     request = eval_request(
         run / "checkpoints" / "final", {"env.task_ids": (0,), "env.protocol": "disjoint"}, states_per_task=2
     )
-    assert run_evaluation(request).settings.num_trained_states == seen
+    settings = run_evaluation(request).settings
+    assert (settings.init_states, settings.num_trained_states) == ((30, 31), seen)
+    assert [warning.partition(" begin")[0] for warning in settings.warnings] == (["2 of 2 episodes"] if seen else [])
 
 
 def test_a_fingerprint_tells_weights_apart_and_leaves_the_trainers_files_out(checkpoint, tmp_path):

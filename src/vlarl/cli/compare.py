@@ -29,7 +29,8 @@ def compare(arguments: Sequence[str]) -> int:
     comparison = compare_records(a, b)
     if given.json:
         checkpoints = {"checkpoint_a": a.settings.checkpoint, "checkpoint_b": b.settings.checkpoint}
-        print(json.dumps(checkpoints | comparison.to_json(), indent=2))
+        warnings = {"warnings_a": list(a.settings.warnings), "warnings_b": list(b.settings.warnings)}
+        print(json.dumps(checkpoints | comparison.to_json() | warnings, indent=2))
     else:
         print("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b)]))
     return 0

@@ -9,9 +9,10 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from vlarl.config.state_choice import in_ranges
 from vlarl.observability.clock import duration
 from vlarl.observability.comparison import Comparison
-from vlarl.observability.eval_dir import EvalRecord
+from vlarl.observability.eval_dir import EvalRecord, EvalSettings
 from vlarl.observability.significance import wilson_interval
 from vlarl.types import EpisodeResult, EvalResult
 
@@ -73,8 +74,8 @@ def success_table(result: EvalResult) -> str:
     return _aligned(table)
 
 
-def closing_lines(record: EvalRecord) -> list[str]:
-    """What has to be known about an evaluation beside its table."""
+def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
+    """What has to be known about an evaluation beside its table; a comparison has said which states were used."""
     result, settings, lines = record.result, record.settings, []
     if result.num_crashed:
         lines.append(
@@ -83,11 +84,7 @@ def closing_lines(record: EvalRecord) -> list[str]:
         )
     if redone := sum(e.redone for e in result.episodes):
         lines.append(f"{redone} times an episode was run again because its simulator had died.")
-    if settings.num_trained_states:
-        lines.append(
-            f"{settings.num_trained_states} of the {settings.states_per_task} initial states of a task were trained on "
-            "by this run: the result says less about states it has never seen."
-        )
+    lines += states_lines(settings) if with_states else []
     if not result.complete:
         lines.append(
             f"interrupted: {len(result.episodes)} of {record.num_planned} episodes had ended and are kept. Successes "
@@ -96,6 +93,19 @@ def closing_lines(record: EvalRecord) -> list[str]:
     if record.folder is not None:
         lines.append(f"results: {record.folder}")
     return lines
+
+
+def states_lines(settings: EvalSettings) -> list[str]:
+    """Which initial states were used, where it is known from whether they were trained on, and what to mind."""
+    lines = []
+    if settings.init_states:
+        trained = settings.num_trained_states
+        known = f"{trained or 'none'} of them {'was' if trained in (0, 1) else 'were'} trained on"
+        said = f"{known}, says {settings.training_data_from}"
+        unknown = "whether they were trained on is not known"
+        seen = unknown if trained is None else said
+        lines.append(f"states: {in_ranges(settings.init_states)} of each task; {seen}")
+    return [*lines, *(f"warning: {warning}" for warning in settings.warnings)]
 
 
 def comparison_table(comparison: Comparison) -> str:
@@ -118,6 +128,7 @@ def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> li
     for name, record in (("A", a), ("B", b)):
         if not record.result.complete:
             lines.append(f"{name} is not complete: {len(record.result.episodes)} of {record.num_planned} episodes.")
+        lines += [f"{name}: {line}" for line in states_lines(record.settings)]
     return lines
 
 

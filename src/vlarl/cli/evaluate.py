@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.eval_request import DEFAULT_EPISODES, SECTIONS, EvalRequest, Videos, eval_request
+from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states
 from vlarl.config.flags import parse_flags
 from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.schema import Config
+from vlarl.config.state_choice import DEFAULT_EPISODES
+from vlarl.config.training_data import TrainingData, local_folder
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
     if request.env.suite == GYM:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
-    return _compare(request, _request(given.against, given, options | shared), given.out)
+    return _compare(*on_the_same_states(request, _request(given.against, given, options | shared)), given.out)
 
 
 def _parser() -> args.Parser:
@@ -54,11 +56,14 @@ def _parser() -> args.Parser:
     checkpoints = "checkpoint or adapter folder, hub id, builtin:tiny-oft or builtin:tiny-openvla"
     add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
     add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")
-    suites = f"one of {', '.join(KNOWN_SUITES)}; a run's own for its checkpoints, else {Config().env.suite}"
+    suites = (
+        f"one of {', '.join(KNOWN_SUITES)}; what the checkpoint was trained on by default, else {Config().env.suite}"
+    )
     add("--suite", type=args.suite, metavar="S", help=suites)
     protocols = (
-        "which initial states: disjoint, those that training leaves out, or benchmark, those of published results; "
-        "a run's own for its checkpoints, else benchmark"
+        "which initial states: disjoint, those that training leaves out, or benchmark, those of published results; by "
+        "default the checkpoint's own, else benchmark, and never states that it was trained on, which a protocol that "
+        "is named here may have"
     )
     add("--protocol", choices=("disjoint", "benchmark"), help=protocols)
     add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
@@ -106,12 +111,22 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
     return eval_request(
         checkpoint,
         options,
+        training=_of_the_hub(checkpoint),
         states_per_task=given.episodes,
         temperature=given.temperature,
         seed=given.seed or 0,
         videos=given.videos or 0,
         device=given.device,
     )
+
+
+def _of_the_hub(checkpoint: str) -> TrainingData | None:
+    """What a checkpoint of the hub was trained on; None for a checkpoint on this machine, which tells by itself."""
+    if "/" not in checkpoint or local_folder(checkpoint) is not None:
+        return None
+    from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
+
+    return hub_training_data(checkpoint)
 
 
 def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
@@ -153,8 +168,8 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
         records.append(record)
     a, b = records
     comparison = compare(a, b)
-    lines = [comparison_table(comparison), *comparison_lines(comparison, a, b), *closing_lines(a), *closing_lines(b)]
-    print("\n".join(lines))
+    closing = [line for record in records for line in closing_lines(record, with_states=False)]
+    print("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b), *closing]))
     return 0
 
 
@@ -165,6 +180,7 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
     request = eval_request(
         given.checkpoint,
         options,
+        training=_of_the_hub(given.checkpoint),
         temperature=given.temperature,
         videos="all",
         device=given.device,
@@ -174,10 +190,12 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
     if not record.result.complete:
         _print_result(record)
         return INTERRUPTED
+    from vlarl.cli.eval_display import closing_lines
+
     (episode,) = record.result.episodes
     print(f"{given.episode}: {episode.outcome} after {episode.length} steps ({episode.instruction})")
     print(_on_record(record))
-    print(f"results: {record.folder}")
+    print("\n".join(closing_lines(record)))
     return 0
 
 

@@ -6,8 +6,8 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,15 +18,15 @@ from vlarl.config.env_checks import check_gym, check_suite, check_task_ids
 from vlarl.config.known import GYM
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Section
-from vlarl.config.suites import suite_facts
+from vlarl.config.state_choice import choose_states, missing_states, too_few_unseen
+from vlarl.config.suites import SuiteStates, suite_facts
+from vlarl.config.training_data import TrainingData, run_of, training_data_of
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.types import Task
 
-StateProtocol = Literal["disjoint", "benchmark"]
 Videos = int | Literal["all", "failures"]
 
-DEFAULT_EPISODES = 20  # a task, where so many initial states exist
 SECTIONS = ("env", "gym", "policy")
 
 NOT_OF_A_RUN = ("task_ids", "num_envs", "cameras")  # what to evaluate, this machine's, the checkpoint's
@@ -44,8 +44,10 @@ class EvalRequest:
     env: EnvConfig
     gym: GymConfig
     policy: PolicyConfig  # how it is loaded; its path is not read
-    trained_protocol: StateProtocol | None  # of the run that trained it on this suite; None: not known
-    states_per_task: int | None = None  # None: all that the protocol has, up to DEFAULT_EPISODES
+    training: TrainingData | None  # what it was trained on; None: not known
+    init_states: tuple[int, ...]  # of each task, to evaluate on
+    states_per_task: int | None = None  # as asked for; None: as many as there are, up to DEFAULT_EPISODES
+    on_trained_states: bool = False  # whether states that were trained on may be used: their protocol was asked for
     temperature: float = 0.0
     seed: int = 0
     videos: Videos = 0
@@ -57,6 +59,7 @@ def eval_request(
     checkpoint: str | Path,
     given: Mapping[str, object],
     *,
+    training: TrainingData | None = None,
     states_per_task: int | None = None,
     temperature: float = 0.0,
     seed: int = 0,
@@ -66,27 +69,33 @@ def eval_request(
 ) -> EvalRequest:
     """The request for a checkpoint: options of its run, and over them those given as `{"env.suite": …}`.
 
+    `training` is what a checkpoint was trained on that is not on this machine yet; any other one's is read here.
     `episode` is the id of one episode to run again, in its suite.
     Raises ConfigError with everything that is wrong and can be seen without a simulator.
     """
+    training = training or training_data_of(checkpoint)
     run = _sections_of_run(str(checkpoint))
     asked = {section: _under(section, given) for section in SECTIONS}
     replay = None if episode is None else task_of(episode)
     if replay is not None:
         asked["env"]["suite"] = replay.suite
     run_suite = run["env"].get("suite")
-    suite = asked["env"].get("suite") or run_suite or EnvConfig().suite
-    is_own_suite = suite == run_suite
-    dropped = NOT_OF_A_RUN if is_own_suite else (*NOT_OF_A_RUN, *OF_ONE_SUITE)
+    suite = asked["env"].get("suite") or run_suite or (training and training.suite) or EnvConfig().suite
+    dropped = NOT_OF_A_RUN if suite == run_suite else (*NOT_OF_A_RUN, *OF_ONE_SUITE)
     kept = {name: value for name, value in run["env"].items() if name not in dropped}
-    env = _validated(EnvConfig, "env", {"protocol": "benchmark", **kept, **asked["env"], "suite": suite})
+    own_protocol = training.protocol(suite) if training is not None else None
+    protocol = {"protocol": own_protocol or "benchmark"}
+    env = _validated(EnvConfig, "env", {**protocol, **kept, **asked["env"], "suite": suite})
     request = EvalRequest(
         checkpoint=str(checkpoint),
         env=env,
         gym=_validated(GymConfig, "gym", {**(run["gym"] if suite == GYM else {}), **asked["gym"]}),
         policy=_validated(PolicyConfig, "policy", {**run["policy"], **asked["policy"]}),
-        trained_protocol=run["env"].get("protocol", EnvConfig().protocol) if is_own_suite else None,
+        training=training,
+        init_states=() if replay is None else (replay.init_state,),
         states_per_task=states_per_task,
+        # A run that was configured to train on the benchmark's states measures itself on them.
+        on_trained_states="protocol" in asked["env"] or own_protocol == "benchmark",
         temperature=temperature,
         seed=seed,
         videos=videos,
@@ -95,7 +104,13 @@ def eval_request(
     )
     if problems := list(_problems(request)):
         raise ConfigError(problems)
-    return request
+    return request if replay is not None else replace(request, init_states=_states(request, [training]))
+
+
+def on_the_same_states(a: EvalRequest, b: EvalRequest) -> tuple[EvalRequest, EvalRequest]:
+    """Two requests that differ in their checkpoint, on initial states that neither of them was trained on."""
+    states = _states(a, [a.training, b.training])
+    return replace(a, init_states=states), replace(b, init_states=states)
 
 
 def task_of(episode_id: str) -> Task:
@@ -109,29 +124,6 @@ def task_of(episode_id: str) -> Task:
     return Task(match["suite"], int(match["task"]), int(match["state"]), int(match["seed"], 16))
 
 
-def run_of(checkpoint: str) -> Path | None:
-    """The folder of the run that a checkpoint belongs to; None for any other checkpoint."""
-    folder = Path(checkpoint).expanduser().resolve()
-    run = folder.parent.parent
-    is_of_run = folder.is_dir() and folder.parent.name == "checkpoints" and (run / "config.yaml").is_file()
-    return run if is_of_run else None
-
-
-def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: int, num_benchmark: int) -> str | None:
-    """What to say where more episodes a task are wanted than the protocol has initial states; None: there are enough.
-
-    `num_eval` and `num_benchmark` are what a task of the suite has under the two protocols.
-    """
-    available = num_eval if protocol == "disjoint" else num_benchmark
-    if wanted <= available:
-        return None
-    other = f", or take protocol benchmark, which has {num_benchmark}" if num_benchmark > available else ""
-    return (
-        f"a task of {suite} has {available} initial states for evaluation under protocol {protocol}; "
-        f"ask for {available} or fewer{other}"
-    )
-
-
 def _problems(request: EvalRequest) -> Iterator[Problem]:
     env, gym = request.env, request.gym
     yield from check_suite(env.suite, "--suite")
@@ -142,6 +134,24 @@ def _problems(request: EvalRequest) -> Iterator[Problem]:
         states = facts.num_eval_states, facts.num_benchmark_states
         if message := missing_states(request.states_per_task, env.suite, env.protocol, *states):
             yield Problem(f"--episodes = {request.states_per_task}", message)
+
+
+def _states(request: EvalRequest, trainings: Sequence[TrainingData | None]) -> tuple[int, ...]:
+    """The initial states to evaluate on, the same ones of every task; ConfigError where too few are left."""
+    env, gym = request.env, request.gym
+    facts = suite_facts(env, gym)
+    assert facts is not None, "a checked request names a suite that exists"
+    task_ids = range(facts.num_tasks) if env.task_ids is None else env.task_ids
+    known = [training for training in trainings if training is not None]
+    trained = {state for training in known for task in task_ids for state in training.states(env.suite, gym.env, task)}
+    states = SuiteStates.of(facts)
+    count, allowed = request.states_per_task, request.on_trained_states
+    candidates = states.evaluated(env.protocol)
+    unseen = len(candidates) - len(trained.intersection(candidates))
+    message = None if allowed else too_few_unseen(count, unseen, len(candidates), env.suite, env.protocol)
+    if message is not None:
+        raise ConfigError([Problem("--protocol" if count is None else f"--episodes = {count}", message)])
+    return choose_states(states, env.protocol, trained, count, allowed)
 
 
 def _sections_of_run(checkpoint: str) -> dict[str, dict[str, Any]]:

@@ -14,8 +14,10 @@ class SuiteFacts:
 
     num_tasks: int
     max_steps: int | None  # None: the environment's own
-    num_eval_states: int = 20
-    num_benchmark_states: int = 50
+    num_train_states: int = 30  # the first ones of a task's list
+    num_eval_states: int = 20  # the ones after them
+    num_benchmark_states: int = 50  # the last so many of all
+    demos_from_fresh_states: bool = True  # demonstrations begin from states that are in no list
     extra: str | None = None  # of `pip install 'vlarl[extra]'`
     in_processes: bool = True  # each environment is a process of its own
     has_dense_reward: bool = False
@@ -40,7 +42,10 @@ SUITES: dict[str, SuiteFacts] = (
         name: SuiteFacts(10, limit, num_benchmark_states=20, in_processes=False, has_dense_reward=True)
         for name, limit in _TABLETOP.items()
     }
-    | {name: SuiteFacts(90 if name == "libero_90" else 10, limit, extra="libero") for name, limit in _LIBERO.items()}
+    | {
+        name: SuiteFacts(90 if name == "libero_90" else 10, limit, extra="libero", demos_from_fresh_states=False)
+        for name, limit in _LIBERO.items()
+    }
     | {
         name: SuiteFacts(num_tasks, 500, extra="metaworld", has_dense_reward=True)
         for name, num_tasks in _METAWORLD.items()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from vlarl.config.known import GYM, SUITES, SuiteFacts
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
+
+StateProtocol = Literal["disjoint", "benchmark"]
 
 CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies read them
 
@@ -17,6 +20,7 @@ def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
         return SuiteFacts(
             num_tasks=max(1, len(gym.instructions)),
             max_steps=env.max_steps,
+            num_train_states=gym.num_states - num_eval_states,
             num_eval_states=num_eval_states,
             num_benchmark_states=num_eval_states,
             in_processes=not gym.batched,
@@ -24,6 +28,30 @@ def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
         )
     facts = SUITES.get(env.suite)
     return facts if facts is None or env.max_steps is None else replace(facts, max_steps=env.max_steps)
+
+
+@dataclass(frozen=True)
+class SuiteStates:
+    """Indices of the initial states of a task, as `SuiteSpec` has them."""
+
+    train: tuple[int, ...]
+    eval: tuple[int, ...]
+    benchmark: tuple[int, ...]
+
+    @classmethod
+    def of(cls, facts: SuiteFacts) -> SuiteStates:
+        """LIBERO: train 0 to 29, eval 30 to 49, benchmark 0 to 49."""
+        states = tuple(range(facts.num_train_states + facts.num_eval_states))
+        num_train = facts.num_train_states
+        return cls(states[:num_train], states[num_train:], states[-facts.num_benchmark_states :])
+
+    def trained(self, protocol: StateProtocol) -> tuple[int, ...]:
+        """What a run with this protocol trains on."""
+        return self.train if protocol == "disjoint" else self.benchmark
+
+    def evaluated(self, protocol: StateProtocol) -> tuple[int, ...]:
+        """What an evaluation with this protocol may use."""
+        return self.eval if protocol == "disjoint" else self.benchmark
 
 
 def cameras_of(env: EnvConfig, num_images: int | None = None) -> tuple[Camera, ...]:

@@ -45,8 +45,8 @@ class RldsSource:
 
     def __init__(self, config: DemoConfig, path: str, num_images: int) -> None:
         self.dataset = RldsDataset(path)
-        suite = self.dataset.name.removesuffix(NO_NOOPS)
-        self.name = TABLETOP if suite in TABLETOP_SUITES else suite
+        self.suite = self.dataset.name.removesuffix(NO_NOOPS)
+        self.name = TABLETOP if self.suite in TABLETOP_SUITES else self.suite
         self.only_successful = bool(config.only_successful)
         fields = self.dataset.fields
         wanted = [ACTION, STATE, INSTRUCTION, *(f"{OBSERVATION}{camera}" for camera in CAMERAS[:num_images])]

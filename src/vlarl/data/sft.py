@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from vlarl.config.derive import default_run_name
 from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, StartConfig
 from vlarl.config.load import to_yaml
+from vlarl.config.training_data import by_demonstrations
 from vlarl.data.batches import DemoBatches, Demonstrated
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources
+from vlarl.data.rlds_demos import RldsSource
 from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
@@ -103,6 +105,8 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, 
         policy.attach_l1_head(seed)
         policy.acts_by_regression = True
     policy.prepare_training(settings, config.lora, seed)
+    recorded = [source.suite for source in sources if isinstance(source, RldsSource)]
+    policy.training_data = policy.training_data.plus(by_demonstrations(config.demos, *recorded))
     return policy, sources
 
 

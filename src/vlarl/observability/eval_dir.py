@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vlarl.config.eval_request import run_of
+from vlarl.config.training_data import run_of
 from vlarl.errors import UsageError
 from vlarl.observability.episodes import episode_row, read_episode
 from vlarl.observability.files import read_jsonl, write_atomically
@@ -51,6 +51,10 @@ class EvalSettings:
     vlarl: str
     machine: str
     started: str
+    # Evaluations of before these were written lack them.
+    init_states: tuple[int, ...] = ()  # of each task
+    training_data_from: str | None = None  # the file that says what was trained on; None: not known
+    warnings: tuple[str, ...] = ()  # what has to be said beside the number
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,10 @@ def find_records(root: Path) -> Iterator[EvalRecord]:
 
 
 def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
-    values = {field.name: content[field.name] for field in fields(EvalSettings)}
-    settings = EvalSettings(**(values | {"task_ids": tuple(values["task_ids"])}))
+    known = (field for field in fields(EvalSettings) if field.name in content or field.default is MISSING)
+    values = {field.name: content[field.name] for field in known}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    settings = EvalSettings(**(values | lists))
     complete = bool(content["complete"])
     # A process that was killed has written its episodes, but not what they came to.
     rows = content["episodes"] if complete else list(read_jsonl(directory.episodes_file))

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from vlarl.config.schema import ModelConfig
+from vlarl.config.training_data import TrainingData
 from vlarl.errors import UsageError
 from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
@@ -43,7 +44,8 @@ def load_policy(
     `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
     section `policy` in docs/configuration.md.
     """
-    if str(path) in FRESH:
+    is_fresh = str(path) in FRESH
+    if is_fresh:
         path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
     try:
         policy = read_policy(
@@ -65,6 +67,8 @@ def load_policy(
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {path} can't be loaded: {reason}") from error
     policy.acts_by_regression = actions == "l1"
+    if is_fresh:
+        policy.training_data = TrainingData()
     if torch.device(device).type == "meta":
         return policy.eval()
     broken = [name for name, weight in policy.named_parameters() if not weight.isfinite().all()]

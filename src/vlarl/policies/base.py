@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vlarl.config.training_data import TrainingData
 from vlarl.types import FloatArray, IntArray, Observation, PolicyInput
 
 
@@ -51,6 +52,7 @@ class Policy(nn.Module, ABC):
     chunk_length: int
     action_dim: int
     has_adapter: bool = False  # trained in place of the model's own weights
+    training_data: TrainingData = TrainingData()  # what it was trained on; `save` writes it beside the weights
 
     @property
     @abstractmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
 BUILTIN = {"builtin:tiny-oft": "tiny-oft", "builtin:tiny-openvla": "tiny-openvla"}
@@ -44,6 +47,16 @@ def checkpoint_folder(path: str | Path) -> Path:
     return folder
 
 
+def hub_training_data(path: str) -> TrainingData | None:
+    """What a checkpoint of the hub says that it was trained on, before its weights are downloaded; None for a name that
+    is no hub id, and for a checkpoint that does not say."""
+    hub_id = HUB_ID.fullmatch(path)
+    if hub_id is None or Path(path).expanduser().is_dir() or _looks_local(path, hub_id):
+        return None
+    data = read_training_data(_download(hub_id["repo"], hub_id["revision"], [FILE_NAME]))
+    return None if data is None else replace(data, said_by=f"{path}/{FILE_NAME}")
+
+
 def _looks_local(path: str, hub_id: re.Match[str]) -> bool:
     """A path whose parent is a folder here is a misspelt folder; a revision says that the hub is meant."""
     return hub_id["revision"] is None and Path(path).parent.is_dir()
@@ -56,9 +69,9 @@ def _not_a_checkpoint(path: str | Path, reason: str) -> UsageError:
     )
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=UNWANTED))
     except Exception as error:  # what the transport raises has no name that all versions of the library share
         reason = _reason(error, repo, revision)
         raise UsageError(f"{repo} is no folder here, and can't be taken from the hub: {reason}") from error

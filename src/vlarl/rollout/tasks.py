@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vlarl.config.eval_request import StateProtocol, missing_states
 from vlarl.config.schema import Config
+from vlarl.config.state_choice import missing_states
+from vlarl.config.suites import StateProtocol
 from vlarl.envs.base import SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.rollout.curriculum import Curriculum, deal
@@ -144,10 +145,15 @@ def evaluation_tasks(
     counts = len(spec.eval_states), len(spec.benchmark_states)
     if message := missing_states(states_per_task, spec.name, protocol, *counts):
         raise UsageError(f"eval.states_per_task = {states_per_task}: {message}.")
+    return tasks_from_states(spec, task_ids, evaluation_states(spec, protocol)[:states_per_task], seed)
+
+
+def tasks_from_states(spec: SuiteSpec, task_ids: Sequence[int] | None, states: Sequence[int], seed: int) -> list[Task]:
+    """An evaluation's episode of each task from each of these initial states."""
     return [
         Task(spec.name, task_id, state, derive_seed(seed, _EVALUATION, task_id, state))
         for task_id in chosen_task_ids(spec, task_ids)
-        for state in evaluation_states(spec, protocol)[:states_per_task]
+        for state in states
     ]
 
 

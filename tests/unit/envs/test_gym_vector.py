@@ -134,6 +134,13 @@ def test_the_time_limit_and_what_comes_after_it(pool):
     assert pool.step_chunk([1], stay[:, :1])[0].num_executed == 1
 
 
+def test_success_on_the_last_step_is_a_success(pool):
+    (first,) = pool.reset([1], [task(1)])
+    (outcome,) = pool.step_chunk([1], to_goal(first.proprio, LIMIT)[None])
+    assert (outcome.num_executed, outcome.success) == (LIMIT, True)
+    assert (outcome.terminated, outcome.truncated) == (True, False)
+
+
 def test_a_running_slot_that_is_left_out_loses_its_episode(pool):
     pool.reset([0, 1], [task(1), task(2)])
     pool.step_chunk([0], noise(1, 2))

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.report import curve_svg, write_comparison, write_curve, write_report
 from vlarl.observability.report.charts import Line, number, thin, ticks
@@ -127,14 +128,75 @@ def test_a_run_with_nothing_but_a_configuration(tmp_path: Path) -> None:
     assert "left no status" in text and "not: [valid" in text
 
 
-def test_a_difference_within_the_noise_is_called_that(make_run: MakeRun) -> None:
+def reported(run: RunDirectory, before: list[bool], after: list[bool]) -> str:
+    """The report's HTML for a run whose evaluations before and after had these outcomes, 20 states a task."""
+    rows = [
+        {"iteration": i, "phase": "eval", "task_id": n % 10, "init_state": 30 + n // 10, "success": won, "status": "ok"}
+        for i, outcomes in ((0, before), (20, after))
+        for n, won in enumerate(outcomes)
+    ]
+    run.episodes_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return write_report(run.path).read_text()
+
+
+def verdict_of(html: str) -> str:
+    found = re.search(r'<p class="verdict">(.*?)</p>', html, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_success_that_fell_is_said_to_have_fallen(make_run: MakeRun) -> None:
+    html = reported(make_run(videos=0), [n < 180 for n in range(200)], [70 <= n < 130 for n in range(200)])
+    text = re.sub(r"<[^>]+>", "", verdict_of(html))
+    assert text == (
+        "Greedy success fell from 90.0% to 30.0%, measured on 200 episodes from initial states that training never saw."
+        " Of the 180 episodes that succeeded before, 120 now fail; none went the other way."
+    )
+    assert '<span class="down">fell</span>' in verdict_of(html) and 'class="up"' not in html
+    changes = re.findall(r'<td class="num"><span class="(\w+)">([^<]+)</span>', html)
+    assert changes == [("down", "-60 points")] * 10
+    first, second = re.findall(r'<div class="value">([^<]+)</div>', html)
+    assert (first, second) == ("90.0%", "30.0%"), "before, then after"
+
+
+def test_a_fall_within_the_noise_is_a_fall_and_called_noise(make_run: MakeRun) -> None:
+    html = reported(make_run(videos=0), [n < 100 for n in range(200)], [n < 98 for n in range(200)])
+    text = re.sub(r"<[^>]+>", "", verdict_of(html))
+    assert text.startswith("Greedy success fell from 50.0% to 49.0%, measured on 200 episodes")
+    assert "The 95% intervals overlap: this may be noise." in text
+    assert text.endswith("Of the 100 episodes that succeeded before, 2 now fail; none went the other way.")
+    changes = re.findall(r'<td class="num"><span class="(\w+)">([^<]+)</span>', html)
+    assert sorted(changes) == [("down", "-5 points")] * 2 + [("same", "0")] * 8
+
+
+def test_a_rise_within_the_noise_is_called_that(make_run: MakeRun) -> None:
+    html = reported(make_run(videos=0), [n < 98 for n in range(200)], [n < 100 for n in range(200)])
+    text = re.sub(r"<[^>]+>", "", verdict_of(html))
+    assert text.startswith("Greedy success rose from 49.0% to 50.0%") and "this may be noise" in text
+    assert text.endswith("Of the 102 episodes that failed before, 2 now succeed; none went the other way.")
+
+
+def test_equal_success_neither_rose_nor_fell(make_run: MakeRun) -> None:
+    html = reported(make_run(videos=0), [n < 100 for n in range(200)], [n >= 100 for n in range(200)])
+    text = re.sub(r"<[^>]+>", "", verdict_of(html))
+    assert text == (
+        "Greedy success stayed at 50.0%, measured on 200 episodes from initial states that training never saw."
+        " Of the 100 episodes that failed before, 100 now succeed; 100 went the other way."
+    )
+    assert 'class="up"' not in verdict_of(html) and 'class="down"' not in verdict_of(html)
+
+
+def test_a_run_without_evaluations_claims_no_success(make_run: MakeRun) -> None:
     run = make_run(videos=0)
-    rows = run.episodes_file.read_text().splitlines()
-    first = [row for row in rows if '"iteration": 0,' in row]
-    again = [row.replace('"iteration": 0,', '"iteration": 20,') for row in first]
-    run.episodes_file.write_text("\n".join(first + again) + "\n")
-    text = _text(write_report(run.path).read_text())
-    assert "went from 48.5% to 48.5%" in text and "may be noise" in text
+    run.episodes_file.write_text("")
+    html = write_report(run.path).read_text()
+    assert verdict_of(html) == "No evaluation has ended yet, so there is no success rate to report."
+    assert '<div class="hero">' not in html and "<h2>Tasks</h2>" not in html
+    after = reported(run, [], [True, False])
+    assert re.sub(r"<[^>]+>", "", verdict_of(after)) == (
+        "Greedy success after iteration 20 is 50.0% on 2 episodes from initial states that training never saw. "
+        "It was not evaluated before."
+    )
 
 
 def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
@@ -144,6 +206,35 @@ def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     assert "never saw" not in text and "were also trained on" in text
     assert "Sampled success rose from" in text and "Evaluation is sampled and drawn" in text
     assert "reedy" not in text
+
+
+@pytest.mark.parametrize(
+    ("states", "claim", "in_picture"),
+    [
+        (range(30, 50), "200 episodes whose initial states were also trained on.", "trained"),
+        (
+            range(40),
+            "200 episodes, 100 of which begin from initial states that were also trained on.",
+            "partly trained",
+        ),
+        (range(30), "200 episodes from initial states that training never saw.", "unseen"),
+    ],
+)
+def test_states_that_the_base_was_trained_on_are_admitted(
+    make_run: MakeRun, tmp_path: Path, states: range, claim: str, in_picture: str
+) -> None:
+    run = make_run(videos=0)
+    base = TrainedOn(by="train", suite="tabletop_spatial", protocol="disjoint", task_ids=None, states=tuple(states))
+    other = TrainedOn(by="train", suite="tabletop_goal", protocol="benchmark", states=tuple(range(30, 50)))
+    (run.checkpoints / "final").mkdir()
+    write_training_data(run.checkpoints / "final", TrainingData((base, other), unknown=("some/<base>",)))
+    html = write_report(run.path).read_text()
+    assert claim in verdict_of(html)
+    assert "The run comes from some/&lt;base&gt;, which does not say what it was trained on" in _text(html)
+    picture = write_curve(run.path, tmp_path / "curve.svg").read_text()
+    assert f"Greedy success on {in_picture} initial states: 48.5% to 93.0%" in picture
+    (run.checkpoints / "final" / "training_data.json").write_text("{}")
+    assert "training never saw" in _text(write_report(run.path).read_text()), "what can't be read is left out"
 
 
 def test_episodes_that_crashed_are_no_part_of_a_score(make_run: MakeRun) -> None:

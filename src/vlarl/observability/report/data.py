@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
+from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.significance import wilson_interval
@@ -85,6 +87,7 @@ class RunData:
     evaluations: tuple[Evaluation, ...]
     videos: tuple[Video, ...]
     training_episodes: Mapping[int, int]  # task_id -> episodes of training
+    training: TrainingData  # what the run and its base were trained on, as its newest checkpoint says
 
     @property
     def first(self) -> Evaluation | None:
@@ -138,10 +141,13 @@ class RunData:
         """How evaluated episodes chose their actions: greedy or sampled."""
         return "sampled" if self.option("eval", "temperature") else "greedy"
 
-    @property
-    def has_seen_its_exam(self) -> bool:
-        """Whether training used the initial states of the evaluation."""
-        return bool(self.option("env", "protocol") == "benchmark")
+    def num_trained_on(self, evaluation: Evaluation) -> int:
+        """How many episodes of an evaluation begin from initial states that the run or its base was trained on."""
+        episodes = evaluation.outcomes()
+        if self.option("env", "protocol") == "benchmark":
+            return len(episodes)
+        suite, gym_env = str(self.option("env", "suite")), self.option("gym", "env")
+        return sum(state in self.training.states(suite, gym_env, task) for task, state in episodes)
 
     def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
         """Films of the same task and initial state before training and at the end."""
@@ -164,6 +170,7 @@ def load_run(path: Path) -> RunData:
         evaluations=_evaluations(run.episodes_file),
         videos=_videos(run.videos),
         training_episodes=_training_episodes(run.episodes_file),
+        training=_training(run.checkpoints),
     )
 
 
@@ -188,6 +195,15 @@ def _evaluations(path: Path) -> tuple[Evaluation, ...]:
 def _training_episodes(path: Path) -> dict[int, int]:
     rows = (row for row in read_jsonl(path) if row.get("phase") == "rollout" and "task_id" in row)
     return dict(Counter(int(row["task_id"]) for row in rows))
+
+
+def _training(checkpoints: Path) -> TrainingData:
+    """What the newest checkpoint says; nothing where there is none, or none that can be read."""
+    found = sorted(checkpoints.glob(f"[!.]*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime)
+    try:
+        return (read_training_data(found[-1].parent) if found else None) or TrainingData()
+    except UsageError:
+        return TrainingData()
 
 
 def _videos(folder: Path) -> tuple[Video, ...]:

@@ -57,7 +57,7 @@ def render(data: RunData) -> str:
         badge=f'<span class="badge {escape(state, quote=True)}">{escape(state)}</span>',
         name=escape(data.run.name),
         verdict=verdict(data),
-        notice=_notice(data, state),
+        notice=_notice(data, state) + _doubts(data),
         hero=_hero(data),
         facts=_facts(data),
         sections="\n".join(section for section in sections if section),
@@ -80,36 +80,54 @@ def verdict(data: RunData) -> str:
         rate = f"<b>{_percent(known.score)}</b> on {known.score.total} {states}"
         return f"{data.manner.capitalize()} success {when} is {rate}. {missing}"
     before, after = first.score, last.score
-    if after.interval[0] > before.interval[1]:
-        verb = "rose"
-    elif after.interval[1] < before.interval[0]:
-        verb = "fell"
-    else:
-        verb = "went"
-    noise = "" if verb != "went" else " The 95% intervals overlap: this may be noise."
     at = "" if last.iteration == data.iteration else f" (evaluated after iteration {last.iteration})"
+    measured = f"{at}, measured on {after.total} {states}."
+    if after.rate == before.rate:
+        return f"{data.manner.capitalize()} success stayed at <b>{_percent(after)}</b>{measured}{_changed(first, last)}"
+    verb, kind = ("rose", "up") if after.rate > before.rate else ("fell", "down")
+    is_clear = after.interval[0] > before.interval[1] or after.interval[1] < before.interval[0]
+    noise = "" if is_clear else " The 95% intervals overlap: this may be noise."
     sentence = (
-        f"{data.manner.capitalize()} success {verb} from <b>{_percent(before)}</b> to <b>{_percent(after)}</b>{at}, "
-        f"measured on {after.total} {states}."
+        f'{data.manner.capitalize()} success <span class="{kind}">{verb}</span> from <b>{_percent(before)}</b> to '
+        f"<b>{_percent(after)}</b>{measured}"
     )
     return sentence + noise + _changed(first, last)
 
 
 def _changed(first: Evaluation, last: Evaluation) -> str:
+    """How many episodes training turned, those that are more first."""
     before, after = first.outcomes(), last.outcomes()
     both = before.keys() & after.keys()
     if not both:
         return ""
     fixed = sum(after[key] and not before[key] for key in both)
     broken = sum(before[key] and not after[key] for key in both)
-    failed = sum(not before[key] for key in both)
+    won = sum(before[key] for key in both)
+    if broken > fixed:
+        return f" Of the {won} episodes that succeeded before, {broken} now fail; {fixed or 'none'} went the other way."
+    failed = len(both) - won
     return f" Of the {failed} episodes that failed before, {fixed} now succeed; {broken or 'none'} went the other way."
 
 
 def _states(data: RunData) -> str:
-    if data.has_seen_its_exam:
+    known = data.last or data.first
+    seen = 0 if known is None else data.num_trained_on(known)
+    if known is not None and seen == len(known.episodes):
         return "episodes whose initial states were also trained on"
+    if seen:
+        return f"episodes, {seen} of which begin from initial states that were also trained on"
     return "episodes from initial states that training never saw"
+
+
+def _doubts(data: RunData) -> str:
+    """What is not known of the checkpoint that the run started from."""
+    if not data.training.unknown:
+        return ""
+    names = ", ".join(f"<code>{escape(name)}</code>" for name in data.training.unknown)
+    return (
+        f'<p class="notice">The run comes from {names}, which does not say what it was trained on: it may be the '
+        "initial states of this evaluation.</p>"
+    )
 
 
 def _notice(data: RunData, state: str) -> str:

@@ -81,7 +81,8 @@ def _heading(data: RunData) -> str:
     first, last = data.first, data.last
     title = "Success over iterations"
     if first and last:
-        states = "trained" if data.has_seen_its_exam else "unseen"
+        seen = data.num_trained_on(last)
+        states = "unseen" if not seen else "trained" if seen == len(last.episodes) else "partly trained"
         change = f"{first.score.rate:.1%} to {last.score.rate:.1%}"
         title = f"{data.manner.capitalize()} success on {states} initial states: {change}"
     algorithm = str(data.option("algorithm", "name") or "").upper()

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from tokenizers import Tokenizer
 
+from vlarl.config.training_data import TrainingData, training_data_of
 from vlarl.errors import UsageError
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
@@ -73,6 +74,7 @@ def read_policy(
             heads_device=heads_device,
         )
     policy.base = replace(origin, path=_recorded(origin))
+    policy.training_data = _training_data(str(path), folder, origin)
     if torch.device(device).type == "meta":
         return policy  # it reads observations and codes actions, and that is all
     if quantize is not None:
@@ -97,6 +99,15 @@ def _base_of(adapter: Path, given: str | None) -> Base:
     base = Base(path, folder, adapters.fingerprint(folder))
     adapters.check_base(adapter, path, base.fingerprint)
     return base
+
+
+def _training_data(path: str, folder: Path, origin: Base) -> TrainingData:
+    """What a checkpoint was trained on, and, under an adapter, its base."""
+    own, base = training_data_of(folder), training_data_of(origin.folder)
+    if own is None:
+        unknown = (path,) if base is not None else dict.fromkeys((origin.path, path))
+        return (base or TrainingData()).plus((), unknown)
+    return own if base is None else base.joined(own)  # an adapter's own file tells of a base that doesn't
 
 
 def _restore_constants(policy: OpenVLAPolicy, device: torch.device | str) -> None:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
 from vlarl.errors import UsageError
 from vlarl.policies import distribution
 from vlarl.policies.base import Chooser, Policy, Scores
@@ -268,6 +269,8 @@ class OpenVLAPolicy(Policy):
             raise ValueError("adapters need a base that is saved somewhere: save this policy and load it again")
         if lora.adapter is not None:
             self.add_adapter_from(Path(lora.adapter))
+            unknown = TrainingData(unknown=(lora.adapter,))
+            self.training_data = self.training_data.joined(training_data_of(lora.adapter) or unknown)
             return
         self._freeze_all()
         add_fresh(self.model, lora, self.linear_names, self.base.path, seed)
@@ -328,6 +331,7 @@ class OpenVLAPolicy(Policy):
         write_json(folder / "config.json", self.config.to_json())
         write_json(folder / "dataset_statistics.json", self.config.norm_stats)
         write_json(folder / "preprocessor_config.json", preprocessor_config(self.config))
+        write_training_data(folder, self.training_data)
         for name, content in self.assets.items():
             (folder / name).write_bytes(content)
         if self.tokenizer is not None:

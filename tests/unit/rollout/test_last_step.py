@@ -1,0 +1,125 @@
+"""Success at exactly the last allowed step is a success: the time limit takes nothing away that was reached in time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fakes.worker_envs import SPEC, CountingFactory
+
+from vlarl.envs.base import EnvPool
+from vlarl.envs.tabletop import ScriptedExpert, TabletopPool
+from vlarl.envs.workers import WorkerPool
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.statistics import rollout_metrics
+from vlarl.types import ActionTokens, EpisodeResult, Observation, PolicyInput, Task, Trajectory
+
+
+class Script:
+    """A policy and its engine that act as written down, `chunk_length` actions at a time, in one environment."""
+
+    version = 0
+
+    def __init__(self, actions: np.ndarray, chunk_length: int) -> None:
+        self.chunk_length, self.action_dim = chunk_length, actions.shape[1]
+        rest = np.zeros((chunk_length, self.action_dim), np.float32)
+        self._actions = np.concatenate([actions.astype(np.float32), rest])
+        self._next = 0
+
+    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+        assert len(observations) == 1
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        return PolicyInput(ids, ids > -1, ids, None)
+
+    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        chunk = self._actions[self._next : self._next + self.chunk_length]
+        self._next += self.chunk_length
+        ids = torch.zeros(1, self.chunk_length * self.action_dim, dtype=torch.int64)
+        return ActionTokens(ids, ids.float(), self.version, torch.from_numpy(chunk[None]))
+
+    def unnormalize(self, actions: np.ndarray) -> np.ndarray:
+        return actions
+
+
+def play(pool: EnvPool, task: Task, actions: np.ndarray, chunk_length: int) -> Trajectory:
+    script = Script(actions, chunk_length)
+    (episode,) = Collector(pool, script, script).collect([task], 1.0)  # type: ignore[arg-type]
+    return episode.trajectory
+
+
+def assert_won_at(trajectory: Trajectory, limit: int) -> None:
+    assert (trajectory.length, trajectory.success) == (limit, True)
+    assert (trajectory.terminated, trajectory.truncated) == (True, False), "the end of the task wins over the limit"
+    assert EpisodeResult.of(trajectory, "go", ()).outcome == "success"
+    assert rollout_metrics([trajectory], 1.0)["rollout/success_rate"] == 1.0
+
+
+def assert_out_of_time(trajectory: Trajectory, limit: int) -> None:
+    assert (trajectory.length, trajectory.success) == (limit, False)
+    assert (trajectory.terminated, trajectory.truncated) == (False, True)
+    assert EpisodeResult.of(trajectory, "go", ()).outcome == "failure"
+    assert rollout_metrics([trajectory], 1.0)["rollout/success_rate"] == 0.0
+
+
+TABLETOP_TASK = Task("tabletop_object", 7, 0, seed=5)
+
+
+def tabletop(limit: int | None = None) -> TabletopPool:
+    pool = TabletopPool(TABLETOP_TASK.suite, 1, 24)
+    if limit is not None:
+        pool.suite = replace(pool.suite, max_steps=limit)
+    return pool
+
+
+@pytest.fixture(scope="module")
+def expert_actions() -> np.ndarray:
+    """[T, 7] what the tabletop's expert does up to its success."""
+    pool = tabletop()
+    pool.reset([0], [TABLETOP_TASK])
+    expert, actions = ScriptedExpert(pool.world), []
+    expert.reset(0, 0)
+    for _ in range(pool.suite.max_steps):
+        actions.append(expert.act(np.array([0]))[0])
+        (outcome,) = pool.step_chunk([0], actions[-1][None, None])
+        if outcome.success:
+            return np.stack(actions)
+    raise AssertionError("the expert fails")
+
+
+@pytest.mark.parametrize("chunk_length", [1, 4, 100], ids=["steps", "chunks", "one_chunk"])
+def test_on_the_tabletop(expert_actions, chunk_length):
+    needed = len(expert_actions)
+    won = play(tabletop(needed), TABLETOP_TASK, expert_actions, chunk_length)
+    assert_won_at(won, needed)
+    assert won.env_return == 1.0
+    late = play(tabletop(needed - 1), TABLETOP_TASK, expert_actions, chunk_length)
+    assert_out_of_time(late, needed - 1)
+    assert late.env_return == 0.0
+
+
+COUNTING_TASK = Task("counting", 0, 0, seed=0)  # succeeds when the sum of the first actions reaches 5
+
+
+@pytest.fixture
+def counting() -> Iterator:
+    """counting(limit, own_limit): the environment in a process, with the suite's time limit and one of its own."""
+    made: list[WorkerPool] = []
+
+    def make(limit: int, own_limit: int = 0) -> WorkerPool:
+        spec = replace(SPEC, tasks=tuple(replace(task, max_steps=limit) for task in SPEC.tasks))
+        made.append(WorkerPool(CountingFactory((("truncate", own_limit),), spec=spec), 1))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.mark.parametrize("chunk_length", [1, 3, 100], ids=["steps", "chunks", "one_chunk"])
+def test_in_a_process_of_its_own(counting, chunk_length):
+    actions = np.array([[0.0, 0.0]] * 2 + [[1.0, 0.0]] * 5)  # reaches 5 in step 7
+    assert_won_at(play(counting(7), COUNTING_TASK, actions, chunk_length), 7)
+    assert_out_of_time(play(counting(6), COUNTING_TASK, actions, chunk_length), 6)
+    own = play(counting(99, own_limit=7), COUNTING_TASK, actions, chunk_length)
+    assert_won_at(own, 7)
