@@ -17,7 +17,7 @@ from safetensors.torch import load
 from vlarl.errors import VlarlError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.rollout.weight_stream import check_shapes, checkpoint_name
+from vlarl.rollout.weight_stream import check_shapes, check_whole, checkpoint_name
 from vlarl.types import ActionTokens, PolicyInput
 
 
@@ -76,12 +76,7 @@ class ReplicaEngine(TorchEngine):
         """Act with the new weights from now on."""
         if self._syncing != version:
             raise VlarlError(f"version {version} was not begun: the sync under way is to version {self._syncing}")
-        if self._awaited:
-            self.abandon_sync()
-            raise VlarlError(
-                f"version {version} is not whole: {len(self._awaited)} weights have not come, such as "
-                f"{min(self._awaited)}. Sync again"
-            )
+        check_whole(self._awaited, version)
         self.policy.weights_changed()
         self._syncing, self._torn = None, False
         self.version = version
