@@ -67,6 +67,18 @@ def test_what_training_moves_travels_with_the_rest_of_its_layer():
     assert frozen and all(".blocks.4." in n or ".norm." in n or "attn_pool" in n for n in frozen)
 
 
+def test_a_part_of_the_stream_keeps_the_order_of_the_whole():
+    """Ranks gather tensor after tensor together: an order that a set has would differ between their processes."""
+    policy = load_policy(BUILTIN)
+    whole = list(policy_weights(policy).shapes)
+    names = set(whole[::3])
+    part = policy_weights(policy).only(names)
+    assert list(part.shapes) == [name for name, _ in part] == whole[::3]
+    moved = trained_names(policy)
+    changed = list(ChangedWeights(policy, engine_has_base=True).next().shapes)
+    assert changed == [name for name in whole if name in moved] and len(changed) > 20
+
+
 def test_the_base_is_sent_once():
     policy = with_adapter("q_proj")
     changed = ChangedWeights(policy, engine_has_base=False)
