@@ -142,7 +142,9 @@ def pickled_model(folder: Path, evil: Payload, name: str) -> Path:
 def test_a_pytorch_model_bin_is_not_read_and_the_remedy_is_told(tmp_path, payload, name):
     folder = pickled_model(tmp_path / "policy", payload, name)
     for read in (read_policy, describe_checkpoint):
-        with pytest.raises(FileNotFoundError, match=rf"{name}, but a pickle could run code .*convert it to model\.safetensors"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"{name}, but a pickle could run code .*convert it to model\.safetensors"
+        ):
             read(folder)
 
 

@@ -61,7 +61,9 @@ def test_a_sync_brings_the_learners_weights_to_the_bit(engine, learner, inputs, 
     stream = policy_weights(learner)
     sync(engine, stream, 5, messages(stream, checksum))
     assert_acts_as(engine, learner, inputs, 5)
-    assert before.version == 0 and not torch.equal(before.engine_logprobs, engine.generate(inputs, 1.0, [3, 4]).engine_logprobs)
+    assert before.version == 0 and not torch.equal(
+        before.engine_logprobs, engine.generate(inputs, 1.0, [3, 4]).engine_logprobs
+    )
 
 
 def test_a_message_has_the_checksum_of_its_bytes_where_it_is_asked_for():
