@@ -112,6 +112,12 @@ def test_buckets_are_bounded_and_made_one_at_a_time():
         next(buckets(stream, 0))
 
 
+def test_a_tensor_larger_than_a_bucket_has_one_for_itself():
+    sizes = {"a": 1000, "big": 5000, "c": 1000, "d": 1000, "e": 1000}  # float32; a bucket has room for 2000
+    stream = WeightStream({name: (size,) for name, size in sizes.items()}, lambda name: torch.ones(sizes[name]))
+    assert [set(load(part)) for part in buckets(stream, 8000)] == [{"a"}, {"big"}, {"c", "d"}, {"e"}]
+
+
 @pytest.mark.parametrize(
     ("name", "group"),
     [
