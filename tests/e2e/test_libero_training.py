@@ -8,11 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from fakes.processes import simulators
+from fakes.processes import MODULES, simulators
 
 from vlarl.types import Trajectory
-
-TESTS = Path(__file__).parents[1]
 
 
 def height(trajectory: Trajectory) -> float:
@@ -30,7 +28,7 @@ def test_the_preset_trains_with_a_tiny_model(libero_assets, tmp_path):
         *("--optim.minibatches", "1", "--eval.states_per_task", "1", "--eval.videos", "1"),
         "--no-logging.tensorboard",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         metrics = tmp_path / "run" / "metrics.jsonl"
         limit = time.monotonic() + 240

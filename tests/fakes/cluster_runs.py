@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-TESTS = Path(__file__).parents[1]
+from fakes.processes import MODULES
+
 MARK = "VLARL_TEST_RUN"  # an environment variable that all processes of a run inherit
 
 SMALL = {
@@ -63,7 +64,7 @@ class ClusterRun:
         named = ["--run.root", str(root)] if "--resume" in arguments else ["--run.root", str(root), "--run.name", name]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vlarl.cli", "train", *arguments, *named, "--distributed.backend", "ray"],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", MARK: self.mark, **(variables or {})},
+            env={**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1", MARK: self.mark, **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

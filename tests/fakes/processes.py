@@ -1,6 +1,11 @@
 """Looking at the processes of a run from outside."""
 
+import os
 from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+MODULES = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+"""PYTHONPATH of a run that finds these fakes, and the vlarl that is tested, wherever another one is installed."""
 
 
 def simulators(pid: int) -> list[int]:

@@ -1,8 +1,11 @@
-"""Environments for a process each, that do what a test asks of them: run, raise, die, hang, refuse."""
+"""Environments for a process each, that do what a test asks of them: run, raise, die, hang, refuse, send nonsense."""
 
 import os
+import pickle
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +24,34 @@ SPEC = SuiteSpec(
     action_dim=2,
     proprio_dim=3,
 )
+
+
+def nonsense(connection: int, kind: str) -> None:
+    """Send something else than an answer through a worker's connection, and hang."""
+    for part in _NONSENSE[kind]():
+        os.write(connection, part)
+        time.sleep(0.05)
+    time.sleep(600)
+
+
+def _dripping() -> Iterator[bytes]:
+    yield _frame(bytes(1 << 20))[:8]
+    while True:
+        yield b"x"
+
+
+def _frame(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "big") + content
+
+
+_NONSENSE = {
+    "half a length": lambda: [_frame(b"x")[:3]],
+    "half a message": lambda: [_frame(pickle.dumps("an answer"))[:-4]],
+    "dripping": _dripping,
+    "no pickle": lambda: [_frame(b"what a simulator prints to the wrong file")],
+    "no answer": lambda: [_frame(pickle.dumps(42))],
+    "a length without end": lambda: [b"\xff" * 4096],
+}
 
 
 class CountingEnv:
@@ -59,6 +90,9 @@ class CountingEnv:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.once("hang"):
             time.sleep(600)
+        for kind in _NONSENSE:
+            if self.once(kind):
+                nonsense(int(sys.argv[1]), kind)
         if self.once("raise"):
             raise ArithmeticError("the joints exploded")
         if self.once("exit"):
@@ -76,7 +110,8 @@ class CountingEnv:
         return Observation(images, proprio, SPEC.tasks[self.task.task_id].instruction)
 
     def frame(self) -> np.ndarray:
-        return np.full((8, 8, 3), 100 + self.steps, np.uint8)
+        size = self.trouble.get("large", 8)
+        return np.full((size, size, 3), 100 + self.steps, np.uint8)
 
     def close(self) -> None:
         self.note("closed")

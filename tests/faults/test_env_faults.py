@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from fakes.processes import simulators
+from fakes.processes import MODULES, simulators
 
-TESTS = Path(__file__).parents[1]
 GYM = [
     *("--env.suite", "gym", "--gym.env", "fakes.gym_envs:Reach", "--gym.images", "pixels.front"),
     *("--gym.proprio", "state", "goal", "state", "goal", "--gym.actions", "0", "1"),
@@ -26,7 +25,7 @@ SIZES = [
 
 def start(root: Path, name: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "vlarl.cli", "train", *GYM, *SIZES, "--run.root", str(root), "--run.name", name]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": MODULES, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -1,5 +1,7 @@
 """Weights into a running engine: the learner's log-probs after every sync, and nothing half-taken."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_process import BUILTIN, FLOAT32, assert_agrees
@@ -21,6 +23,18 @@ def test_every_sync_brings_the_learners_weights(engine, policy, observations, di
         assert tokens.version == engine.version == version
         assert (tokens.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
         before = tokens
+
+
+def test_what_was_computed_of_a_long_prompt_is_not_read_after_a_sync(engine, policy, observations, disturb):
+    """vLLM keeps the keys and values of whole blocks, of 128 tokens on a CPU: prompts must be longer to fill one."""
+    text = "put the bowl on the plate and open the drawer " * 14
+    inputs = policy.process([replace(seen, instruction=text) for seen in observations(2)])
+    assert inputs.attention_mask.sum(1).min() > 128
+    before = assert_agrees(engine, policy, inputs, 1.6, range(2), 1e-4)
+    disturb(policy, 5)
+    engine.load_weights(policy.named_parameters(), 5)
+    after = assert_agrees(engine, policy, inputs, 1.6, range(2), 1e-4)  # 0.1 and more with keys of the old weights
+    assert (after.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
 
 
 def test_part_of_the_layers_may_be_sent(engine, policy, observations, disturb):
@@ -68,6 +82,8 @@ def test_a_version_has_to_be_whole_and_the_one_that_was_begun(engine, policy, ob
         engine.generate(inputs, 1.0, [1])
     with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8"):
         engine.start_sync(dict(changed.shapes), 9)
+    with pytest.raises(VlarlError, match=r"version 8 is not whole: \d+ weights have not come"):
+        engine.finish_sync(8)
     for payload in buckets(changed, 1 << 20):
         engine.update_weights(bucket_message(payload, True))
     with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
@@ -120,4 +136,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, o
     with pytest.raises(UsageError, match="vision_backbone.*is missing"):
         engine.load_weights([(n, p) for n, p in policy.named_parameters() if "projector" in n], 7)
     engine.load_weights(policy.named_parameters(), 7)
+    assert_agrees(engine, policy, inputs, 1.0, [1])
+    with pytest.raises(VlarlError, match="no sync is under way"):
+        engine.update_weights(bucket_message(first, True))
     assert_agrees(engine, policy, inputs, 1.0, [1])

@@ -23,6 +23,7 @@ from torch import nn
 
 from vlarl.config.schema import Config
 from vlarl.distributed.worker import DIED, Answer, Worker, share
+from vlarl.errors import UsageError
 from vlarl.policies import DTYPES
 from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
 from vlarl.training.ranks import Ranks
@@ -70,10 +71,10 @@ class EngineCalls:
                 answer: Answer = ray.get(reference, timeout=self.timeout_s)
             except LOST as error:
                 raise EngineLostError(name, f"did not answer in a sync ({type(error).__name__})") from None
-            if answer.error is not None:
-                raise answer.error
-            if answer.defect is not None:
-                raise EngineLostError(name, f"failed in a sync:\n{answer.defect}")
+            if isinstance(answer.error, UsageError):
+                raise answer.error  # engine and learners don't fit: another engine would not, either
+            if (reason := answer.error or answer.defect) is not None:
+                raise EngineLostError(name, f"failed in a sync:\n{reason}")
 
     def call(self, method: str, *arguments: Any) -> None:
         """Ask all engines, and wait."""

@@ -14,7 +14,9 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import pickle
 import signal
+import struct
 import sys
 import threading
 import time
@@ -30,6 +32,7 @@ from vlarl.errors import UsageError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 PARENT_CHECK_S = 2.0
+LENGTH = struct.Struct("!Q")  # in front of every answer: its size in bytes
 MEAN_PAUSE = 15  # steps that a hesitating expert stands still
 
 
@@ -74,6 +77,15 @@ class Answer:
     instruction: str = ""
     error: str | None = None  # what it raised, and where: the environment is not to be trusted any more
     refusal: str | None = None  # a message for the user: nothing that another attempt would mend
+
+
+def send_answer(connection: Connection, answer: Answer) -> None:
+    """Send an answer in a frame of its own: the trainer reads it with a deadline, which `Connection.recv` has not."""
+    content = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+    for part in (LENGTH.pack(len(content)), content):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(connection.fileno(), rest) :]
 
 
 class SharedObservation:
@@ -269,7 +281,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - a process border: whatever a simulator raises is told to the trainer
             answer = Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}")
         try:
-            connection.send(answer)
+            send_answer(connection, answer)
         except (BrokenPipeError, ConnectionResetError):
             break
     runner.close()

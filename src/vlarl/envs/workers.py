@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -29,7 +30,7 @@ from typing import IO
 import numpy as np
 
 from vlarl.envs.base import AsyncPool, Demonstration, EnvFactory, fitting, started
-from vlarl.envs.worker import Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
+from vlarl.envs.worker import LENGTH, Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
 from vlarl.errors import UsageError, VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 PROGRAM = "from vlarl.envs.worker import main; main()"
 LOG_TAIL_LINES = 12
 CLOSE_S = 5.0
+MAX_ANSWER_BYTES = 1 << 36  # no answer is longer: the length in front of it is none
+READ_BYTES = 1 << 20  # read at a time
 
 
 class WorkerError(Exception):
@@ -53,8 +56,8 @@ class WorkerProcess:
         self._timeout_s = timeout_s
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
         ours, theirs = socket.socketpair()
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a worker may hang in the middle of a message
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", math.ceil(timeout_s), 0))
+        # A worker that hangs does not read, either.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(timeout_s), 0))
         size = SharedObservation.size(factory.image_shape, factory.spec.proprio_dim)
         with tempfile.TemporaryFile(dir=_memory_folder()) as memory, theirs:
             memory.truncate(size)
@@ -93,15 +96,41 @@ class WorkerProcess:
         if not self.connection.poll():
             late = f"process {self.pid} did not answer within {self._timeout_s:g} s and was stopped"
             raise WorkerError(f"{late}{self.log_tail()}")
-        try:
-            answer: Answer = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerError(f"{self._end()}{self.log_tail()}") from error
+        answer = self._read_answer()
         if answer.refusal is not None:
             raise UsageError(answer.refusal)
         if answer.error is not None:
             raise WorkerError(f"the environment raised {answer.error}")
         return answer
+
+    def _read_answer(self) -> Answer:
+        """The answer that has begun to come, which has the time limit once more to be whole."""
+        limit = time.monotonic() + self._timeout_s
+        try:
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, limit))
+            content = self._read(size, limit) if size <= MAX_ANSWER_BYTES else b""
+        except (EOFError, OSError) as error:
+            raise WorkerError(f"{self._end()}{self.log_tail()}") from error
+        try:
+            answer = pickle.loads(content)
+        except Exception as error:  # noqa: BLE001 - a process border: a broken pickle raises anything
+            answer = error
+        if not isinstance(answer, Answer):
+            told = f"process {self.pid} sent what is no answer ({str(answer)[:80]!r}) and was stopped"
+            raise WorkerError(f"{told}{self.log_tail()}")
+        return answer
+
+    def _read(self, size: int, limit: float) -> bytearray:
+        content = bytearray()
+        while len(content) < size:
+            if not self.connection.poll(max(0.0, limit - time.monotonic())):
+                late = f"stopped in the middle of an answer and has not ended it within {self._timeout_s:g} s"
+                raise WorkerError(f"process {self.pid} {late}{self.log_tail()}")
+            part = os.read(self.connection.fileno(), min(size - len(content), READ_BYTES))
+            if not part:
+                raise EOFError
+            content += part
+        return content
 
     def _end(self) -> str:
         try:

@@ -17,7 +17,7 @@ from safetensors.torch import load
 from vlarl.errors import VlarlError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.rollout.weight_stream import check_shapes, checkpoint_name
+from vlarl.rollout.weight_stream import check_shapes, check_whole, checkpoint_name
 from vlarl.types import ActionTokens, PolicyInput
 
 
@@ -34,6 +34,7 @@ class ReplicaEngine(TorchEngine):
         named = ((checkpoint_name(name), parameter) for name, parameter in policy.named_parameters())
         self._places = {name: parameter.detach() for name, parameter in named if name is not None}
         self._syncing: int | None = None  # the version that a sync is bringing
+        self._awaited: set[str] = set()  # the weights that it has announced and not brought yet
         self._torn = False  # a sync ended halfway: only all weights together can mend it
 
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
@@ -48,21 +49,34 @@ class ReplicaEngine(TorchEngine):
             raise VlarlError(f"version {version} can't be taken: the sync to version {self._syncing} has not ended")
         own = {name: tuple(place.shape) for name, place in self._places.items()}
         check_shapes(shapes, own, whole=self._torn)
-        self._syncing = version
+        self._syncing, self._awaited = version, set(shapes)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Take one message of a sync; one that fails ends the sync."""
+        if self._syncing is None:
+            raise VlarlError("no sync is under way that weights could be part of: start one")
+        try:
+            self._take(update_info["payload"], update_info["checksum"])
+        except BaseException:
+            self.abandon_sync()
+            raise
 
     @torch.no_grad()
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one message of a sync."""
-        payload: bytes = update_info["payload"]
-        if update_info["checksum"] is not None and zlib.crc32(payload) != update_info["checksum"]:
+    def _take(self, payload: bytes, checksum: int | None) -> None:
+        if checksum is not None and zlib.crc32(payload) != checksum:
             raise VlarlError(f"a bucket of {len(payload)} bytes came damaged: sync again")
-        for name, tensor in load(payload).items():
+        tensors = load(payload)
+        if surplus := tensors.keys() - self._awaited:
+            raise VlarlError(f"{min(surplus)} was not announced for the sync to version {self._syncing}: sync again")
+        for name, tensor in tensors.items():
             self._places[name].copy_(tensor)
+        self._awaited -= tensors.keys()
 
     def finish_sync(self, version: int) -> None:
         """Act with the new weights from now on."""
         if self._syncing != version:
             raise VlarlError(f"version {version} was not begun: the sync under way is to version {self._syncing}")
+        check_whole(self._awaited, version)
         self.policy.weights_changed()
         self._syncing, self._torn = None, False
         self.version = version

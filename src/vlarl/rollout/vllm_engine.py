@@ -30,8 +30,10 @@ from vlarl.rollout.vllm_plugin import BYTES_BACKEND, CONFIG_FORMAT, register
 from vlarl.rollout.weight_stream import (
     WeightStream,
     bucket_message,
+    bucket_names,
     buckets,
     check_shapes,
+    check_whole,
     checkpoint_name,
     policy_weights,
 )
@@ -96,6 +98,7 @@ class VllmEngine:
         with torch.device("meta"):
             self.shapes = policy_weights(OpenVLAPolicy(self.config, None)).shapes
         self._syncing: int | None = None  # the version that a sync is bringing
+        self._awaited: set[str] = set()  # the weights that it has announced and not brought yet
         self._torn = False  # a sync ended halfway: only all weights together can mend it
         self._llm = _start(origin, self.config, options)
         self._llm.update_weight_version(str(self.version))
@@ -147,16 +150,21 @@ class VllmEngine:
             raise VlarlError(f"version {version} can't be taken: the sync to version {self._syncing} has not ended")
         check_shapes(shapes, self.shapes, whole=self._torn)
         self._syncing = version
+        self._awaited = set(shapes) if self.options.sync_backend == "bytes" else set()  # vLLM's own senders count
         self._missing = f"the sync to version {version} has not ended"
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one message of a sync."""
+        """Take one message of a sync; one that fails ends the sync."""
+        if self._syncing is None:
+            raise VlarlError("no sync is under way that weights could be part of: start one")
         try:
             self._llm.update_weights({"update_info": update_info})
         except BaseException:
             self._tear()  # vLLM has ended the sync by itself
             raise
+        if self._awaited:
+            self._awaited -= bucket_names(update_info["payload"])
 
     def abandon_sync(self) -> None:
         """Give up a sync that can't be finished; the engine acts again after one that brings all weights."""
@@ -168,6 +176,7 @@ class VllmEngine:
         """Act with the new weights from now on; nothing computed with the old ones is kept."""
         if self._syncing != version:
             raise VlarlError(f"version {version} was not begun: the sync under way is to version {self._syncing}")
+        check_whole(self._awaited, version)
         self._llm.finish_weight_update(weight_version=str(version))
         self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, VlarlError
 
 HEADS = ("value_head.", "l1_head.")  # the learner's own: engines neither value nor regress
 _PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -132,6 +132,11 @@ def _packed(bucket: dict[str, torch.Tensor]) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *contents])
 
 
+def bucket_names(payload: bytes) -> set[str]:
+    """The weights that a bucket brings."""
+    return set(json.loads(bytes(payload[8 : 8 + int.from_bytes(payload[:8], "little")])))
+
+
 def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
     """The tensors of a bucket, as views of its bytes: they may be read, not written."""
     begin = 8 + int.from_bytes(payload[:8], "little")
@@ -178,6 +183,14 @@ def check_shapes(
         raise UsageError(
             f"the weight sync is refused and nothing was changed: {_first(problems)}. Engine and learner must be of "
             "the same checkpoint."
+        )
+
+
+def check_whole(awaited: Collection[str], version: int) -> None:
+    """Refuse to end a sync that has not brought all that it announced."""
+    if awaited:
+        raise VlarlError(
+            f"version {version} is not whole: {len(awaited)} weights have not come, such as {min(awaited)}. Sync again."
         )
 
 

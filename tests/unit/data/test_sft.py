@@ -106,6 +106,22 @@ def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
     assert imitation_loss(policy, batch, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
 
 
+@pytest.mark.parametrize("decoder", ["parallel", "autoregressive"])
+def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
+    policy = init_tiny(decoder, seed=3)
+    inputs = policy.process([observation(i) for i in range(3)])
+    count = policy.chunk_length * policy.action_dim
+    places = torch.randint(0, 256, (3, count), generator=torch.Generator().manual_seed(0))
+    tokens = places + policy.codec.first_id
+    with torch.no_grad():
+        logprobs = policy.score(inputs, tokens).logits.double().log_softmax(-1)
+    expected = -float(logprobs.gather(-1, places.unsqueeze(-1)).mean())
+    others = -float(logprobs.gather(-1, places.flip(0).unsqueeze(-1)).mean())
+    batch = Demonstrated(inputs, torch.zeros(3, policy.chunk_length, policy.action_dim), tokens)
+    loss = imitation_loss(policy, batch, FinetuneConfig.model_validate({"optim": {"autocast": "none"}}).optim)
+    assert loss.item() == pytest.approx(expected, rel=1e-4) and abs(others - expected) > 1e-3 * expected
+
+
 def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
     config = recipe(tmp_path, "l1").model_copy(update={"policy": StartConfig(path="init:tiny-oft", actions="l1")})
     summary = finetune(config)

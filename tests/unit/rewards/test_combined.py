@@ -55,6 +55,16 @@ def test_a_recipe_weighs_by_task_and_asks_only_where_it_counts(trajectory):
     assert reward.score(episodes[0]).env_return == 0 and counting.asked == [1, 2]
 
 
+def test_the_first_line_that_fits_counts(trajectory):
+    lines = ["tabletop_spatial/0 -> sparse=2", "tabletop_spatial -> sparse=3", "* -> sparse=4"]
+    rules = [parse_rule(line) for line in lines]
+    reward = CombinedReward({"sparse": SparseReward()}, {"sparse": 1.0}, rules)
+    won = trajectory([[0.0]], success=True, terminated=True)
+    other = replace(won, task=replace(won.task, task_id=1))
+    elsewhere = replace(won, task=replace(won.task, suite="tabletop_goal"))
+    assert [e.env_return for e in reward.score_all([won, other, elsewhere])] == [2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("label", "fits"),
     [

@@ -117,11 +117,27 @@ class FakeEngine:
         return ActionTokens(ids, -ids.float(), self.version)
 
 
+class RegressingEngine(FakeEngine):
+    """Gives actions of a regression head beside its tokens."""
+
+    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+        tokens = super().generate(inputs, temperature, seeds)
+        return replace(tokens, actions=tokens.ids.float().unsqueeze(2) + 0.5)
+
+
 LENGTHS = [5, 1, 2, 7, 3, 4]
 
 
 def tasks(count: int = len(LENGTHS)) -> list[Task]:
     return [Task("fake", i, 0, seed=50 + i, group=i // 2, member=i % 2) for i in range(count)]
+
+
+def test_the_regression_head_acts_where_the_engine_has_one():
+    pool = FakePool(2, LENGTHS)
+    episodes = Collector(pool, FakePolicy(), RegressingEngine()).collect(tasks(), 0.5)
+    for i, episode in enumerate(episodes):
+        assert pool.actions[i] == [10 * (100 * i + s + 0.5) for s in range(LENGTHS[i])]
+        assert episode.trajectory.transitions[0].token_ids.tolist() == [100 * i, 100 * i + 1]
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 4, 20])

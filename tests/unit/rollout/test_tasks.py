@@ -44,6 +44,16 @@ def test_seed_and_iteration_decide_everything(configure):
     assert len(seeds) == 5 * 18
 
 
+def test_seeds_are_those_that_the_documents_name(configure):
+    """docs/data-flow.md: episodes of other versions can be run again only if these stay."""
+    dealt = sampler(configure)
+    for group in dealt.get_batch(3) + dealt.refill(3, 6, 2):
+        assert [task.seed for task in group] == [derive_seed(0, 0, 3, task.group, task.member) for task in group]
+    for task in evaluation_tasks(SPEC, None, 2, seed=5):
+        assert task.seed == derive_seed(5, 1, task.task_id, task.init_state)
+    assert derive_seed(5, 1, 2, 3) == 11870798798537686043
+
+
 def test_tasks_are_dealt_out_evenly(configure):
     counts = Counter(group[0].task_id for group in sampler(configure, num_groups=10).get_batch(1))
     assert sorted(counts.values()) == [2, 2, 3, 3]

@@ -28,6 +28,18 @@ def test_a_weight_sync_to_another_copy_makes_it_act_alike(observation):
     assert torch.equal(engine.generate(inputs, 1.0, [5]).engine_logprobs, after.engine_logprobs)
 
 
+def test_rows_are_the_same_however_few_are_decoded_at_a_time(observation):
+    """Each pass of `batch_size` rows takes its own rows' seeds along."""
+    policy = init_tiny("parallel", seed=1)
+    inputs = policy.process([observation(i) for i in range(5)])
+    seeds = [50, 51, 52, 53, 54]
+    together = TorchEngine(policy, CPU).generate(inputs, 1.0, seeds)
+    for size in (1, 2, 5):
+        apart = TorchEngine(policy, CPU, batch_size=size).generate(inputs, 1.0, seeds)
+        assert torch.equal(apart.ids, together.ids)
+        assert apart.engine_logprobs.shape == together.engine_logprobs.shape
+
+
 def test_shared_weights_are_not_copied():
     policy = init_tiny("parallel", seed=1)
     engine = TorchEngine(policy, CPU)

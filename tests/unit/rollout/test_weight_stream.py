@@ -67,6 +67,18 @@ def test_what_training_moves_travels_with_the_rest_of_its_layer():
     assert frozen and all(".blocks.4." in n or ".norm." in n or "attn_pool" in n for n in frozen)
 
 
+def test_a_part_of_the_stream_keeps_the_order_of_the_whole():
+    """Ranks gather tensor after tensor together: an order that a set has would differ between their processes."""
+    policy = load_policy(BUILTIN)
+    whole = list(policy_weights(policy).shapes)
+    names = set(whole[::3])
+    part = policy_weights(policy).only(names)
+    assert list(part.shapes) == [name for name, _ in part] == whole[::3]
+    moved = trained_names(policy)
+    changed = list(ChangedWeights(policy, engine_has_base=True).next().shapes)
+    assert changed == [name for name in whole if name in moved] and len(changed) > 20
+
+
 def test_the_base_is_sent_once():
     policy = with_adapter("q_proj")
     changed = ChangedWeights(policy, engine_has_base=False)
@@ -98,6 +110,12 @@ def test_buckets_are_bounded_and_made_one_at_a_time():
     assert halved["a"].dtype == torch.bfloat16
     with pytest.raises(UsageError, match="bucket_bytes = 0"):
         next(buckets(stream, 0))
+
+
+def test_a_tensor_larger_than_a_bucket_has_one_for_itself():
+    sizes = {"a": 1000, "big": 5000, "c": 1000, "d": 1000, "e": 1000}  # float32; a bucket has room for 2000
+    stream = WeightStream({name: (size,) for name, size in sizes.items()}, lambda name: torch.ones(sizes[name]))
+    assert [set(load(part)) for part in buckets(stream, 8000)] == [{"a"}, {"big"}, {"c", "d"}, {"e"}]
 
 
 @pytest.mark.parametrize(

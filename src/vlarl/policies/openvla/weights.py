@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX_NAME).is_file():
         if not (folder / WEIGHTS_NAME).is_file():
             raise FileNotFoundError(
-                f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: it holds no weights to load"
+                f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}: it holds no weights to load{_pickled(folder)}"
             )
         return [folder / WEIGHTS_NAME]
     files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
@@ -127,14 +128,7 @@ def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     found = {int(m[1]): p for p in folder.glob(f"{name}--*_checkpoint.pt") if (m := re.search(r"--(\d+)_", p.name))}
     if not found:
         return None
-    path = found[max(found)]
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # what a broken pickle raises is anybody's guess
-        raise ValueError(f"{path} is no file of tensors ({error}): copy or download it again") from error
-    return {key.removeprefix("module."): tensor for key, tensor in state.items()}
+    return {key.removeprefix("module."): tensor for key, tensor in _unpickled(found[max(found)]).items()}
 
 
 def save_weights(
@@ -196,6 +190,43 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object the way the original layout's files look."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors by name of a file of torch.save; one that asks for anything else is refused, and none of it runs."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except pickle.UnpicklingError as error:  # not its text, which advises to load the file all the same
+        raise ValueError(
+            f"{path} is not loaded: it is corrupt, or a pickle of more than tensors, which could run code. Download it "
+            "again from a source that you trust, or have its tensors alone saved as safetensors"
+        ) from error
+    except Exception as error:  # what else a broken file raises is not documented
+        raise ValueError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
+    problem = None
+    if not isinstance(state, dict):
+        problem = f"it holds a {type(state).__name__}"
+    elif odd := [name for name in state if not isinstance(name, str)]:
+        problem = f"a name is {odd[0]!r}"
+    elif odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        problem = f"{odd[0]} is a {type(state[odd[0]]).__name__}"
+    if problem is not None:
+        raise ValueError(f"{path} is no file of named tensors: {problem}. Save the module's state_dict")
+    tensors: dict[str, torch.Tensor] = state
+    return tensors
+
+
+def _pickled(folder: Path) -> str:
+    """What to do about weights that are there as a pickle, for a message; empty if there are none."""
+    names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    if not names:
+        return ""
+    return (
+        f". There is {names[0]}, but a pickle could run code and is never read: convert it to {WEIGHTS_NAME} "
+        "(transformers' save_pretrained writes that), on a machine where you trust the file"
+    )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -1,0 +1,417 @@
+"""Questions to workers, without processes of theirs: deadlines, versions, and syncs that fail on the way.
+
+The actors are here, and what they answer is in Ray's object store at once; a question that is never answered is a task
+that no machine has room for.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from fakes.cluster_runs import SMALL
+
+from vlarl.config.load import load_config
+from vlarl.distributed.engines import EngineGroup
+from vlarl.distributed.environments import PoolGroup
+from vlarl.distributed.learners import LearnerGroup
+from vlarl.distributed.weights import EngineCalls, EngineLostError, WeightSender
+from vlarl.distributed.worker import Host, Worker, get_all
+from vlarl.envs.base import started
+from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.observability.trace import NoTrace
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.replica_engine import ReplicaEngine
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.weight_stream import bucket_names, policy_weights
+from vlarl.training.ranks import Alone
+from vlarl.types import ActionTokens, Observation, PolicyInput, Task
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_here():
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=1000)
+def never():
+    """No machine has room for it."""
+
+
+@ray.remote(num_cpus=1000)
+def never_any():
+    """Nor for this one, of which several answers are expected."""
+    yield
+
+
+class Called:
+    def __init__(self, part, options=None):
+        self.part, self.streamed = part, options is not None
+
+    def options(self, **options):
+        return Called(self.part, options)
+
+    def remote(self, method, *arguments):
+        host = Host()
+        host.part = self.part
+        given = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in arguments]
+        if getattr(self.part, "hangs", None) == method:
+            return never_any.options(num_returns="streaming").remote() if self.streamed else never.remote()
+        return ray.put(host.answer(method, *given))
+
+
+class Here:
+    """An actor in this process."""
+
+    def __init__(self, part):
+        self.part, self.answer, self.answers = part, Called(part), Called(part)
+
+
+class HereWorker(Worker):
+    """A worker whose actor is in this process."""
+
+    def start(self):
+        self.actor = Here(self.build())
+
+    def stop(self):
+        self.actor = None
+
+
+def worker(name, build, timeout_s=60.0) -> Worker:
+    made = HereWorker(name, lambda: None, build, Path("no.log"), timeout_s, 60.0, NoTrace(), lambda: None)
+    made.start()
+    return made
+
+
+# Deadlines
+
+
+class Part:
+    def __init__(self, hangs=None):
+        self.hangs = hangs
+
+    def double(self, number):
+        return 2 * number
+
+    def refuse(self):
+        raise UsageError("not like this")
+
+    def fail(self):
+        raise ArithmeticError("the joints exploded")
+
+
+def test_answers_come_in_the_order_of_the_questions():
+    workers = [worker(f"worker {i}", Part) for i in range(3)]
+    assert get_all([w.ask("double", i) for i, w in enumerate(workers)]) == [0, 2, 4]
+
+
+def test_a_worker_that_hangs_is_lost_when_its_time_is_up_and_the_others_are_not():
+    hung = worker("worker 1", lambda: Part("double"), timeout_s=0.3)
+    fine = worker("worker 0", Part)
+    with pytest.raises(WorkerLostError, match="worker 1 has not answered `double` in time: it hangs") as lost:
+        get_all([fine.ask("double", 3), hung.ask("double", 3)])
+    assert lost.value.worker == "worker 1" and not isinstance(lost.value, WorkerFailedError)
+    assert fine.get(fine.ask("double", 4)) == 8
+
+
+def test_what_a_worker_raises_is_raised_here():
+    with pytest.raises(UsageError, match="not like this"):
+        get_all([worker("worker 0", Part).ask("refuse")])
+    with pytest.raises(WorkerFailedError, match=r"worker 0 failed in `fail`:\n(.|\n)*the joints exploded"):
+        get_all([worker("worker 0", Part).ask("fail")])
+
+
+class Slot(Part):
+    """A pool of one slot."""
+
+    def spec(self):
+        from fakes.worker_envs import SPEC
+
+        return SPEC
+
+    def reset(self, slots, tasks, film):
+        seen = Observation(torch.zeros(1, 4, 6, 3, dtype=torch.uint8).numpy(), torch.zeros(3).numpy(), "count")
+        return [started(seen)]
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_an_environment_that_hangs_is_replaced_and_its_episode_is_an_error(lockstep):
+    parts = iter([Slot("reset"), Slot()])
+    hung = worker("environments 0", lambda: next(parts), timeout_s=0.3)
+    pool = PoolGroup([hung, worker("environments 1", Slot)], [1, 1], lockstep=lockstep)
+    pool.send_reset([0, 1], [Task("counting", 0, 0, 0)] * 2)
+    answers = dict(pool.receive())
+    if not lockstep:
+        assert set(answers) == {1}, "nobody waits for the one that hangs"
+        answers |= dict(pool.receive())
+    assert answers[1].error is None and "has not answered `reset` in time" in answers[0].error
+    pool.send_reset([0], [Task("counting", 0, 0, 0)])
+    assert pool.receive()[0][1].error is None
+
+
+def test_learners_that_make_no_step_are_given_up():
+    config = load_config("tabletop_grpo", SMALL)
+    group = LearnerGroup([worker("learner 0", lambda: Part("updating"), timeout_s=0.3)], config, None)
+    with pytest.raises(WorkerLostError, match=r"learner 0 has made no optimizer step for 0.3 s: it hangs"):
+        group.update(_batch(), 1, lambda done, total: None)
+
+
+def _batch():
+    """A batch of which the learner sees nothing."""
+    from vlarl.types import TrainBatch
+
+    inputs = PolicyInput(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1, 1, 3, 2, 2), None)
+    names = [name for name in TrainBatch.__dataclass_fields__ if name != "inputs"]
+    return TrainBatch(inputs=inputs, **{name: torch.zeros(1, 1) for name in names})
+
+
+# Versions
+
+
+class Sampler:
+    """An engine that answers with the pixels' first number and the seed, and says which weights it has."""
+
+    def __init__(self, version, hangs=None):
+        self.version, self.hangs = version, hangs
+
+    def generate(self, inputs, temperature, seeds):
+        ids = torch.stack([inputs.pixels[:, 0, 0, 0, 0].long(), torch.tensor(seeds)], 1)
+        return ActionTokens(ids, torch.full(ids.shape, -temperature), self.version)
+
+
+def rows(count) -> PolicyInput:
+    pixels = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1, 1)
+    return PolicyInput(torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2, dtype=torch.bool), pixels, None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_rows_are_split_and_joined_in_their_order(count):
+    engines = EngineGroup([worker(f"engine {i}", lambda: Sampler(0)) for i in range(2)])
+    tokens = engines.generate(rows(count), 1.6, [10 + i for i in range(count)])
+    assert tokens.ids.tolist() == [[i, 10 + i] for i in range(count)] and tokens.version == 0
+    assert (tokens.engine_logprobs == -1.6).all()
+
+
+def test_rows_that_another_version_sampled_are_refused():
+    engines = EngineGroup([worker("engine 0", lambda: Sampler(4)), worker("engine 1", lambda: Sampler(3))])
+    engines.version = 4
+    assert engines.generate(rows(1), 1.0, [1]).version == 4  # the first engine alone
+    with pytest.raises(VlarlError, match="engine 1 sampled with weights of version 3, not 4"):
+        engines.generate(rows(2), 1.0, [1, 2])
+
+
+def test_an_engine_that_hangs_is_replaced_refreshed_and_asked_the_same_again():
+    parts = iter([Sampler(4, "generate"), Sampler(0)])
+    hung = worker("engine 0", lambda: next(parts), timeout_s=0.3)
+    engines = EngineGroup([hung])
+    engines.version = 4
+    refreshed = []
+
+    def refresh():
+        refreshed.append(hung.actor.part)
+        hung.actor.part.version = 4
+
+    engines.refresh = refresh
+    assert engines.generate(rows(2), 1.0, [7, 8]).ids.tolist() == [[0, 7], [1, 8]]
+    assert len(refreshed) == 1 and refreshed[0].hangs is None
+
+
+def test_an_engine_that_hangs_again_and_again_ends_the_run():
+    started_parts = []
+
+    def build():
+        started_parts.append(Sampler(0, "generate"))
+        return started_parts[-1]
+
+    engines = EngineGroup([worker("engine 0", build, timeout_s=0.1)])
+    engines.refresh = lambda: None
+    with pytest.raises(WorkerLostError, match="engine 0 has not answered `generate`"):
+        engines.generate(rows(1), 1.0, [1])
+    assert len(started_parts) == 3
+
+
+# Syncs
+
+
+class Engine(ReplicaEngine):
+    """Does to a message of a sync what a test asks for, and notes what came."""
+
+    def __init__(self, trouble=None):
+        super().__init__(init_tiny("parallel", seed=2), CPU)
+        self.trouble, self.hangs = trouble, "update_weights" if trouble == "hang" else None
+        self.names, self.sizes, self.checksums = [], [], []
+
+    def update_weights(self, update_info):
+        self.names.append(bucket_names(update_info["payload"]))
+        self.sizes.append(len(update_info["payload"]))
+        self.checksums.append(update_info["checksum"])
+        if self.trouble == "raise" and len(self.names) == 2:
+            raise MemoryError("no room for this bucket")
+        if self.trouble == "damage" and len(self.names) == 2:
+            payload = update_info["payload"]
+            update_info = update_info | {"payload": payload[:-1] + bytes([payload[-1] ^ 1])}
+        super().update_weights(update_info)
+
+    def finish_sync(self, version):
+        super().finish_sync(version + 1 if self.trouble == "version" else version)
+
+
+@pytest.fixture(scope="module")
+def learner():
+    return init_tiny("parallel", seed=1)
+
+
+@pytest.fixture
+def inputs(learner, observation):
+    return learner.process([observation(0), observation(1)])
+
+
+def sync_config(**options):
+    return load_config("tabletop_grpo", {**SMALL, "distributed.backend": "ray", **options})
+
+
+def calls(*engines, timeout_s=60.0) -> EngineCalls:
+    return EngineCalls([f"engine {i}" for i in range(len(engines))], [Here(e) for e in engines], timeout_s)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, inputs, checksum):
+    config = sync_config(**{"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": checksum})
+    engines = [Engine(), Engine()]
+    assert WeightSender(learner, Alone(), config).send(calls(*engines), 3) is None
+    num_bytes = {name: 4 * tensor.numel() for name, tensor in policy_weights(learner)}
+    expected = TorchEngine(learner, CPU).generate(inputs, 1.0, [1, 2])
+    for engine in engines:
+        assert len(engine.names) > 3
+        assert all(len(names) == 1 or sum(num_bytes[name] for name in names) <= 10**6 for names in engine.names)
+        assert any(len(names) == 1 and size > 10**6 for names, size in zip(engine.names, engine.sizes, strict=True))
+        assert all((found is not None) == checksum for found in engine.checksums)
+        assert engine.version == 3
+        assert torch.equal(engine.generate(inputs, 1.0, [1, 2]).engine_logprobs, expected.engine_logprobs)
+
+
+@pytest.mark.parametrize("trouble", ["raise", "damage", "hang", "version"])
+def test_a_sync_that_fails_half_way_names_the_engine_and_nobody_acts_with_mixed_weights(learner, inputs, trouble):
+    options = {"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": True}
+    sender = WeightSender(learner, Alone(), sync_config(**options))
+    bad, good = Engine(trouble), Engine()
+    assert sender.send(calls(good, bad, timeout_s=1.0), 3) == "engine 1"
+    torn = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
+    for engine in torn:
+        with pytest.raises(VlarlError, match="the engine can't act"):
+            engine.generate(inputs, 1.0, [1, 2])
+        assert engine.version == 0
+    replaced = Engine()
+    assert sender.send(calls(good, replaced), 4) is None
+    expected = TorchEngine(learner, CPU).generate(inputs, 1.0, [1, 2])
+    for engine in (good, replaced):
+        acted = engine.generate(inputs, 1.0, [1, 2])
+        assert acted.version == 4 and torch.equal(acted.engine_logprobs, expected.engine_logprobs)
+
+
+def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
+    policy = init_tiny("parallel", seed=1)
+    moved = {name for name, p in policy.named_parameters() if "layers.1." in name}
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(name in moved)
+    sender = WeightSender(policy, Alone(), sync_config(**{"distributed.sync_bucket_mb": 1}))
+    everything = set(policy_weights(policy).shapes)
+    engine = Engine()
+
+    def sent(engine):
+        engine.names.clear()
+        lost = sender.send(calls(engine), 1)
+        return lost, set().union(*engine.names)
+
+    lost, names = sent(engine)
+    assert lost is None and names == {name.removeprefix("model.") for name in moved}
+    assert sent(Engine("raise"))[0] == "engine 0"
+    assert sent(engine) == (None, everything)
+    assert sent(engine) == (None, {name.removeprefix("model.") for name in moved})
+
+
+class Second(Alone):
+    """The other one of two ranks, which gathers with the first and sends nothing."""
+
+    rank = 1
+
+    def any(self, flag):
+        return flag
+
+
+def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
+    made: dict[int, list[str]] = {0: [], 1: []}
+    for rank, ranks in ((0, Alone()), (1, Second())):
+        sender = WeightSender(learner, ranks, sync_config(**{"distributed.sync_bucket_mb": 1}))
+        stream = sender._weights.next()
+
+        def noted(name, rank=rank, stream=stream):
+            made[rank].append(name)
+            return stream.make(name)
+
+        sender._weights.next = lambda stream=stream, noted=noted: replace(stream, make=noted)
+        engine = Engine()
+        assert sender.send(calls(engine), 1) is None
+        assert bool(engine.names) == (rank == 0), "rank 0 sends, and it alone"
+    assert made[0] == made[1] and len(made[0]) > 20
+
+
+def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner):
+    """The others wait for this one inside every gathering."""
+    made = []
+    sender = WeightSender(learner, Alone(), sync_config(**{"distributed.sync_bucket_mb": 1}))
+    stream = sender._weights.next()
+    sender._weights.next = lambda: replace(stream, make=lambda name: made.append(name) or stream.make(name))
+    assert sender.send(calls(Engine("raise")), 1) == "engine 0"
+    assert made == list(stream.shapes)
+
+
+def test_shapes_that_do_not_fit_end_the_run_and_no_engine_is_replaced_for_it():
+    other = init_tiny("parallel", seed=1)
+    other.model.projector.fc9 = torch.nn.Linear(2, 2)
+    sender = WeightSender(other, Alone(), sync_config())
+    with pytest.raises(UsageError, match="the weight sync is refused and nothing was changed"):
+        sender.send(calls(Engine()), 1)
+
+
+def test_an_engine_that_does_not_answer_is_told_by_name():
+    with pytest.raises(EngineLostError, match="engine 1 did not answer in a sync") as lost:
+        calls(Part(), Part("double"), timeout_s=0.3).call("double", 2)
+    assert lost.value.engine == "engine 1"
+
+
+class Rank:
+    """A learner's rank that can't bring an engine to its weights."""
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, 0
+
+    def send_weights(self, engines):
+        self.asked += 1
+        return self.answers.pop(0)
+
+
+def test_engines_lost_in_a_sync_are_replaced_and_the_version_is_what_the_ranks_sent():
+    config = sync_config()
+    rank = Rank([(5, "engine 0"), (5, None)])
+    group = LearnerGroup([worker("learner 0", lambda: rank)], config, None)
+    built = []
+    engines = EngineGroup([worker("engine 0", lambda: built.append(1) or Sampler(5))])
+    group.publish(engines)
+    assert engines.version == 5 and len(built) == 2 and rank.asked == 2
+    assert engines.generate(rows(1), 1.0, [1]).version == 5
+
+
+def test_an_engine_that_is_lost_in_every_sync_ends_the_run():
+    rank = Rank([(5, "engine 0")] * 9)
+    group = LearnerGroup([worker("learner 0", lambda: rank)], sync_config(), None)
+    engines = EngineGroup([worker("engine 0", lambda: Sampler(0))])
+    with pytest.raises(ClusterError, match="engine 0 could not be brought to the learners' weights, 3 times over"):
+        group.publish(engines)
+    assert rank.asked == 3 and engines.version == 0

@@ -1,0 +1,197 @@
+"""Weights that learners send to a torch engine: whole, undamaged, of the version that was announced, or not acted on."""
+
+import pytest
+import torch
+
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.tiny import init_tiny
+from vlarl.rollout.replica_engine import ReplicaEngine
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.weight_stream import WeightStream, bucket_message, buckets, policy_weights
+from vlarl.training.weight_sync import publish_weights
+
+CPU = torch.device("cpu")
+HALT = "the engine can't act"
+
+
+@pytest.fixture(scope="module")
+def learner() -> OpenVLAPolicy:
+    return init_tiny("parallel", seed=1)
+
+
+@pytest.fixture
+def engine() -> ReplicaEngine:
+    return ReplicaEngine(init_tiny("parallel", seed=2), CPU)
+
+
+@pytest.fixture
+def inputs(learner, observation):
+    return learner.process([observation(0), observation(1)])
+
+
+def messages(stream: WeightStream, checksum: bool = True) -> list[dict]:
+    """Several buckets of a sync."""
+    made = [bucket_message(payload, checksum) for payload in buckets(stream, 2 << 20)]
+    assert len(made) > 3
+    return made
+
+
+def damaged(message: dict) -> dict:
+    payload = message["payload"]
+    return message | {"payload": payload[:-1] + bytes([payload[-1] ^ 1])}
+
+
+def sync(engine: ReplicaEngine, stream: WeightStream, version: int, messages: list[dict]) -> None:
+    engine.start_sync(dict(stream.shapes), version)
+    for message in messages:
+        engine.update_weights(message)
+    engine.finish_sync(version)
+
+
+def assert_acts_as(engine: ReplicaEngine, learner: OpenVLAPolicy, inputs, version: int) -> None:
+    ours, theirs = engine.generate(inputs, 1.0, [3, 4]), TorchEngine(learner, CPU).generate(inputs, 1.0, [3, 4])
+    assert ours.version == version
+    assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.engine_logprobs, theirs.engine_logprobs)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_sync_brings_the_learners_weights_to_the_bit(engine, learner, inputs, checksum):
+    before = engine.generate(inputs, 1.0, [3, 4])
+    stream = policy_weights(learner)
+    sync(engine, stream, 5, messages(stream, checksum))
+    assert_acts_as(engine, learner, inputs, 5)
+    assert before.version == 0 and not torch.equal(
+        before.engine_logprobs, engine.generate(inputs, 1.0, [3, 4]).engine_logprobs
+    )
+
+
+def test_a_message_has_the_checksum_of_its_bytes_where_it_is_asked_for():
+    assert bucket_message(b"123456789", True) == {"payload": b"123456789", "checksum": 0xCBF43926}  # CRC-32's own check
+    assert bucket_message(b"123456789", False)["checksum"] is None
+
+
+def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, inputs):
+    stream = policy_weights(learner)
+    first, second, *_ = sent = messages(stream)
+    engine.start_sync(dict(stream.shapes), 6)
+    engine.update_weights(first)
+    with pytest.raises(VlarlError, match=r"a bucket of \d+ bytes came damaged"):
+        engine.update_weights(damaged(second))
+    with pytest.raises(VlarlError, match=HALT):
+        engine.generate(inputs, 1.0, [3, 4])
+    with pytest.raises(VlarlError, match="version 6 was not begun"):
+        engine.finish_sync(6)
+    assert engine.version == 0
+    part = stream.only([name for name in stream.shapes if "projector" in name])
+    with pytest.raises(UsageError, match=r"vision_backbone.*is missing"):  # what is torn takes all weights or none
+        engine.start_sync(dict(part.shapes), 7)
+    with pytest.raises(VlarlError, match=HALT):
+        engine.generate(inputs, 1.0, [3, 4])
+    sync(engine, stream, 7, sent)
+    assert_acts_as(engine, learner, inputs, 7)
+
+
+def test_nothing_of_a_damaged_bucket_is_taken(engine, learner):
+    stream = policy_weights(learner)
+    before = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
+    engine.start_sync(dict(stream.shapes), 6)
+    with pytest.raises(VlarlError, match="came damaged"):
+        engine.update_weights(damaged(messages(stream)[0]))
+    assert all(torch.equal(before[name], p) for name, p in engine.policy.named_parameters())
+
+
+def test_a_sync_that_is_given_up_leaves_an_engine_that_refuses_to_act(engine, learner, inputs):
+    stream = policy_weights(learner)
+    sent = messages(stream)
+    engine.start_sync(dict(stream.shapes), 3)
+    with pytest.raises(VlarlError, match=HALT):  # nothing has come, but whoever syncs may be writing
+        engine.generate(inputs, 1.0, [3, 4])
+    engine.update_weights(sent[0])
+    engine.abandon_sync()
+    with pytest.raises(VlarlError, match=HALT):
+        engine.generate(inputs, 1.0, [3, 4])
+    sync(engine, stream, 4, sent)
+    assert_acts_as(engine, learner, inputs, 4)
+    engine.abandon_sync()  # none is under way: nothing is lost
+    assert_acts_as(engine, learner, inputs, 4)
+
+
+def test_a_sync_without_one_of_its_buckets_can_not_be_finished(engine, learner, inputs):
+    stream = policy_weights(learner)
+    sent = messages(stream)
+    engine.start_sync(dict(stream.shapes), 3)
+    for message in sent[:-1]:
+        engine.update_weights(message)
+    with pytest.raises(VlarlError, match=r"version 3 is not whole: \d+ weights have not come, such as "):
+        engine.finish_sync(3)
+    assert engine.version == 0
+    with pytest.raises(VlarlError, match=HALT):
+        engine.generate(inputs, 1.0, [3, 4])
+    engine.update_weights(sent[-1])  # it comes after all
+    engine.finish_sync(3)
+    assert_acts_as(engine, learner, inputs, 3)
+
+
+def test_weights_outside_a_sync_or_not_announced_are_refused(engine, learner, inputs):
+    stream = policy_weights(learner)
+    sent = messages(stream)
+    before = engine.generate(inputs, 1.0, [3, 4])
+    with pytest.raises(VlarlError, match="no sync is under way"):
+        engine.update_weights(sent[0])
+    after = engine.generate(inputs, 1.0, [3, 4])
+    assert torch.equal(before.engine_logprobs, after.engine_logprobs) and after.version == 0
+    layers = stream.only([name for name in stream.shapes if ".layers.1." in name])
+    engine.start_sync(dict(layers.shapes), 1)
+    with pytest.raises(VlarlError, match="was not announced"):
+        engine.update_weights(sent[0])
+
+
+def test_a_version_has_to_be_the_one_that_was_begun(engine, learner, inputs):
+    stream = policy_weights(learner)
+    engine.start_sync(dict(stream.shapes), 8)
+    with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8 has not ended"):
+        engine.start_sync(dict(stream.shapes), 9)
+    for message in messages(stream):
+        engine.update_weights(message)
+    with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
+        engine.finish_sync(7)
+    with pytest.raises(VlarlError, match=HALT):
+        engine.generate(inputs, 1.0, [3, 4])
+    engine.finish_sync(8)
+    assert_acts_as(engine, learner, inputs, 8)
+
+
+def test_part_of_the_layers_may_be_sent(engine, learner, inputs):
+    stream = policy_weights(learner)
+    names = [name for name in stream.shapes if ".layers.1." in name]
+    part = stream.only(names)
+    mixed = init_tiny("parallel", seed=2)
+    with torch.no_grad():
+        for name, tensor in part:
+            mixed.get_parameter(f"model.{name}").copy_(tensor)
+    sync(engine, part, 2, [bucket_message(payload, True) for payload in buckets(part, 1 << 20)])
+    assert_acts_as(engine, mixed, inputs, 2)
+
+
+class Forgetful(TorchEngine):
+    """Takes the weights and forgets which ones they were."""
+
+    def load_weights(self, weights, version):
+        super().load_weights(weights, version - 1)
+
+
+class Publisher:
+    def __init__(self, policy):
+        self.policy, self.version = policy, 3
+
+    def publish(self, engine):
+        engine.load_weights(((n, p.detach()) for n, p in self.policy.named_parameters()), self.version)
+
+
+def test_an_engine_that_reports_another_version_after_a_sync_is_refused(learner):
+    good, bad = TorchEngine(learner, CPU), Forgetful(learner, CPU)
+    publish_weights(Publisher(learner), good)
+    assert good.version == 3
+    with pytest.raises(RuntimeError, match="the engine runs version 2 after a sync to version 3"):
+        publish_weights(Publisher(learner), bad)
