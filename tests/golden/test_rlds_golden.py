@@ -73,5 +73,6 @@ def test_episodes_become_one_flat_set_of_demonstrations(expected):
         np.testing.assert_array_equal(demos.images[int(start)][0], expected[f"{episode}_image0"])
         np.testing.assert_array_equal(demos.images[int(end) - 1][1], expected[f"{episode}_wrist_last"])
         assert demos.instructions[demos.instruction_ids[start]] == str(expected[f"{episode}_instruction"])
+    assert demos.success.tolist() == [bool(episode.numbers("steps/reward")[-1] > 0) for episode in dataset]
     assert demos.name == dataset.name.removesuffix("_no_noops")
     assert demos.images.shape == (len(actions), 2, *expected["ep0_image0"].shape)

@@ -185,7 +185,7 @@ LAYOUT = [
     ),
     Mutation(
         "causal attention between the tokens",
-        openvla(golden.check_last_logits),
+        openvla(golden.check_decoding),
         decoders,
         "run_layers",
         run_with(causal=False),
