@@ -35,7 +35,7 @@ def test_known_checksums(data, crc):
     assert crc32c(data) == crc == by_the_bit(data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=40), st.integers(0, 3 * BLOCK + 5), st.binary(max_size=3))
 def test_checksums_of_any_length(seed, length, end):
     data = ((seed or b"\x01") * (length // max(len(seed), 1) + 1))[:length] + end
@@ -51,7 +51,7 @@ def written(tmp_path: Path, records: list[bytes]) -> Path:
     return path
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=2000), max_size=5))
 def test_what_is_written_is_read(tmp_path_factory, records):
     file = TFRecordFile(written(tmp_path_factory.mktemp("tfrecord"), records))

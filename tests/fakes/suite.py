@@ -1,0 +1,63 @@
+"""Rules for the whole suite, as hooks of pytest that tests/conftest.py takes over.
+
+Tests that take long, for what they start or for how much they compute, are marked `slow`, and `make test-fast` leaves
+them out. Whatever a run leaves out is said in one line at its end, with the reason; in CI, LIBERO's assets have to be
+there.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes import golden_arrays
+from hypothesis import settings
+
+TESTS = Path(__file__).resolve().parents[1]
+SLOW_FOLDERS = ("distributed", "e2e", "faults", "fsdp", "vllm")  # processes, clusters, whole runs
+SLOW_FIXTURES = ("libero_assets",)  # its simulator takes seconds to build a scene
+
+# Examples follow from the test alone: no clock, no chance, and no database written into the tree.
+settings.register_profile("vlarl", deadline=None, derandomize=True, database=None)
+settings.load_profile("vlarl")
+
+
+def in_ci() -> bool:
+    return os.environ.get("CI", "").lower() in ("true", "1")
+
+
+def missing(what: str, remedy: str) -> None:
+    """Skip for want of something that a developer may not have, and fail in CI, where everything has to be."""
+    if in_ci():
+        pytest.fail(f"{what}, and with CI=true that is a failure. {remedy}", pytrace=False)
+    pytest.skip(f"{what}. {remedy}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folders = item.path.relative_to(TESTS).parts if item.path.is_relative_to(TESTS) else ()
+        if folders[:1] and folders[0] in SLOW_FOLDERS or set(SLOW_FIXTURES) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Under pytest-xdist the workers' reports arrive here, too."""
+    config = terminalreporter.config
+    if config.option.collectonly:
+        return
+    reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    parts = [f"{count} × {reason}" for reason, count in reasons.most_common()]
+    if config.option.markexpr:
+        parts.append(f"what -m '{config.option.markexpr}' leaves out, which make test runs")
+    terminalreporter.write_line(f"not tested: {' | '.join(parts) or 'nothing was left out'}")
+    if golden_arrays.CHOSEN != golden_arrays.OWN:
+        own = [name for name in golden_arrays.SETS if golden_arrays.golden_folder(name).parent == golden_arrays.OWN]
+        rest = f"; from tests/golden: {', '.join(own)}" if own else ""
+        terminalreporter.write_line(f"golden arrays from {golden_arrays.CHOSEN}{rest}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return " ".join(text.removeprefix("Skipped: ").split())
