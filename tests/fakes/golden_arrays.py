@@ -1,11 +1,5 @@
-"""Golden arrays: where they are, what they are compared by, and whether every one of them matters.
+"""Golden arrays: how they are read and compared, and whether every one of them matters."""
 
-They come from the folder in the environment variable VLARL_GOLDEN (default tests/golden). Any arrays of the same layout
-can be put in: no test knows their sizes, seeds, texts or keys. A folder that holds only some of the sets (openvla-tiny,
-openvla-oft-tiny, rl_math, rlds, film, towers) is completed by those of tests/golden; the summary of a run names them.
-"""
-
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +8,6 @@ import numpy as np
 import torch
 
 Arrays = Mapping[str, np.ndarray]
-
-OWN = Path(__file__).resolve().parents[1] / "golden"
-SETS = ("openvla-tiny", "openvla-oft-tiny", "rl_math", "rlds", "film", "towers")
-CHOSEN = Path(os.environ.get("VLARL_GOLDEN") or OWN).resolve()
 
 # What the generators took and not every file says: an array of this name in the file wins.
 RECIPE = {
@@ -29,15 +19,6 @@ RECIPE = {
     "lambda": 0.95,
     "num_heads": 2,  # film, towers: the one size that no shape of a weight tells
 }
-
-
-def golden_folder(name: str) -> Path:
-    """The folder of one of the SETS."""
-    if not CHOSEN.is_dir():
-        raise FileNotFoundError(
-            f"VLARL_GOLDEN names {CHOSEN}, which is not a directory: give a folder of golden arrays"
-        )
-    return CHOSEN / name if (CHOSEN / name).is_dir() else OWN / name
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fakes import golden_arrays
+from fakes import golden_folder as golden
 from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -52,10 +52,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if config.option.markexpr:
         parts.append(f"what -m '{config.option.markexpr}' leaves out, which make test runs")
     terminalreporter.write_line(f"not tested: {' | '.join(parts) or 'nothing was left out'}")
-    if golden_arrays.CHOSEN != golden_arrays.OWN:
-        own = [name for name in golden_arrays.SETS if golden_arrays.golden_folder(name).parent == golden_arrays.OWN]
+    if golden.CHOSEN != golden.OWN:
+        own = [name for name in golden.SETS if golden.golden_folder(name).parent == golden.OWN]
         rest = f"; from tests/golden: {', '.join(own)}" if own else ""
-        terminalreporter.write_line(f"golden arrays from {golden_arrays.CHOSEN}{rest}")
+        terminalreporter.write_line(f"golden arrays from {golden.CHOSEN}{rest}")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

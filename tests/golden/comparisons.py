@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from fakes.golden_arrays import Arrays, assert_close, golden_folder, load_arrays, rounding
+from fakes.golden_arrays import Arrays, assert_close, load_arrays, rounding
+from fakes.golden_folder import golden_folder
 
 from vlarl.envs.libero.env import LiberoEnv
 from vlarl.policies import distribution

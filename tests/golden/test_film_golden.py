@@ -6,16 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fakes.golden_arrays import (
-    Arrays,
-    assert_close,
-    constant,
-    golden_folder,
-    load_arrays,
-    rounding,
-    stored_state,
-    unnoticed,
-)
+from fakes.golden_arrays import Arrays, assert_close, constant, load_arrays, rounding, stored_state, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.policies.openvla import decoders
 from vlarl.policies.openvla.film import fold_film_state

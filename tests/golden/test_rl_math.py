@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from fakes.golden_arrays import Arrays, constant, golden_folder, load_arrays, unnoticed
+from fakes.golden_arrays import Arrays, constant, load_arrays, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.advantages import chunk_rewards, gae, group_relative

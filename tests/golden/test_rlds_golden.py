@@ -4,7 +4,8 @@ import struct
 
 import numpy as np
 import pytest
-from fakes.golden_arrays import Arrays, golden_folder, load_arrays, unnoticed
+from fakes.golden_arrays import Arrays, load_arrays, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.config.finetune import DemoConfig
 from vlarl.data.demo_set import DemoSet

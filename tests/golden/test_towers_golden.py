@@ -5,16 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from fakes.golden_arrays import (
-    Arrays,
-    assert_close,
-    constant,
-    golden_folder,
-    load_arrays,
-    rounding,
-    stored_state,
-    unnoticed,
-)
+from fakes.golden_arrays import Arrays, assert_close, constant, load_arrays, rounding, stored_state, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.policies.openvla.towers import KNOWN_TOWERS, TowerConfig, default_activation
 from vlarl.policies.openvla.vision import VisionBackbone

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes.golden_arrays import golden_folder, load_arrays
+from fakes.golden_arrays import load_arrays
+from fakes.golden_folder import golden_folder
 
 import vlarl
 from vlarl.config.problems import ConfigError
