@@ -6,6 +6,7 @@ there.
 """
 
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,10 @@ TESTS = Path(__file__).resolve().parents[1]
 SLOW_FOLDERS = ("distributed", "e2e", "faults", "fsdp", "vllm")  # processes, clusters, whole runs
 SLOW_FIXTURES = ("libero_assets",)  # its simulator takes seconds to build a scene
 
-# Examples follow from the test alone: no clock, no chance, and no database written into the tree.
+# Examples depend on no clock and no chance, and Hypothesis writes nothing into the tree.
+os.environ.setdefault(
+    "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / f"vlarl-hypothesis-{os.getuid()}")
+)
 settings.register_profile("vlarl", deadline=None, derandomize=True, database=None)
 settings.load_profile("vlarl")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import suite
 from hypothesis import settings
+from hypothesis.configuration import storage_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = "from fakes.suite import pytest_collection_modifyitems, pytest_terminal_summary\n"
@@ -73,6 +74,7 @@ def test_after():
 
 def test_examples_know_no_clock_no_chance_and_no_file():
     assert settings().deadline is None and settings().derandomize and settings().database is None
+    assert not Path(str(storage_directory().path)).resolve().is_relative_to(ROOT)
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
     assert [str(path) for path in files if "deadline=" in path.read_text() and "@given" in path.read_text()] == []
 
