@@ -17,6 +17,26 @@ from hypothesis import settings
 TESTS = Path(__file__).resolve().parents[1]
 SLOW_FOLDERS = ("distributed", "e2e", "faults", "fsdp", "vllm")  # processes, clusters, whole runs
 SLOW_FIXTURES = ("libero_assets",)  # its simulator takes seconds to build a scene
+SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas that quicker tests cover, too
+    "unit/data/test_rlds_demos.py::test_a_policy_is_taught_by_a_recording",
+    "unit/data/test_sft.py::test_adapters_can_be_taught",
+    "unit/data/test_sft.py::test_the_autoregressive_recipe_learns_too",
+    "unit/data/test_sft.py::test_the_regression_head_learns_and_its_checkpoint_acts",
+    "unit/data/test_simulator_demos.py::test_a_fresh_policy_is_taught_by_processes",
+    "unit/data/test_tabletop_demos.py::test_equal_seeds_give_equal_demonstrations",
+    "unit/envs/test_metaworld_env.py::",
+    "unit/envs/test_metaworld_expert.py::",
+    "unit/observability/test_sinks.py::test_wandb_offline",
+    "unit/policies/test_memory.py::test_one_layer_more",
+    "unit/policies/test_memory.py::test_one_vision_block_more",
+    "unit/policies/test_openvla_weights.py::test_loading_takes_no_more_than_a_shard",
+    "unit/test_evaluation.py::test_an_evaluation_from_python",
+    "unit/test_imports.py::test_adapters_do_load_peft",
+    "unit/test_imports.py::test_peft_is_loaded_for_adapters_only",
+    "unit/test_simulator_checks.py::test_the_speed_of_a_simulator",
+    "unit/training/test_critic.py::test_a_separate_critic_learns_its_targets",
+    "unit/training/test_importance.py::test_the_expected_gradient_on_stale_data",
+)
 
 # Examples depend on no clock and no chance, and Hypothesis writes nothing into the tree.
 os.environ.setdefault(
@@ -40,8 +60,11 @@ def missing(what: str, remedy: str) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        folders = item.path.relative_to(TESTS).parts if item.path.is_relative_to(TESTS) else ()
-        if folders[:1] and folders[0] in SLOW_FOLDERS or set(SLOW_FIXTURES) & set(getattr(item, "fixturenames", ())):
+        if not item.path.is_relative_to(TESTS):
+            continue
+        name = f"{item.path.relative_to(TESTS)}::{item.name}"
+        uses = set(SLOW_FIXTURES) & set(getattr(item, "fixturenames", ()))
+        if uses or name.split("/")[0] in SLOW_FOLDERS or name.startswith(SLOW_TESTS):
             item.add_marker(pytest.mark.slow)
 
 

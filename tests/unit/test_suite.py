@@ -138,14 +138,21 @@ def test_markers_and_golden_arrays_of_another_folder_are_named(tmp_path):
         ("vllm/test_vllm_sync.py", (), True),
         ("unit/envs/test_libero_env.py", ("libero_assets",), True),
         ("unit/envs/test_tabletop_pool.py", ("tmp_path",), False),
+        ("unit/envs/test_metaworld_env.py", (), True),
         ("golden/test_rl_math.py", (), False),
     ],
 )
 def test_what_starts_processes_and_simulators_is_slow(path, fixtures, slow):
     markers = []
-    item = SimpleNamespace(path=ROOT / "tests" / path, fixturenames=fixtures, add_marker=markers.append)
+    item = SimpleNamespace(path=ROOT / "tests" / path, name="test_x", fixturenames=fixtures, add_marker=markers.append)
     suite.pytest_collection_modifyitems([item])
     assert [marker.name for marker in markers] == ["slow"] * slow
+
+
+@pytest.mark.parametrize("entry", suite.SLOW_TESTS)
+def test_slow_tests_are_there(entry):
+    path, _, name = entry.partition("::")
+    assert f"def {name or 'test_'}" in (ROOT / "tests" / path).read_text(encoding="utf-8")
 
 
 def test_nothing_that_dev_installs_may_be_missing():
