@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
+from fakes.suite import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: F401 - hooks
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config

@@ -1,4 +1,4 @@
-"""LIBERO's assets for tests. Simulators draw off screen; MuJoCo reads how when it is imported, so it is said here."""
+"""LIBERO's assets for tests. Simulators render off screen; MuJoCo reads how when it is imported, so it is said here."""
 
 import importlib.util
 import os
@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.suite import missing
 
-from vlarl.envs.libero.assets import find_assets
+from vlarl.envs.libero.assets import find_assets, how_to_get
 from vlarl.errors import UsageError
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
 os.environ.setdefault("LP_NUM_THREADS", "1")
 
+CACHE = Path.home() / ".cache" / "libero" / "assets"  # where vlarl looks when nothing else is named
 ARCHIVE = Path(__file__).parents[3] / "shared" / "libero" / "libero_assets.tar.xz"
 
 
@@ -32,15 +34,11 @@ def libero_assets() -> Iterator[Path]:
                 with tarfile.open(ARCHIVE) as archive:
                     archive.extractall(folder / "assets", filter="data")
                 patch.setenv("LIBERO_ASSETS", str(folder / "assets"))
-            if not os.environ.get("LIBERO_ASSETS") and importlib.util.find_spec("libero") is None:
-                pytest.skip(f"neither LIBERO nor its assets are here: no LIBERO_ASSETS, no {ARCHIVE}")
-            assert importlib.util.find_spec("libero"), (
-                "the assets are here and the package is not: pip install '.[libero]'"
-            )
+            assert importlib.util.find_spec("libero"), "LIBERO, which `dev` installs, is not here: pip install '.[dev]'"
             try:
                 assets = find_assets(None)
-            except UsageError as error:
-                pytest.skip(str(error))
+            except UsageError:
+                missing("LIBERO's assets are not on this machine", how_to_get(CACHE))
             patch.setenv("LIBERO_ASSETS", str(assets))
             yield assets
         finally:

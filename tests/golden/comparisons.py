@@ -1,68 +1,74 @@
 """The golden comparisons as plain functions: the golden tests call them, and the mutation tests see them fail."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from fakes.golden_arrays import Arrays, assert_close, load_arrays, rounding
+from fakes.golden_folder import golden_folder
 
+from vlarl.envs.libero.env import LiberoEnv
 from vlarl.policies import distribution
-from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
+from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.checkpoint import read_policy
-from vlarl.policies.openvla.config import OpenVLAConfig, read_config
+from vlarl.policies.openvla.config import OpenVLAConfig, read_config, read_json
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.processor import Processor
-from vlarl.types import Observation, PolicyInput
+from vlarl.types import PolicyInput
 
-HERE = Path(__file__).parent
-OPENVLA = HERE / "openvla-tiny"
-OFT = HERE / "openvla-oft-tiny"
-
-LOGIT_TOLERANCE = 2e-4
-FEATURE_TOLERANCE = 5e-5
-TEMPERATURES = (1.0, 1.6)
-LIBERO_SIZE = 224
+OPENVLA = golden_folder("openvla-tiny")
+OFT = golden_folder("openvla-oft-tiny")
+RLDS = golden_folder("rlds")
 
 
-class Arrays(Mapping[str, np.ndarray]):
-    """The arrays of an .npz file; remembers which of them were read."""
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint as it is used, and in float64, which tells how far float32 is off."""
 
-    def __init__(self, path: Path) -> None:
-        with np.load(path) as file:
-            self._arrays = dict(file)
-        self.read: set[str] = set()
+    policy: OpenVLAPolicy
+    exact: OpenVLAPolicy
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        self.read.add(name)
-        return self._arrays[name]
+    def assert_equal(
+        self, compute: Callable[[OpenVLAPolicy], torch.Tensor], theirs: np.ndarray, scale: np.ndarray | None = None
+    ) -> float:
+        """What the policy computes equals the original's up to rounding, whose bound is returned.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-
-def load_openvla() -> OpenVLAPolicy:
-    return read_policy(OPENVLA, unnorm_key="libero_spatial")
+        `scale` holds the numbers that were rounded on the way, where the result is their small difference.
+        """
+        ours, exact = compute(self.policy), compute(self.exact)
+        bound = rounding(ours, exact, theirs if scale is None else scale)
+        assert_close(ours, theirs, bound)
+        return bound
 
 
-def load_oft() -> OpenVLAPolicy:
-    return read_policy(OFT, decoder="parallel", num_images=2, l1_head=True)
+def load_openvla() -> Model:
+    return Model(*(read_policy(OPENVLA, dtype=dtype) for dtype in (torch.float32, torch.float64)))
 
 
-def load_oft_without_proprio() -> OpenVLAPolicy:
-    return read_policy(OFT, decoder="parallel", num_images=2, use_proprio=False)
+def load_oft(*, use_proprio: bool = True) -> Model:
+    """With the regression head; the arrays tell what the folder does not."""
+    expected = load_arrays(OFT / "expected.npz")
+    read = partial(
+        read_policy,
+        OFT,
+        decoder="parallel",
+        chunk_length=expected["token_actions"].shape[1],
+        num_images=expected["pixel_values"].shape[1] // (3 * len(read_config(OFT).towers)),
+        use_proprio=None if use_proprio else False,
+        unnorm_key=oft_key(),
+        l1_head=use_proprio,
+    )
+    return Model(read(dtype=torch.float32), read(dtype=torch.float64))
 
 
-def assert_close(ours: torch.Tensor | np.ndarray, theirs: np.ndarray, tolerance: float) -> None:
-    ours = ours.detach().numpy() if isinstance(ours, torch.Tensor) else ours
-    assert ours.shape == theirs.shape
-    difference = np.abs(ours.astype(np.float64) - theirs).max()
-    assert difference <= tolerance, f"largest difference {difference}"
+def oft_key() -> str:
+    """The statistics that the trainer wrote beside the checkpoint."""
+    return next(iter(read_json(OFT / "dataset_statistics.json")))
 
 
 def openvla_inputs(policy: OpenVLAPolicy, expected: Arrays) -> PolicyInput:
@@ -80,11 +86,12 @@ def oft_inputs(expected: Arrays) -> PolicyInput:
     return PolicyInput(ids, torch.ones(ids.shape, dtype=torch.bool), pixels, proprio)
 
 
-def beside_a_longer_prompt(inputs: PolicyInput, pad_token_id: int) -> PolicyInput:
-    """The same rows, right-padded because one more row has a prompt four tokens longer."""
-    longer = torch.cat([inputs.input_ids[:1], inputs.input_ids[:1, 1:5]], dim=1)
-    padded = torch.nn.functional.pad(inputs.input_ids, (0, 4), value=pad_token_id)
-    mask = torch.nn.functional.pad(inputs.attention_mask, (0, 4), value=False)
+def beside_a_longer_prompt(inputs: PolicyInput, pad_token_id: int, extra: int = 4) -> PolicyInput:
+    """The same rows, right-padded because one more row has a prompt that is `extra` tokens longer."""
+    repeated = torch.arange(extra) % (inputs.input_ids.shape[1] - 1) + 1
+    longer = torch.cat([inputs.input_ids[:1], inputs.input_ids[:1, repeated]], dim=1)
+    padded = torch.nn.functional.pad(inputs.input_ids, (0, extra), value=pad_token_id)
+    mask = torch.nn.functional.pad(inputs.attention_mask, (0, extra), value=False)
     return PolicyInput(
         torch.cat([padded, longer]),
         torch.cat([mask, torch.ones_like(longer, dtype=torch.bool)]),
@@ -93,119 +100,179 @@ def beside_a_longer_prompt(inputs: PolicyInput, pad_token_id: int) -> PolicyInpu
     )
 
 
-def check_pixels(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    normalised = policy.model.vision_backbone.normalize(openvla_inputs(policy, expected).pixels)
-    assert_close(normalised, expected["pixel_values"], 1e-6)
+def greedy_bins(logits: torch.Tensor, theirs: np.ndarray, bound: float) -> torch.Tensor:
+    """The original's greedy bins; ours must be the same, except where rounding decides between two."""
+    best = theirs.max(-1)
+    chosen = np.take_along_axis(theirs, distribution.greedy(logits).numpy()[..., None], -1)[..., 0]
+    assert (best - chosen).max() <= 2 * bound, f"a greedy token is {(best - chosen).max()} below the original's"
+    return torch.from_numpy(theirs.argmax(-1))
+
+
+def check_pixels(model: Model, expected: Arrays) -> None:
+    normalised = model.policy.model.vision_backbone.normalize(openvla_inputs(model.policy, expected).pixels)
+    theirs = expected["pixel_values"]
+    assert_close(normalised, theirs, 4 * float(np.finfo(np.float32).eps * np.abs(theirs).max()))
 
 
 @torch.no_grad()
-def check_vision(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    features = policy.model.vision_backbone(openvla_inputs(policy, expected).pixels)
-    assert_close(features, expected["vision_features"], FEATURE_TOLERANCE)
-    assert_close(policy.model.projector(features), expected["projected"], FEATURE_TOLERANCE)
+def check_vision(model: Model, expected: Arrays) -> None:
+    pixels = openvla_inputs(model.policy, expected).pixels
+    model.assert_equal(lambda policy: policy.model.vision_backbone(pixels), expected["vision_features"])
+    model.assert_equal(
+        lambda policy: policy.model.projector(policy.model.vision_backbone(pixels)), expected["projected"]
+    )
+
+
+def full_logits(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+    """Over the whole vocabulary, where the critic reads, too."""
+    return policy.model.full_logits(policy.decoder.first_state(policy.model, policy._prefix(inputs)))
 
 
 @torch.no_grad()
-def check_last_logits(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    state = policy.decoder.first_state(policy.model, policy._prefix(openvla_inputs(policy, expected)))
-    assert_close(policy.model.full_logits(state), expected["logits_last"], LOGIT_TOLERANCE)
+def check_last_logits(model: Model, expected: Arrays) -> None:
+    inputs = openvla_inputs(model.policy, expected)
+    model.assert_equal(lambda policy: full_logits(policy, inputs), expected["logits_last"])
+
+
+def action_bins(policy: OpenVLAPolicy, expected: Arrays) -> torch.Tensor:
+    return torch.from_numpy(expected["greedy_tokens"]) - policy.codec.first_id
 
 
 @torch.no_grad()
-def check_decoding(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    """Token by token, and all tokens given."""
-    inputs = openvla_inputs(policy, expected)
-    ids, logits = policy.decode(inputs, lambda lg, _: distribution.greedy(lg))
-    assert ids.tolist() == expected["greedy_tokens"].tolist()
-    assert_close(logits, expected["action_logits"], LOGIT_TOLERANCE)
-    scores = policy.score(inputs, torch.from_numpy(expected["greedy_tokens"]))
-    assert_close(scores.logits, expected["action_logits"], LOGIT_TOLERANCE)
+def check_decoding(model: Model, expected: Arrays) -> None:
+    """Token by token along the original's tokens, and all tokens given."""
+    inputs, theirs = openvla_inputs(model.policy, expected), expected["action_logits"]
+    bins = action_bins(model.policy, expected)
+
+    def decoded(policy: OpenVLAPolicy) -> torch.Tensor:
+        return policy.decode(inputs, lambda logits, first: bins[:, first : first + logits.shape[1]])[1]
+
+    bound = model.assert_equal(decoded, theirs)
+    assert torch.equal(greedy_bins(decoded(model.policy), theirs, bound), bins)
+    model.assert_equal(lambda policy: policy.score(inputs, bins + policy.codec.first_id).logits, theirs)
 
 
 @torch.no_grad()
-def check_logprobs(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    inputs, tokens = openvla_inputs(policy, expected), torch.from_numpy(expected["greedy_tokens"])
-    logits = policy.score(inputs, tokens).logits
-    states = policy.decoder.states(policy.model, policy._prefix(inputs), tokens)
-    for temperature in TEMPERATURES:
-        over_actions = distribution.token_logprobs(logits, tokens - policy.codec.first_id, temperature)
-        assert_close(over_actions, expected[f"logprob_action_T{temperature}"], LOGIT_TOLERANCE)
-        over_all = distribution.token_logprobs(policy.model.full_logits(states), tokens, temperature)
-        assert_close(over_all, expected[f"logprob_fullvocab_T{temperature}"], LOGIT_TOLERANCE)
-
-
-@torch.no_grad()
-def check_entropy_and_sampling(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    """Against numpy in float64, from the golden logits."""
+def check_logprobs(model: Model, expected: Arrays) -> None:
+    inputs, bins = openvla_inputs(model.policy, expected), action_bins(model.policy, expected)
     tokens = torch.from_numpy(expected["greedy_tokens"])
+
+    def over_actions(policy: OpenVLAPolicy, temperature: float) -> torch.Tensor:
+        return distribution.token_logprobs(policy.score(inputs, tokens).logits, bins, temperature)
+
+    def over_all(policy: OpenVLAPolicy, temperature: float) -> torch.Tensor:
+        states = policy.decoder.states(policy.model, policy._prefix(inputs), tokens)
+        return distribution.token_logprobs(policy.model.full_logits(states), tokens, temperature)
+
+    for support, compute in (("action", over_actions), ("fullvocab", over_all)):
+        for name, temperature in temperatures(expected, support):
+            # A log-prob is a difference of logits, and as uncertain as they are.
+            model.assert_equal(partial(compute, temperature=temperature), expected[name], expected["action_logits"])
+
+
+def temperatures(expected: Arrays, support: str) -> list[tuple[str, float]]:
+    """The names of the arrays of log-probs, and the temperature that each name ends in."""
+    found = [(name, re.fullmatch(rf"logprob_{support}_T([\d.]+)", name)) for name in expected]
+    return [(name, float(match[1])) for name, match in found if match]
+
+
+@torch.no_grad()
+def check_entropy_and_sampling(model: Model, expected: Arrays) -> None:
+    """Against numpy in float64, from the golden logits."""
+    policy, tokens = model.policy, torch.from_numpy(expected["greedy_tokens"])
     logits = policy.score(openvla_inputs(policy, expected), tokens).logits
-    uniforms = np.random.default_rng(0).uniform(size=tokens.shape)
-    for temperature in TEMPERATURES:
+    for _, temperature in temperatures(expected, "action"):
         scaled = expected["action_logits"].astype(np.float64) / temperature
         probs = np.exp(scaled - scaled.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
         entropy = -(probs * np.log(probs)).sum(-1)
         assert_close(distribution.token_entropy(logits, temperature), entropy, 1e-3)
-        places = (probs.cumsum(-1) < uniforms[..., None]).sum(-1)
-        assert distribution.sample(logits, temperature, torch.from_numpy(uniforms)).tolist() == places.tolist()
+        # The middle of each of the likeliest bins' shares of [0, 1], where no rounding tips a sample into the next.
+        for chosen in np.argsort(probs, axis=-1)[..., -3:].transpose(2, 0, 1):
+            below = np.take_along_axis(probs.cumsum(-1) - probs, chosen[..., None], -1)[..., 0]
+            width = np.take_along_axis(probs, chosen[..., None], -1)[..., 0]
+            certain = width > 1e-3
+            sampled = distribution.sample(logits, temperature, torch.from_numpy(below + width / 2)).numpy()
+            assert sampled[certain].tolist() == chosen[certain].tolist()
 
 
-def check_actions(policy: OpenVLAPolicy, expected: Arrays) -> None:
+def check_actions(model: Model, expected: Arrays) -> None:
+    policy = model.policy
     normalised = policy.codec.decode(expected["greedy_tokens"])[:, 0]
-    for key in ("libero_spatial", "bridge_orig"):
-        _assert_units(policy, normalised, key, expected[f"actions_{key}"])
+    for name in expected:
+        if name.startswith("actions_"):
+            _assert_units(policy, normalised, name.removeprefix("actions_"), expected[name])
 
 
-def _assert_units(policy: OpenVLAPolicy, normalised: np.ndarray, key: str | None, actions: np.ndarray) -> None:
-    assert_close(policy.unnormalize(normalised, key), actions, 1e-7)
-    # Centres are whole multiples of 1/255. In float64 even the 1e-8 by which OFT widens the range is seen.
-    exact = np.rint(normalised.astype(np.float64) * 255) / 255
+def _assert_units(policy: OpenVLAPolicy, normalised: np.ndarray, key: str, actions: np.ndarray) -> None:
+    low, high, _ = policy.normalizer._bounds("action", key)
+    widest = max(1.0, float((high - low).max()))
+    assert_close(policy.unnormalize(normalised, key), actions, float(np.finfo(np.float32).eps) * widest)
+    # Centres are whole multiples of 1/(bins - 1). In float64 even the 1e-8 by which OFT widens the range is seen.
+    steps = policy.codec.num_bins - 1
+    exact = np.rint(normalised.astype(np.float64) * steps) / steps
     assert_close(policy.normalizer.unnormalize(exact, key), actions, 1e-12)
 
 
 @torch.no_grad()
-def check_ragged(policy: OpenVLAPolicy, expected: Arrays) -> None:
+def check_ragged(model: Model, expected: Arrays) -> None:
     """Rows mean the same beside a longer prompt: decoded, scored, and where the critic reads."""
+    policy = model.policy
     inputs = beside_a_longer_prompt(openvla_inputs(policy, expected), policy.config.pad_token_id)
-    rows = len(inputs) - 1
-    ids, logits = policy.decode(inputs, lambda lg, _: distribution.greedy(lg))
-    assert_close(logits[:rows], expected["action_logits"], LOGIT_TOLERANCE)
-    assert_close(policy.score(inputs, ids).logits[:rows], expected["action_logits"], LOGIT_TOLERANCE)
-    state = policy.decoder.first_state(policy.model, policy._prefix(inputs))
-    assert_close(policy.model.full_logits(state)[:rows], expected["logits_last"], LOGIT_TOLERANCE)
+    rows, first_id = len(inputs) - 1, policy.codec.first_id
+    bins = torch.cat([action_bins(policy, expected), action_bins(policy, expected)[:1]])
+    model.assert_equal(
+        lambda policy: policy.decode(inputs, lambda lg, first: bins[:, first : first + lg.shape[1]])[1][:rows],
+        expected["action_logits"],
+    )
+    model.assert_equal(lambda policy: policy.score(inputs, bins + first_id).logits[:rows], expected["action_logits"])
+    model.assert_equal(lambda policy: full_logits(policy, inputs)[:rows], expected["logits_last"])
 
 
-@torch.no_grad()
-def check_oft_tokens(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    """States, logits and actions, with the proprio token or without, as the policy was loaded."""
-    inputs, prefix = oft_inputs(expected), "token" if policy.config.use_proprio else "token_noproprio"
-    ids, logits = policy.decode(inputs, lambda lg, _: distribution.greedy(lg))
-    embedded = policy._prefix(inputs)
-    hidden = expected[f"{prefix}_hidden"]
-    assert_close(policy.decoder.states(policy.model, embedded, ids), hidden, LOGIT_TOLERANCE)
-    assert_close(policy.decoder.first_state(policy.model, embedded), hidden[:, 0], LOGIT_TOLERANCE)
-    assert_close(logits, expected[f"{prefix}_action_logits"], LOGIT_TOLERANCE)
-    assert torch.equal(policy.score(inputs, ids).logits, logits)
-    _assert_units(policy, policy.codec.decode(ids.numpy()), None, expected[f"{prefix}_actions"])
+def oft_logits(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+    return policy.decode(inputs, lambda logits, _: distribution.greedy(logits))[1]
 
 
-@torch.no_grad()
-def check_oft_regression(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    inputs = oft_inputs(expected)
+def oft_states(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+    """[B, K*D, H], which the parallel decoder has whatever the tokens are."""
     unread = torch.zeros(len(inputs), policy.config.num_action_tokens, dtype=torch.int64)
-    states = policy.decoder.states(policy.model, policy._prefix(inputs), unread)
-    assert_close(states, expected["l1_hidden"], LOGIT_TOLERANCE)
-    assert_close(policy.unnormalize(policy.regress(inputs).numpy()), expected["l1_actions"], LOGIT_TOLERANCE)
+    return policy.decoder.states(policy.model, policy._prefix(inputs), unread)
 
 
 @torch.no_grad()
-def check_oft_ragged(policy: OpenVLAPolicy, expected: Arrays) -> None:
-    inputs = beside_a_longer_prompt(oft_inputs(expected), policy.config.pad_token_id)
-    _, logits = policy.decode(inputs, lambda lg, _: distribution.greedy(lg))
-    assert_close(logits[:-1], expected["token_action_logits"], LOGIT_TOLERANCE)
+def check_oft_tokens(model: Model, expected: Arrays) -> None:
+    """States, logits and actions, with the proprio token or without, as the policy was loaded."""
+    policy = model.policy
+    inputs, prefix = oft_inputs(expected), "token" if policy.config.use_proprio else "token_noproprio"
+    hidden, theirs = expected[f"{prefix}_hidden"], expected[f"{prefix}_action_logits"]
+    model.assert_equal(lambda policy: oft_states(policy, inputs), hidden)
+    model.assert_equal(lambda policy: policy.decoder.first_state(policy.model, policy._prefix(inputs)), hidden[:, 0])
+    bound = model.assert_equal(lambda policy: oft_logits(policy, inputs), theirs)
+    ids, logits = policy.decode(inputs, lambda logits, _: distribution.greedy(logits))
+    assert torch.equal(policy.score(inputs, ids).logits, logits)
+    bins = greedy_bins(logits, theirs, bound)
+    normalised = policy.codec.decode((bins + policy.codec.first_id).numpy())
+    _assert_units(policy, normalised, oft_key(), expected[f"{prefix}_actions"])
 
 
-OPENVLA_CHECKS: tuple[Callable[[OpenVLAPolicy, Arrays], None], ...] = (
+@torch.no_grad()
+def check_oft_regression(model: Model, expected: Arrays) -> None:
+    inputs = oft_inputs(expected)
+    model.assert_equal(lambda policy: oft_states(policy, inputs), expected["l1_hidden"])
+
+    def actions(policy: OpenVLAPolicy) -> torch.Tensor:
+        return torch.from_numpy(policy.unnormalize(policy.regress(inputs).numpy()))
+
+    model.assert_equal(actions, expected["l1_actions"])
+
+
+@torch.no_grad()
+def check_oft_ragged(model: Model, expected: Arrays) -> None:
+    inputs = beside_a_longer_prompt(oft_inputs(expected), model.policy.config.pad_token_id)
+    model.assert_equal(lambda policy: oft_logits(policy, inputs)[:-1], expected["token_action_logits"])
+
+
+OPENVLA_CHECKS: tuple[Callable[[Model, Arrays], None], ...] = (
     check_pixels,
     check_vision,
     check_last_logits,
@@ -215,93 +282,69 @@ OPENVLA_CHECKS: tuple[Callable[[OpenVLAPolicy, Arrays], None], ...] = (
     check_actions,
     check_ragged,
 )
-OFT_CHECKS: tuple[Callable[[OpenVLAPolicy, Arrays], None], ...] = (
+OFT_CHECKS: tuple[Callable[[Model, Arrays], None], ...] = (
     check_oft_tokens,
     check_oft_regression,
     check_oft_ragged,
 )
 
 
-# Conventions that no golden array shows.
+# LIBERO's frames, from the renderer to the pixels that the towers read.
 
 
-def check_known_tokens() -> None:
-    codec = UniformActionCodec(vocab_size=32000, num_bins=256, action_dim=1)
-    assert codec.encode(np.array([[-1.0], [0.0], [0.5], [1.0]])).tolist() == [31999, 31872, 31808, 31744]
-    decoded = codec.decode(np.array([31999, 31872, 31745, 31744]))[:, 0]
-    assert_close(decoded, np.array([-254, 0, 254, 254]) / 255, 1e-7)
+class RenderedEnv(LiberoEnv):
+    """LIBERO's environment whose simulator shows the given frames, one at each look."""
+
+    def __init__(self, frames: np.ndarray) -> None:
+        shown = iter(frames)
+        self._renderer = SimpleNamespace(draw=lambda model, state, camera, size: next(shown))  # type: ignore[assignment]
+        self._physics = SimpleNamespace(  # type: ignore[assignment]
+            model=None, seen=lambda: None, proprio=lambda: (np.zeros(3), np.array([1.0, 0.0, 0.0, 0.0]), np.zeros(2))
+        )
+        self._spec = SimpleNamespace(tasks=[SimpleNamespace(instruction="")])  # type: ignore[assignment]
+        self._task_id, self._cameras, self._image_size = 0, ("agentview",), frames.shape[1]
 
 
-def check_statistics_of_a_suite() -> None:
-    """The suite's own, else those of its data without idle steps."""
-    for policy, key in ((load_openvla(), "libero_spatial"), (load_oft(), "libero_spatial_no_noops")):
-        policy.use_statistics(None, "libero_spatial")
-        assert policy.normalizer.unnorm_key == key
+def libero_arrays() -> dict[str, np.ndarray]:
+    return load_arrays(RLDS / "libero_preprocess.npz")
 
 
-def check_proprio() -> None:
-    """The 1% and 99% quantiles become -1 and 1, what lies outside is cut off."""
-    config = read_config(OFT)
-    stats = config.norm_stats["libero_spatial_no_noops"]["proprio"]
-    low, high = np.asarray(stats["q01"]), np.asarray(stats["q99"])
-    states = np.stack([low, low + 0.75 * (high - low), high, high + 1.0])
-    target = np.repeat([[-1.0], [0.5], [1.0], [1.0]], low.size, axis=1)
-    assert_close(Normalizer(config).normalize_proprio(states), target, 1e-5)
-
-
-class CodePoints:
-    """A tokenizer whose ids are the characters, so that a prompt can be read off its ids."""
-
-    def encode(self, text: str) -> SimpleNamespace:
-        return SimpleNamespace(ids=[ord(character) for character in text])
-
-
-def check_prompt() -> None:
-    config = read_config(OPENVLA)
-    processor = Processor(config, CodePoints(), Normalizer(config, "libero_spatial"))  # type: ignore[arg-type]
-    image = np.zeros((1, 56, 56, 3), np.uint8)
-    instructions = ("Open the Drawer", "put the bowl on the stove")
-    inputs = processor([Observation(image, np.zeros(8, np.float32), text) for text in instructions])
-    for row, text in enumerate(("open the drawer", "put the bowl on the stove")):
-        prompt = f"In: What action should the robot take to {text}?\nOut:"
-        ids = [1, *map(ord, prompt), 29871]
-        padding = inputs.input_ids.shape[1] - len(ids)
-        assert inputs.input_ids[row].tolist() == ids + [32000] * padding
-        assert inputs.attention_mask[row].tolist() == [True] * len(ids) + [False] * padding
-
-
-def libero_arrays() -> Arrays:
-    return Arrays(HERE / "rlds" / "libero_preprocess.npz")
-
-
-def upright(frame: np.ndarray) -> np.ndarray:
-    """LIBERO renders upside down; turning is the environment adapter's work, before any policy sees a frame."""
-    return frame[::-1, ::-1]
-
-
-def libero_processor(images: ImagePipeline) -> Processor:
+def libero_processor(images: ImagePipeline, size: int) -> Processor:
     config: OpenVLAConfig = read_config(OPENVLA)
-    towers = tuple(replace(tower, image_size=LIBERO_SIZE) for tower in config.towers)
-    return Processor(replace(config, towers=towers), None, Normalizer(config, "libero_spatial"), images)
+    towers = tuple(replace(tower, image_size=size) for tower in config.towers)
+    return Processor(replace(config, towers=towers), None, Normalizer(config), images)
 
 
 def check_resized(expected: Arrays) -> None:
     """The README of the golden data asks for 2 grey levels on 85% of the pixels and 20 at most; ours come closer."""
-    processor = libero_processor(ImagePipeline(jpeg=True, resize="lanczos3"))
-    ours = np.concatenate([processor._pixels(upright(frame)[None]) for frame in expected["agentview"]])
-    assert_nearly_equal(ours, expected["resized"])
+    _assert_rendered(expected, "resized", ImagePipeline(jpeg=True, resize="lanczos3"))
 
 
 def check_cropped(expected: Arrays) -> None:
-    processor = libero_processor(ImagePipeline(center_crop=True))
-    ours = np.concatenate([processor._pixels(frame[None]) for frame in expected["resized"]])
-    assert_nearly_equal(ours, expected["center_cropped"])
+    """From the resized frames, which hold the same pixels on both sides."""
+    resized, theirs = expected["resized"], expected["center_cropped"]
+    processor = libero_processor(ImagePipeline(center_crop=True), resized.shape[1])
+    assert_nearly_equal(np.concatenate([processor._pixels(frame[None]) for frame in resized]), theirs)
 
 
-def assert_nearly_equal(ours: np.ndarray, theirs: np.ndarray, share: float = 0.999) -> None:
+def check_whole_pipeline(expected: Arrays) -> None:
+    _assert_rendered(expected, "center_cropped", ImagePipeline(jpeg=True, resize="lanczos3", center_crop=True))
+
+
+LIBERO_CHECKS: tuple[Callable[[Arrays], None], ...] = (check_resized, check_cropped, check_whole_pipeline)
+
+
+def _assert_rendered(expected: Arrays, name: str, images: ImagePipeline) -> None:
+    env = RenderedEnv(expected["agentview"])
+    processor = libero_processor(images, expected[name].shape[1])
+    ours = np.concatenate([processor._pixels(env.observe().images) for _ in expected["agentview"]])
+    assert_nearly_equal(ours, expected[name])
+
+
+def assert_nearly_equal(ours: np.ndarray, theirs: np.ndarray, fraction: float = 0.999) -> None:
     """Equal to the grey level, save a few pixels that rounding tips to the next one."""
     assert ours.dtype == theirs.dtype == np.uint8
     assert ours.shape == theirs.shape
     difference = np.abs(ours.astype(np.int16) - theirs)
     assert difference.max() <= 1, f"largest difference {difference.max()}"
-    assert (difference == 0).mean() >= share, f"{(difference == 0).mean():.4%} of the values are equal"
+    assert (difference == 0).mean() >= fraction, f"{(difference == 0).mean():.4%} of the values are equal"

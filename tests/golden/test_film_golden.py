@@ -2,59 +2,95 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes.golden_arrays import Arrays, assert_close, constant, load_arrays, rounding, stored_state, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.policies.openvla import decoders
 from vlarl.policies.openvla.film import fold_film_state
 from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.policies.openvla.towers import KNOWN_TOWERS
+from vlarl.policies.openvla.towers import KNOWN_TOWERS, TowerConfig
 from vlarl.policies.openvla.vision import VisionBackbone
 from vlarl.policies.tiny import tiny_config
 from vlarl.types import PolicyInput
 
-TOWERS = ("vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224")
-LLM_DIM = 24
+PARTS = {
+    "featurizer": "vit_large_patch14_reg4_dinov2.lvd142m",
+    "fused_featurizer": "vit_so400m_patch14_siglip_224",
+}
 
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, np.ndarray]:
-    return dict(np.load(Path(__file__).parent / "film" / "film.npz"))
+    return load_arrays(golden_folder("film") / "film.npz")
 
 
-@pytest.fixture(scope="module")
-def state(golden) -> dict[str, torch.Tensor]:
-    """The original file's, in float32."""
-    stored = {k.removeprefix("state/"): v for k, v in golden.items() if k.startswith("state/")}
-    return {k: torch.from_numpy(v).view(torch.bfloat16).float() for k, v in stored.items()}
+def tower(arrays: Arrays, part: str) -> TowerConfig:
+    """At the size of the file's weights and pixels."""
+    prefix = f"state/vision_backbone.{part}."
+    blocks = {name.split(".")[3] for name in arrays if name.startswith(f"{prefix}blocks.")}
+    return replace(
+        KNOWN_TOWERS[PARTS[part]],
+        image_size=arrays["pixels"].shape[-1],
+        embed_dim=arrays[f"{prefix}norm.weight"].shape[0],
+        depth=len(blocks),
+        num_heads=int(constant(arrays, "num_heads")),
+    )
 
 
-def backbone(film_dim: int | None = LLM_DIM) -> VisionBackbone:
-    sizes = {"image_size": 28, "embed_dim": 8, "depth": 3, "num_heads": 2}
-    towers = [replace(KNOWN_TOWERS[name], **sizes) for name in TOWERS]
-    return VisionBackbone((towers[0], towers[1]), film_dim)
+def backbone(arrays: Arrays) -> VisionBackbone:
+    first, second = (tower(arrays, part) for part in PARTS)
+    return VisionBackbone((first, second), arrays["language"].shape[-1])
 
 
-def test_features_of_two_images_a_row_equal_the_originals(golden, state):
-    ours = backbone()
-    ours.load_state_dict(fold_film_state(state))
-    features = ours(torch.from_numpy(golden["pixels"]), torch.from_numpy(golden["language"]))
-    np.testing.assert_allclose(features.detach().numpy(), golden["features"], atol=1e-5, rtol=0)
+@torch.no_grad()
+def features(arrays: Arrays, dtype: torch.dtype = torch.float32, alpha: int | None = None) -> torch.Tensor:
+    ours = backbone(arrays)
+    ours.load_state_dict(fold_film_state(stored_state(arrays), alpha))
+    pixels, language = (torch.from_numpy(arrays[name]).to(dtype) for name in ("pixels", "language"))
+    return ours.to(dtype)(pixels, language)
 
 
-def test_the_fold_needs_the_trainers_alpha(golden, state):
-    assert any("patch_embed.proj.lora_A" in name for name in state)  # the convolution is adapted, too
-    ours = backbone()
-    ours.load_state_dict(fold_film_state(state, alpha=20))
-    features = ours(torch.from_numpy(golden["pixels"]), torch.from_numpy(golden["language"]))
-    assert np.abs(features.detach().numpy() - golden["features"]).max() > 1e-2
+def check_features(arrays: Arrays) -> None:
+    """Of several images a row."""
+    ours, theirs = features(arrays), arrays["features"]
+    assert_close(ours, theirs, rounding(ours, features(arrays, torch.float64), theirs))
 
 
-def test_a_state_without_adapters_is_only_renamed():
-    names = list(backbone().state_dict())
+def check_average(arrays: Arrays) -> None:
+    """What FiLM reads: the mean over the prompt and the stop token."""
+    table = torch.from_numpy(arrays["embedding"])
+    model = film_model()
+    model.embed_tokens = lambda ids: table[ids]  # type: ignore[method-assign]
+    text = table[torch.from_numpy(arrays["input_ids"])[None]]
+    ours = decoders._mean_embedding(model, text, None)
+    assert_close(ours[0], arrays["language_mean"], 1e-6)
+
+
+@pytest.mark.parametrize("check", [check_features, check_average])
+def test_equals_the_original(golden, check):
+    check(golden)
+
+
+def test_every_golden_array_is_compared(golden):
+    """Weights are, since `load_state_dict` takes exactly those that the model has."""
+    assert unnoticed(golden, [check_features, check_average], but_for="state/") == []
+
+
+def test_the_fold_needs_the_trainers_alpha(golden):
+    """Which is the rank, but no more than 16."""
+    adapters = [name for name in golden if ".lora_A." in name]
+    assert any("patch_embed.proj" in name for name in adapters)  # the convolution is adapted, too
+    alpha = min(golden[adapters[0]].shape[0], 16)
+    assert torch.equal(features(golden, alpha=alpha), features(golden))
+    assert np.abs(features(golden, alpha=alpha + 4).numpy() - golden["features"]).max() > 1e-2
+
+
+def test_a_state_without_adapters_is_only_renamed(golden):
+    names = list(backbone(golden).state_dict())
     film = (".scale.", ".shift.")
     theirs = {n: n if any(f in n for f in film) else re.sub(r"(blocks\.\d)", r"\1.block", n) for n in names}
     state = {f"vision_backbone.{theirs[n]}": torch.tensor(float(i)) for i, n in enumerate(names)}
@@ -65,15 +101,6 @@ def film_model() -> OpenVLAModel:
     config = tiny_config("parallel", use_proprio=False).with_decoder(use_film=True)
     torch.manual_seed(0)
     return OpenVLAModel(config)
-
-
-def test_film_averages_the_prompt_and_the_stop_token(golden, monkeypatch):
-    model = film_model()
-    table = torch.from_numpy(golden["embedding"])
-    monkeypatch.setattr(model, "embed_tokens", lambda ids: table[ids])
-    text = model.embed_tokens(torch.from_numpy(golden["input_ids"])[None])
-    ours = decoders._mean_embedding(model, text, None)
-    np.testing.assert_allclose(ours[0].numpy(), golden["language_mean"], atol=1e-6)
 
 
 def test_each_row_of_a_ragged_batch_gets_its_own_prompt():

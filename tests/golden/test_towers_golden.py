@@ -1,16 +1,17 @@
 """Our vision towers against timm's own, each architecture at toy size (see towers/generate.py)."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from fakes.golden_arrays import Arrays, assert_close, constant, load_arrays, rounding, stored_state, unnoticed
+from fakes.golden_folder import golden_folder
 
 from vlarl.policies.openvla.towers import KNOWN_TOWERS, TowerConfig, default_activation
 from vlarl.policies.openvla.vision import VisionBackbone
 
-FOLDER = Path(__file__).parent / "towers"
+FOLDER = golden_folder("towers")
 TOWERS = {
     "dinov2": "vit_large_patch14_reg4_dinov2.lvd142m",
     "siglip_so400m": "vit_so400m_patch14_siglip_384",
@@ -21,33 +22,52 @@ TOWERS = {
 }
 
 
-def toy(name: str) -> TowerConfig:
-    timm_id = TOWERS[name]
-    sizes = {"image_size": 36, "embed_dim": 16, "depth": 3, "num_heads": 2}
-    return replace(KNOWN_TOWERS[timm_id], activation=default_activation(timm_id), **sizes)
+def toy(name: str, arrays: Arrays) -> TowerConfig:
+    """The architecture at the size of the file's weights and pixels."""
+    blocks = {key.split(".")[1] for key in arrays if key.startswith("state/blocks.")}
+    return replace(
+        KNOWN_TOWERS[TOWERS[name]],
+        activation=default_activation(TOWERS[name]),
+        image_size=arrays["pixels"].shape[-1],
+        embed_dim=arrays["state/patch_embed.proj.weight"].shape[0],
+        depth=len(blocks),
+        num_heads=int(constant(arrays, "num_heads")),
+    )
 
 
-def load(name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, np.ndarray]:
-    arrays = np.load(FOLDER / f"{name}.npz")
-    state = {k.removeprefix("state/"): torch.from_numpy(arrays[k]) for k in arrays if k.startswith("state/")}
-    return state, torch.from_numpy(arrays["pixels"]), arrays["features"]
+def check_tower(name: str, arrays: Arrays) -> None:
+    """timm's names and shapes, and its features of the second-to-last block."""
+    state = {f"featurizer.{key}": value for key, value in stored_state(arrays).items()}
+    backbone = VisionBackbone((toy(name, arrays),))
+    assert {k: v.shape for k, v in backbone.state_dict().items()} == {k: v.shape for k, v in state.items()}
+    assert_features(backbone, state, torch.from_numpy(arrays["pixels"]), arrays["features"])
+
+
+def assert_features(backbone, state, pixels, features) -> None:
+    backbone.load_state_dict(state)
+    ours, exact = backbone(pixels).detach(), backbone.double()(pixels.double()).detach()
+    assert_close(ours, features, rounding(ours, exact, features))
 
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_tower_has_timms_names_and_features(name):
-    state, pixels, expected = load(name)
-    backbone = VisionBackbone((toy(name),))
-    wanted = {f"featurizer.{key}": value.shape for key, value in state.items()}
-    assert {key: value.shape for key, value in backbone.state_dict().items()} == wanted
-    backbone.load_state_dict({f"featurizer.{key}": value for key, value in state.items()})
-    np.testing.assert_allclose(backbone(pixels).detach().numpy(), expected, atol=1e-5, rtol=0)
+    check_tower(name, load_arrays(FOLDER / f"{name}.npz"))
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_every_golden_array_is_compared(name):
+    """Weights are, since `load_state_dict` takes exactly those that the model has."""
+    arrays = load_arrays(FOLDER / f"{name}.npz")
+    assert unnoticed(arrays, [partial(check_tower, name)], but_for="state/") == []
 
 
 def test_fused_towers_stand_side_by_side():
-    names = ("dinov2", "clip_l")
-    backbone = VisionBackbone((toy(names[0]), toy(names[1])))
-    parts = dict(zip(("featurizer", "fused_featurizer"), map(load, names), strict=True))
-    backbone.load_state_dict({f"{p}.{k}": v for p, (state, _, _) in parts.items() for k, v in state.items()})
-    pixels = torch.cat([pixels for _, pixels, _ in parts.values()], dim=1)
-    expected = np.concatenate([features for _, _, features in parts.values()], axis=2)
-    np.testing.assert_allclose(backbone(pixels).detach().numpy(), expected, atol=1e-5, rtol=0)
+    parts = {"featurizer": "dinov2", "fused_featurizer": "clip_l"}
+    arrays = {part: load_arrays(FOLDER / f"{name}.npz") for part, name in parts.items()}
+    first, second = (toy(name, arrays[part]) for part, name in parts.items())
+    pixels = [torch.from_numpy(a["pixels"]) for a in arrays.values()]
+    features = [torch.from_numpy(a["features"]) for a in arrays.values()]
+    state = {f"{part}.{key}": value for part, a in arrays.items() for key, value in stored_state(a).items()}
+    assert_features(
+        VisionBackbone((first, second)), state, torch.cat(pixels, dim=1), torch.cat(features, dim=2).numpy()
+    )

@@ -1,7 +1,7 @@
 """Writes film.npz with the original FiLM wrapper of OpenVLA-OFT, which vlarl neither needs nor installs.
 
     pip install timm==0.9.16 peft==0.11.1 transformers==4.40.1
-    python generate.py OPENVLA_OFT_CHECKOUT
+    python generate.py OPENVLA_OFT_CHECKOUT [FOLDER]     # beside this file unless a folder is named
 
 Two towers at toy size get LoRA as the original trainer adds it (all-linear, rank 20, alpha 16) and are then wrapped:
 `state/…` has the names of its `vision_backbone--N_checkpoint.pt`, bfloat16 as uint16. `features` are those of two images
@@ -96,7 +96,7 @@ def averaged_by_predict_action(checkout: Path, embedding: nn.Embedding, ids: tor
 
 
 @torch.no_grad()
-def main(checkout: Path) -> None:
+def main(checkout: Path, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     film = load(checkout / "prismatic/models/film_vit_wrapper.py", "film_vit_wrapper")
     lora = LoraConfig(r=RANK, lora_alpha=min(RANK, 16), target_modules="all-linear", init_lora_weights="gaussian")
@@ -107,7 +107,7 @@ def main(checkout: Path) -> None:
         centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         spread = 0.05 if "patch_embed" in name else 0.2
         parameter.copy_((centre + spread * torch.randn(parameter.shape, generator=generator)).bfloat16())
-    pixels = torch.randn(ROWS, 6 * IMAGES, 28, 28, generator=generator)
+    pixels = torch.randn(ROWS, 6 * IMAGES, SIZES["img_size"], SIZES["img_size"], generator=generator)
     language = torch.randn(ROWS, 5, LLM_DIM, generator=generator)
     state = {f"state/{k}": v.bfloat16().view(torch.uint16).numpy() for k, v in backbone.state_dict().items()}
 
@@ -118,7 +118,8 @@ def main(checkout: Path) -> None:
     large.weight[29871] = embedding.weight[39]
     ids = torch.tensor([[1, 5, 9, 17, 5, 22]])
     np.savez_compressed(
-        Path(__file__).parent / "film.npz",
+        folder / "film.npz",
+        num_heads=np.array(SIZES["num_heads"]),
         pixels=pixels.numpy(),
         language=language.mean(dim=1).numpy(),
         features=backbone(pixels, language).numpy(),
@@ -130,4 +131,4 @@ def main(checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent)

@@ -20,11 +20,11 @@ class Mutation:
 
 
 def openvla(check: Callable[..., None]) -> Callable[[], None]:
-    return lambda: check(golden.load_openvla(), golden.Arrays(golden.OPENVLA / "expected.npz"))
+    return lambda: check(golden.load_openvla(), golden.load_arrays(golden.OPENVLA / "expected.npz"))
 
 
 def oft(check: Callable[..., None]) -> Callable[[], None]:
-    return lambda: check(golden.load_oft(), golden.Arrays(golden.OFT / "expected.npz"))
+    return lambda: check(golden.load_oft(), golden.load_arrays(golden.OFT / "expected.npz"))
 
 
 def libero(check: Callable[..., None]) -> Callable[[], None]:
@@ -46,13 +46,13 @@ def method_result(change: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda original: lambda self, *args, **kwargs: change(self, original(self, *args, **kwargs))
 
 
-def with_attribute(name: str, value: Any) -> Callable[[Any], Any]:
-    """A constructor that ends with another value for one attribute."""
+def with_attribute(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A constructor that ends with another value for one attribute, made from the object."""
 
     def make(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            setattr(self, name, value)
+            setattr(self, name, value(self))
 
         return init
 

@@ -6,11 +6,13 @@ from io import BytesIO
 from typing import Any
 
 import comparisons as golden
+import conventions
 import numpy as np
 import torch
 from PIL import Image
 
-from mutations import Mutation, instead, libero, oft, openvla, result, with_attribute
+from mutations import Mutation, instead, libero, method_result, oft, openvla, result, with_attribute
+from vlarl.envs.libero import env as libero_env
 from vlarl.policies import distribution
 from vlarl.policies.openvla import config, images, processor
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
@@ -53,20 +55,20 @@ TOKENS_AND_STATISTICS = [
         openvla(golden.check_actions),
         UniformActionCodec,
         "__init__",
-        with_attribute("centers", np.linspace(-1, 1, 256)),
+        with_attribute("centers", lambda codec: np.linspace(-1, 1, codec.num_bins)),
     ),
     Mutation(
         "256 edges, not as many bins",
-        golden.check_known_tokens,
+        conventions.check_known_tokens,
         UniformActionCodec,
         "__init__",
-        with_attribute("edges", np.linspace(-1, 1, 257)),
+        with_attribute("edges", lambda codec: np.linspace(-1, 1, codec.num_bins + 1)),
     ),
     Mutation(
         "a higher id is a smaller action", openvla(golden.check_actions), UniformActionCodec, "decode", mirrored_decode
     ),
     Mutation(
-        "a smaller action is a higher id", golden.check_known_tokens, UniformActionCodec, "encode", mirrored_encode
+        "a smaller action is a higher id", conventions.check_known_tokens, UniformActionCodec, "encode", mirrored_encode
     ),
     Mutation(
         "action ids end before the padding of the head",
@@ -98,25 +100,25 @@ TOKENS_AND_STATISTICS = [
         result(lambda bounds: (*bounds[:2], np.ones_like(bounds[2]))),
     ),
     Mutation("actions by quantiles", openvla(golden.check_actions), Normalizer, "_bounds", instead(by_extremes)),
-    Mutation("proprio by quantiles", golden.check_proprio, Normalizer, "_bounds", instead(by_extremes)),
-    Mutation("proprio is clipped", golden.check_proprio, Normalizer, "_into_unit", instead(unclipped)),
+    Mutation("proprio by quantiles", conventions.check_proprio, Normalizer, "_bounds", instead(by_extremes)),
+    Mutation("proprio is clipped", conventions.check_proprio, Normalizer, "_into_unit", instead(unclipped)),
     Mutation(
         "OFT widens the range by 1e-8",
         oft(golden.check_oft_tokens),
         Normalizer,
         "__init__",
-        with_attribute("_range_eps", 0.0),
+        with_attribute("_range_eps", lambda _: 0.0),
     ),
     Mutation(
         "OpenVLA does not widen the range",
         openvla(golden.check_actions),
         Normalizer,
         "__init__",
-        with_attribute("_range_eps", 1e-8),
+        with_attribute("_range_eps", lambda _: 1e-8),
     ),
     Mutation(
         "statistics of the suite, not the first there are",
-        golden.check_statistics_of_a_suite,
+        conventions.check_statistics_of_a_suite,
         Normalizer,
         "resolve",
         instead(lambda self, key=None: min(self._stats)),
@@ -130,7 +132,8 @@ TOKENS_AND_STATISTICS = [
 def prompt_ids(*, lower: bool = True, bos: bool = True, suffix: bool = True) -> Callable[[Any], Any]:
     def wrong(self: Processor, instruction: str) -> tuple[int, ...]:
         text = self.config.prompt_template.format(instruction=instruction.lower() if lower else instruction)
-        return (*[1] * bos, *self.tokenizer.encode(text).ids, *[29871] * suffix)  # type: ignore[union-attr]
+        first, last = [self.config.bos_id] * bos, [self.config.prompt_suffix_id] * suffix
+        return (*first, *self.tokenizer.encode(text).ids, *last)  # type: ignore[union-attr, arg-type, return-value]
 
     return instead(wrong)
 
@@ -141,23 +144,24 @@ def short_mask(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
     return ids, mask.scatter(1, last, False)
 
 
-def suffix_after_padding(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def suffix_after_padding(
+    self: Processor, batch: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask = batch
-    last = mask.sum(dim=1, keepdim=True) - 1
-    ids = ids.scatter(1, last, 32000).index_fill(1, torch.tensor([ids.shape[1] - 1]), 29871)
-    mask = mask.scatter(1, last, False).index_fill(1, torch.tensor([ids.shape[1] - 1]), True)
-    return ids, mask
+    last, end = mask.sum(dim=1, keepdim=True) - 1, torch.tensor([ids.shape[1] - 1])
+    ids = ids.scatter(1, last, self.config.pad_token_id).index_fill(1, end, self.config.prompt_suffix_id or 0)
+    return ids, mask.scatter(1, last, False).index_fill(1, end, True)
 
 
 PROMPT = [
-    Mutation(f"prompt: {breaks}", golden.check_prompt, owner, name, make)
+    Mutation(f"prompt: {breaks}", conventions.check_prompt, owner, name, make)
     for breaks, owner, name, make in (
         ("a line break before Out", config, "prompt_template", result(lambda text: text.replace("\n", " "))),
         ("lower case", Processor, "_prompt_ids", prompt_ids(lower=False)),
         ("BOS first", Processor, "_prompt_ids", prompt_ids(bos=False)),
         ("the empty token last", Processor, "_prompt_ids", prompt_ids(suffix=False)),
         ("the mask includes the empty token", Processor, "_prompts", result(short_mask)),
-        ("the empty token stands before the padding", Processor, "_prompts", result(suffix_after_padding)),
+        ("the empty token stands before the padding", Processor, "_prompts", method_result(suffix_after_padding)),
     )
 ]
 
@@ -185,7 +189,8 @@ def without_antialias(source: int, target: int) -> tuple[np.ndarray, np.ndarray]
 FRAMES = [
     Mutation(f"LIBERO: {breaks}", libero(check), owner, name, make)
     for breaks, check, owner, name, make in (
-        ("turned by 180 degrees", golden.check_resized, golden, "upright", instead(lambda frame: frame[::-1])),
+        ("turned by 180 degrees", golden.check_resized, libero_env, "upright", instead(lambda pixels: pixels)),
+        ("turned, not flipped", golden.check_resized, libero_env, "upright", instead(lambda pixels: pixels[::-1])),
         ("JPEG", golden.check_resized, processor, "jpeg_round_trip", instead(lambda image: image)),
         (
             "JPEG of quality 95",

@@ -26,7 +26,7 @@ SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 def the_other_towers_constants(self: VisionTower, pixels: torch.Tensor) -> torch.Tensor:
-    wrong = DINO if torch.allclose(self.pixel_mean, torch.tensor(0.5)) else SIGLIP
+    wrong = SIGLIP if "dinov2" in self.config.timm_id else DINO
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in wrong)
     return (pixels.float() / 255.0 - mean) / std
 
@@ -185,7 +185,7 @@ LAYOUT = [
     ),
     Mutation(
         "causal attention between the tokens",
-        openvla(golden.check_last_logits),
+        openvla(golden.check_decoding),
         decoders,
         "run_layers",
         run_with(causal=False),

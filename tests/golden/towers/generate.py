@@ -1,4 +1,7 @@
-"""Writes the arrays beside it with timm, which vlarl neither needs nor installs: `pip install timm==0.9.16`.
+"""Writes its arrays with timm, which vlarl neither needs nor installs.
+
+    pip install timm==0.9.16
+    python generate.py [FOLDER]     # beside this file unless a folder is named
 
 Each file is one architecture of the published vision backbones at toy size, with random weights: its state under the
 names that OpenVLA's checkpoints have, pixels, and the patches of the second-to-last block. Images of 36 pixels are not
@@ -6,6 +9,7 @@ a multiple of any patch, so that the border is cropped. Weights are small and bi
 and each of the parts matters.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,20 +37,20 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def main() -> None:
-    folder = Path(__file__).parent
+def main(folder: Path) -> None:
     for name, (timm_id, activation) in TOWERS.items():
         generator = torch.Generator().manual_seed(0)
         model = timm.create_model(timm_id, pretrained=False, num_classes=0, act_layer=activation, **SIZES).eval()
         randomize(model, generator)
-        pixels = torch.randn(2, 3, 36, 36, generator=generator)
+        pixels = torch.randn(2, 3, SIZES["img_size"], SIZES["img_size"], generator=generator)
         (features,) = model.get_intermediate_layers(pixels, n={len(model.blocks) - 2})
         state = {
             key.replace(".gamma", ".scale_factor"): value.numpy() for key, value in model.state_dict().items()
         }  # OpenVLA renames LayerScale's parameter
         arrays = {f"state/{key}": value for key, value in state.items()}
-        np.savez_compressed(folder / f"{name}.npz", pixels=pixels.numpy(), features=features.numpy(), **arrays)
+        arrays |= {"pixels": pixels.numpy(), "features": features.numpy(), "num_heads": np.array(SIZES["num_heads"])}
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""RLDS data that TensorFlow Datasets wrote: every array equal to what it reads, and no frame decoded that nobody asked for."""
+"""RLDS data that TensorFlow Datasets wrote: found, described, and decoded only where asked for (arrays: tests/golden)."""
 
 import json
 import shutil
@@ -14,32 +14,12 @@ from vlarl.errors import UsageError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "rlds"
 FOLDER = GOLDEN / "libero_spatial_no_noops" / "1.0.0"
-IMAGE, WRIST = "steps/observation/image", "steps/observation/wrist_image"
+IMAGE = "steps/observation/image"
 
 
 @pytest.fixture(scope="module")
 def dataset() -> RldsDataset:
     return RldsDataset(FOLDER)
-
-
-def test_every_array_is_what_tensorflow_datasets_reads(dataset):
-    """All keys of expected.npz are compared: one that nothing here stands for fails."""
-    ours = {}
-    for number, episode in enumerate(dataset):
-        ours |= {
-            f"ep{number}_action": episode.numbers("steps/action"),
-            f"ep{number}_state": episode.numbers("steps/observation/state"),
-            f"ep{number}_image0": episode.images(IMAGE, [0])[0],
-            f"ep{number}_wrist_last": episode.steps[-1].image("wrist_image"),
-            f"ep{number}_instruction": np.array(episode.steps[0].text()),
-            f"ep{number}_file_path": np.array(episode.texts("episode_metadata/file_path")[0]),
-            f"ep{number}_is_last": episode.numbers("steps/is_last"),
-        }
-    with np.load(GOLDEN / "expected.npz") as expected:
-        assert set(ours) == set(expected)
-        for name in expected:
-            assert ours[name].dtype == expected[name].dtype, name
-            np.testing.assert_array_equal(ours[name], expected[name], err_msg=name)
 
 
 def test_episodes_are_found_in_any_order_and_hold_together(dataset):

@@ -42,21 +42,6 @@ def golden() -> DemoSet:
     return RldsSource(DemoConfig(), str(GOLDEN), num_images=2).collect(quiet)
 
 
-def test_golden_episodes_become_one_flat_set(golden):
-    with np.load(GOLDEN / "expected.npz") as expected:
-        actions = np.concatenate([expected[f"ep{i}_action"] for i in range(8)])
-        np.testing.assert_array_equal(golden.proprio, np.concatenate([expected[f"ep{i}_state"] for i in range(8)]))
-        np.testing.assert_array_equal(golden.actions[:, :6], actions[:, :6])
-        np.testing.assert_array_equal(golden.actions[:, 6], 1 - np.clip(actions[:, 6], 0, 1))  # open is 1 to a policy
-        np.testing.assert_array_equal(golden.images[int(golden.episode_starts[3])][0], expected["ep3_image0"])
-        np.testing.assert_array_equal(golden.images[int(golden.episode_starts[4]) - 1][1], expected["ep3_wrist_last"])
-        texts = [str(expected[f"ep{i}_instruction"]) for i in range(8)]
-    assert golden.name == "libero_spatial" and golden.success.all()
-    assert golden.images.shape == (len(golden), 2, 128, 128, 3) == (126, 2, 128, 128, 3)
-    first = golden.instruction_ids[golden.episode_starts]
-    assert [golden.instructions[i] for i in first] == texts
-
-
 def test_frames_of_failures_are_left_out_without_reading_them(golden):
     mixed = replace(golden, success=np.array([i != 2 for i in range(8)]))
     kept = mixed.successful()

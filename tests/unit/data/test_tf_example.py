@@ -24,7 +24,7 @@ def test_the_bytes_are_those_of_the_format():
     assert encode_example(features) == b"\x0a" + bytes([len(entries)]) + entries
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(features)
 def test_what_is_encoded_is_decoded(features):
     example = Example(encode_example(features))
@@ -51,7 +51,7 @@ def test_numbers_one_by_one_are_read_too():
     np.testing.assert_array_equal(example.integers("i"), [7, 300])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_garbage_is_refused_and_nothing_else_happens(data):
     with contextlib.suppress(MalformedExampleError, UnicodeDecodeError):

@@ -296,7 +296,6 @@ def test_nothing_is_seen_before_a_reset():
 
 
 def test_an_environment_of_gymnasium_itself(monkeypatch):
-    pytest.importorskip("mujoco", reason="MuJoCo is not installed: pip install 'vlarl[metaworld]'")
     config = GymConfig(
         env="Reacher-v5",
         kwargs={"width": 32, "height": 32},

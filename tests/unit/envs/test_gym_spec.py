@@ -118,7 +118,6 @@ def test_the_instruction_of_an_environment_that_tells_it():
 def test_a_time_limit_is_needed_and_that_of_an_id_is_replaced():
     with pytest.raises(UsageError, match="env.max_steps = null: the environment has no time limit of its own; set one"):
         probe(REACH, None)
-    pytest.importorskip("mujoco", reason="MuJoCo is not installed: pip install 'vlarl[metaworld]'")
     reacher = GymConfig(env="Reacher-v5", images=("observation",), success="terminated")
     env = GymFactory(probe(REACH, 3), (1, 4, 4, 3), reacher, 3, "sparse").build()
     env.reset(Task("gym", 0, 0, 0))

@@ -9,7 +9,6 @@ import pytest
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
 os.environ.setdefault("LP_NUM_THREADS", "1")
-pytest.importorskip("metaworld")
 
 from vlarl.config.schema import EnvConfig
 from vlarl.envs.metaworld import env as module

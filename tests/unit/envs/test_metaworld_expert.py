@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 
-pytest.importorskip("metaworld")
-
 from vlarl.config.schema import EnvConfig
 from vlarl.envs.metaworld import metaworld_factory
 from vlarl.types import Task

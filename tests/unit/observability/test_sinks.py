@@ -66,7 +66,6 @@ def test_tensorboard_hides_what_a_resumed_run_goes_through_again(tmp_path: Path)
 
 
 def test_wandb_offline_writes_into_the_run_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # W&B keeps caches and settings there
     for session in range(2):
         sink = WandbSink(tmp_path, project="vlarl", name="first", group="g", mode="offline", config={"seed": 1})

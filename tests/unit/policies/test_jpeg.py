@@ -1,4 +1,4 @@
-"""JPEG as TensorFlow decodes it; the golden RLDS data holds it to the last bit (tests/unit/data/test_rlds.py)."""
+"""JPEG as TensorFlow decodes it; the golden RLDS data holds it to the last bit (tests/golden/test_rlds_golden.py)."""
 
 import io
 

@@ -200,7 +200,6 @@ def test_one_vision_block_more_saves_exactly_what_the_formula_says(vision, token
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_base_takes_what_is_estimated(bits):
-    pytest.importorskip("bitsandbytes")
     policy = load_policy("builtin:tiny-openvla", quantize=bits, dtype="bfloat16", use_proprio=False)
     estimate = estimate_rollout(policy.config, 1, PROMPT, "bfloat16", bits)
     assert estimate.weights == pytest.approx(sum(_stored_bytes(p) for p in policy.parameters()), rel=0.01)
