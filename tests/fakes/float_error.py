@@ -32,19 +32,22 @@ Result = TypeVar("Result")
 
 EPS = torch.finfo(torch.float32).eps
 FACTOR = 4.0
+LOGPROB_FACTOR = 2.0  # of the errors over the whole support, see `logprob_judge`; engines were seen to need 0.7 at most
 WORST_FLOOR, RMS_FLOOR = 4.0, 1.0  # roundings of the largest number that are always allowed
 CEILING = 256.0  # roundings that a float32 pass may be wrong by; bfloat16 is wrong by 65536 in one
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """`tensor.float()` gives float64 in here, so that code that computes in float32 "at least" loses nothing."""
-    single = torch.Tensor.float
+    """`tensor.float()` and new tensors are float64 in here, so that code that computes in float32 loses nothing."""
+    single, default = torch.Tensor.float, torch.get_default_dtype()
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.Tensor.float = single  # type: ignore[method-assign]
+        torch.set_default_dtype(default)
 
 
 def exactly(module: Module, compute: Callable[[Module], Result]) -> Result:
@@ -83,6 +86,10 @@ class FloatJudge:
             f"errors against float64: worst {worst:.2e} of {allowed:.2e} allowed, rms {rms:.2e} of {allowed_rms:.2e} "
             f"allowed; float32's own: worst {self.worst:.2e}, rms {self.rms:.2e}, on numbers up to {self.scale:.2e}"
         )
+
+    def apart(self, factor: float = FACTOR) -> float:
+        """The most that two such answers may differ by."""
+        return 2 * max(factor * self.worst, WORST_FLOOR * EPS * self.scale)
 
     def check(self, found: torch.Tensor, factor: float = FACTOR) -> None:
         """The answer is as right as float32 can be."""
@@ -136,7 +143,7 @@ def check_logprobs(
     found: torch.Tensor, policy: OpenVLAPolicy, inputs: PolicyInput, ids: torch.Tensor, temperature: float
 ) -> None:
     """An engine's log-probs [B, T] of tokens are those of the learner's policy."""
-    logprob_judge(policy, inputs, ids, temperature).check(found, factor=2.0)  # measured: 0.7 at most, on any kernel
+    logprob_judge(policy, inputs, ids, temperature).check(found, LOGPROB_FACTOR)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_process import BUILTIN, FLOAT32, assert_agrees
-from fakes.float_error import check_logprobs, logprob_judge
+from fakes.float_error import LOGPROB_FACTOR, check_logprobs, logprob_judge
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
@@ -25,7 +25,7 @@ def test_every_sync_brings_the_learners_weights(engine, policy, observations, di
     with torch.no_grad():  # one matrix that is wrong by a thousandth would be seen
         policy.model.language_model.model.layers[0].self_attn.v_proj.weight.mul_(1.001)
     judge = logprob_judge(policy, inputs, before.ids, 1.6)
-    assert judge.problem(before.engine_logprobs, factor=2.0)
+    assert judge.problem(before.engine_logprobs, LOGPROB_FACTOR)
 
 
 def test_part_of_the_layers_may_be_sent(engine, policy, observations, disturb):
