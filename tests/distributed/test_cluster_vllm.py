@@ -52,7 +52,7 @@ def test_engine_and_learners_agree_after_every_sync(runs):
     root, _ = runs
     updates = [row for row in rows(root / "there") if row["iteration"] > 0]
     assert len(updates) == 6
-    judge = rounding(LEARNS["policy.path"])
+    judge = rounding(LEARNS["policy.path"], LEARNS["rollout.temperature"])
     for row in updates:  # k3 of two close log-probs is half the square of their difference
         root_mean_square = math.sqrt(2 * abs(row["train/engine_mismatch_kl"]))
         assert root_mean_square <= LOGPROB_FACTOR * judge.rms
