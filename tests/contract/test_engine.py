@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from fakes.float_error import check_logprobs
 
-from vlarl.policies.distribution import token_logprobs
 from vlarl.rollout.torch_engine import TorchEngine
 
 TEXTS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
@@ -18,9 +18,7 @@ def engine(policy) -> TorchEngine:
 def test_log_probs_are_those_of_the_learner_at_the_same_temperature(policy, engine, observation, temperature):
     inputs = policy.process([observation(i, text) for i, text in enumerate(TEXTS)])
     tokens = engine.generate(inputs, temperature, [1, 2, 3])
-    places = tokens.ids - policy.codec.first_id
-    scores = policy.score(inputs, tokens.ids).logits.detach()
-    torch.testing.assert_close(tokens.engine_logprobs, token_logprobs(scores, places, temperature), atol=1e-5, rtol=0)
+    check_logprobs(tokens.engine_logprobs, policy, inputs, tokens.ids, temperature)
     assert tokens.engine_logprobs.dtype == torch.float32 and not tokens.engine_logprobs.requires_grad
     assert tokens.version == engine.version == 0
 

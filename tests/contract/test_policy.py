@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import torch
+from fakes.float_error import logit_judge, value_judge
 
 from vlarl.policies import load_policy
 from vlarl.policies.distribution import greedy
@@ -33,7 +34,7 @@ def test_values_and_scores_read_the_same_state(policy, observation):
     torch.nn.init.normal_(policy.value_head.out.weight)
     inputs = policy.process([observation(0), observation(1, "open the drawer and close it")])
     ids, _ = policy.decode(inputs, choose)
-    torch.testing.assert_close(policy.values(inputs), policy.score(inputs, ids).values, atol=1e-5, rtol=1e-5)
+    value_judge(policy, inputs).check(policy.score(inputs, ids).values)
     assert {n for n, _ in policy.named_parameters() if n.startswith("value_head.")}
 
 
@@ -44,7 +45,7 @@ def test_a_decision_may_have_several_values(policy, observation, tmp_path):
     ids, _ = policy.decode(inputs, choose)
     values = policy.score(inputs, ids).values
     assert values.shape == (2, 3) and values.dtype == torch.float32 and values[0].unique().numel() == 3
-    torch.testing.assert_close(policy.values(inputs), values, atol=1e-5, rtol=1e-5)
+    value_judge(policy, inputs).check(values)
     policy.save(tmp_path)
     loaded = load_policy(tmp_path)
     assert loaded.attach_value_head((8,), seed=2, num_values=3) is loaded.value_head
@@ -61,7 +62,7 @@ def test_gradients_of_the_critic_alone_stop_before_the_trunk(policy, observation
     ids, _ = policy.decode(inputs, choose)
     scores = policy.score(inputs, ids, critic_only=True)
     assert not scores.logits.requires_grad
-    torch.testing.assert_close(scores.logits, policy.score(inputs, ids).logits.detach(), atol=1e-5, rtol=1e-5)
+    logit_judge(policy, inputs, ids).check(scores.logits)
     scores.values.sum().backward()
     reached = {name for name, p in policy.named_parameters() if p.grad is not None}
     assert reached == {name for name, _ in policy.named_parameters() if name.startswith("value_head.")}

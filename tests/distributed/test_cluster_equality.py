@@ -44,13 +44,13 @@ def learnt(found):
 
 def test_two_ranks_learn_what_one_process_learns(runs):
     ours, theirs = learnt(rows(runs / "there"))[:3], learnt(rows(runs / "here"))[:3]
-    assert_equal_rows(ours, theirs, 1e-5)
+    assert_equal_rows(ours, theirs)
     assert all(row["train/optimizer_steps"] > 0 for row in ours), "each of them has learnt something"
 
 
 def test_one_rank_goes_on_from_two(runs):
     """Two from one: test_cluster_faults.py."""
-    assert_equal_rows(learnt(rows(runs / "there")), learnt(rows(runs / "here")), 1e-4)  # maxima drift apart
+    assert_equal_rows(learnt(rows(runs / "there")), learnt(rows(runs / "here")))
 
 
 def test_the_policies_are_evaluated_alike(runs):
@@ -63,7 +63,7 @@ def test_the_policies_are_evaluated_alike(runs):
 
 def test_the_cluster_is_left_as_it_was_found(runs, ray_here):
     assert ray_here.is_initialized()
-    wait_for(lambda: ray_here.available_resources().get("CPU") == 8.0, 10)  # all room is given back
+    wait_for(lambda: ray_here.available_resources().get("CPU") == 8.0, 60)  # all room is given back
 
 
 def test_the_timeline_has_a_track_for_each_role(runs):

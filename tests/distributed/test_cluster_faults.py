@@ -20,7 +20,7 @@ ONE_OF_EACH = SMALL | {
     "distributed.timeout_s": LIMIT_S,
     "env.timeout_s": ENV_LIMIT_S,
 }
-SLACK_S = 30  # for a worker to start and for the run to end, on a busy machine
+SLACK_S = 120  # for a worker to start and for the run to end, on a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
     ours, theirs = rows(run.folder), rows(tmp_path / "calm")[: run.num_rows()]
     redone = sum(row.pop("rollout/redone_episodes", 0) for row in ours)
     assert redone > 0 and not any(row.pop("rollout/redone_episodes", 0) for row in theirs)
-    assert_equal_rows(ours, theirs, 1e-5)
+    assert_equal_rows(ours, theirs)
     log = (run.folder / "logs" / "train.log").read_text()
     for what in (
         r"episode tabletop\S+ failed .* it is run again: environments 0 .* died",
@@ -97,7 +97,7 @@ def two_ranks_go_on_until_one_hangs(root: Path, resume: list[str]) -> None:
         for name in ("shaken", "calm")
     )
     assert ours["iteration"] == number
-    assert_equal_rows([ours], [theirs], 1e-4)  # maxima drift apart
+    assert_equal_rows([ours], [theirs])
     assert (
         code == 1
         and re.search(r"learner \d .*(hang|failed in)", output)

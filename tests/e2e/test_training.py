@@ -163,7 +163,7 @@ def test_ctrl_c_saves_and_the_resumed_run_equals_the_undisturbed_one(whole, chec
     process = start(flags(checkpoint, tmp_path, "run"))
     wait_for_row(process, run, seen)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "--resume" in output
     stopped = status(run)

@@ -6,11 +6,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+import torch
+from fakes.float_error import LOGPROB_FACTOR, FloatJudge, logprob_judge
 from fakes.processes import MODULES
 
+from vlarl.envs.tabletop.pool import TabletopPool
+from vlarl.policies import load_policy
+from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.types import Task
+
+MAXIMA = ("train/ratio_max", "train/ratio_first_minibatch_error")
 MARK = "VLARL_TEST_RUN"  # an environment variable that all processes of a run inherit
 
 SMALL = {
@@ -23,6 +32,7 @@ SMALL = {
     "env.lockstep": True,  # the same batches as in one process
     "rollout.num_groups": 4,
     "rollout.group_size": 4,
+    "rollout.temperature": 0.6,
     "optim.lr": 1e-5,
     "eval.states_per_task": 1,
     "eval.videos": 0,
@@ -40,19 +50,33 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 
-def assert_equal_rows(ours: list[dict[str, float]], theirs: list[dict[str, float]], tolerance: float) -> None:
-    """The same metrics, each within the tolerance, of its size where it is larger than 1.
+@cache
+def rounding(policy_path: str, temperature: float) -> FloatJudge:
+    """Float32's own errors in the log-probs of a built-in policy, where the tabletop's episodes begin."""
+    policy = load_policy(policy_path)
+    pool = TabletopPool("tabletop_spatial", 16, policy.image_size, ("agent", "wrist"))
+    inputs = policy.process(pool.reset(range(16), [Task("tabletop_spatial", i % 10, i // 10, i) for i in range(16)]))
+    tokens = TorchEngine(policy, torch.device("cpu")).generate(inputs, temperature, range(16))
+    return logprob_judge(policy, inputs, tokens.ids, temperature)
 
-    The largest rounding error of a log-prob is an accident of float32, and only bounded.
+
+def assert_equal_rows(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    """The same metrics, of runs that SMALL is the most part of.
+
+    Averages over tokens may differ by LOGPROB_FACTOR times what float32 costs a log-prob in the root mean square, once
+    for every update so far, and of their size where it is larger than 1. Maxima over tokens are accidents: they may
+    differ by what two passes may, at worst.
     """
-    worst = "train/engine_logprob_error"
-    assert all(row.get(worst, 0.0) < 5e-5 for row in [*ours, *theirs])
-    ours, theirs = ([{k: v for k, v in row.items() if k != worst} for row in found] for found in (ours, theirs))
+    judge = rounding(str(SMALL["policy.path"]), float(str(SMALL["rollout.temperature"])))
+    worst, most = "train/engine_logprob_error", judge.apart(LOGPROB_FACTOR)
+    assert all(row.get(worst, 0.0) <= most for row in [*ours, *theirs])
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert set(one) == set(other)
-        far = {k: (v, other[k]) for k, v in one.items() if abs(v - other[k]) > tolerance * max(1.0, abs(v))}
-        assert not far, f"iteration {one['iteration']}"
+        average = LOGPROB_FACTOR * judge.rms * max(1.0, one["iteration"])
+        allowed = {name: most if name in MAXIMA else average for name in one.keys() - {worst}}
+        far = {k: (one[k], other[k]) for k in allowed if abs(one[k] - other[k]) > allowed[k] * max(1.0, abs(one[k]))}
+        assert not far, f"iteration {one['iteration']}, allowed {average:.1e}, maxima {most:.1e}"
 
 
 class ClusterRun:
@@ -90,7 +114,7 @@ class ClusterRun:
         output, _ = self.process.communicate(timeout=limit_s)
         return self.process.returncode, output
 
-    def left_running(self, limit_s: float = 15) -> list[str]:
+    def left_running(self, limit_s: float = 90) -> list[str]:
         """Command lines of processes that the run has left behind, so long after it ended."""
         wait_for(lambda: not self._alive(), limit_s, must=False)
         return self._alive()

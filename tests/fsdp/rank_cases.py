@@ -63,6 +63,49 @@ class Outcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Drift:
+    """How far two runs are apart: the largest difference of a metric (of its size, above 1), the largest of a weight,
+    and the norm of those of all weights."""
+
+    metrics: float
+    weight: float
+    norm: float
+
+    def times(self, factor: float) -> Drift:
+        return Drift(factor * self.metrics, factor * self.weight, factor * self.norm)
+
+    def within(self, allowed: Drift) -> bool:
+        return self.metrics <= allowed.metrics and self.weight <= allowed.weight and self.norm <= allowed.norm
+
+
+def drift(found: Outcome, expected: Outcome) -> Drift:
+    """Between two runs of the same updates."""
+    gaps = [(found.weights[name] - weight).double().flatten() for name, weight in expected.weights.items()]
+    assert list(found.weights) == list(expected.weights)
+    gap = torch.cat(gaps).abs()
+    return Drift(metric_gap(found.metrics, expected.metrics), float(gap.max()), float(gap.norm()))
+
+
+def metric_gap(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
+    """The largest difference of a metric, of its size where that is above 1; what is not a number is so on both sides."""
+    assert len(found) == len(expected) > 0
+    largest = 0.0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert list(mine) == list(theirs)
+        for name, value in theirs.items():
+            assert math.isnan(value) == math.isnan(mine[name]), name
+            if not math.isnan(value):
+                largest = max(largest, abs(mine[name] - value) / max(1.0, abs(value)))
+    return largest
+
+
+def otherwise_rounded(case: Case) -> Case:
+    """The same updates two decisions at a time, not three: the same sums, rounded otherwise."""
+    optim = {**LEARNING, **case.sections.get("optim", {}), "microbatch_size": 2}
+    return replace(case, sections={**case.sections, "optim": optim})
+
+
 def small_policy(decoder: DecoderName) -> OpenVLAPolicy:
     """The built-in model with fewer and narrower layers; the autoregressive one reads actions off its embedding."""
     raw = dict(tiny_config(decoder, chunk_length=2 if decoder == "parallel" else 1).raw)

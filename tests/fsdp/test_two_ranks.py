@@ -2,13 +2,26 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_cases import Case, Outcome, build, in_ranks, run, small_policy
+from rank_cases import (
+    LEARNING,
+    Case,
+    Drift,
+    Outcome,
+    build,
+    drift,
+    in_ranks,
+    metric_gap,
+    otherwise_rounded,
+    run,
+    small_policy,
+)
 
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import load_policy
@@ -22,6 +35,9 @@ PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
 REFERENCE = {"coef": 0.1}
 FULL, NONE = Sharding("full"), Sharding("none")
 
+BFLOAT16 = "grpo, adapters on bfloat16"
+FACTOR = 4.0
+
 CASES = {
     "grpo": Case("parallel", {"kl": REFERENCE, "ema": {"beta": 0.9}}, FULL),
     "grpo, offloaded": Case("autoregressive", {"algorithm": ONCE}, Sharding("full", cpu_offload=True)),
@@ -33,9 +49,7 @@ CASES = {
         FULL,
     ),
     "grpo, adapters, none": Case("autoregressive", {"lora": LORA, "algorithm": {"entropy_top_share": 0.5}}, NONE),
-    "grpo, adapters on bfloat16": Case(
-        "parallel", {"lora": LORA, "kl": REFERENCE, "policy": {"dtype": "bfloat16"}}, FULL
-    ),
+    BFLOAT16: Case("parallel", {"lora": LORA, "kl": REFERENCE, "policy": {"dtype": "bfloat16"}}, FULL),
     "ppo": Case("autoregressive", {"algorithm": PPO | {"value_init_steps": 1}}, FULL),
     "ppo, adapters": Case("parallel", {"algorithm": PPO | {"gae_level": "step"}, "lora": LORA}, FULL),
     "ppo, adapters, none": Case("parallel", {"algorithm": PPO, "lora": LORA}, NONE),
@@ -132,12 +146,26 @@ def four(bases: Path, two: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
     return in_ranks(4, partial(work_of_four, bases=bases, two=two[1]), folder), folder
 
 
-def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]], bound: float = 1e-5) -> None:
-    assert len(found) == len(expected) > 0
-    for mine, theirs in zip(found, expected, strict=True):
-        assert list(mine) == list(theirs)
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=bound, abs=bound, nan_ok=True), name
+@pytest.fixture(scope="module")
+def allowed(bases: Path, alone: dict[str, Outcome]) -> dict[str, Drift]:
+    """What ranks may differ from one process by: FACTOR times what one process differs from itself by, when it rounds
+    otherwise. Single numbers are lucky or not, so for them all cases in float32 are taken together."""
+    own = {name: drift(run(otherwise_rounded(case), bases, Alone()), alone[name]) for name, case in CASES.items()}
+    exact = [one for name, one in own.items() if name != BFLOAT16]
+    metrics, weight = max(one.metrics for one in exact), max(one.weight for one in exact)
+    assert metrics < 1e-5 and weight < 1e-5, "this is not rounding"
+    pooled = {name: Drift(metrics, weight, one.norm) for name, one in own.items()} | {BFLOAT16: own[BFLOAT16]}
+    return {name: one.times(FACTOR) for name, one in pooled.items()}
+
+
+def assert_near(found: Outcome, expected: Outcome, allowed: Drift) -> None:
+    between = drift(found, expected)
+    assert between.within(allowed), f"{between}, of {allowed}"
+
+
+def later(outcome: Outcome) -> Outcome:
+    """What remains after the first update."""
+    return replace(outcome, metrics=outcome.metrics[1:])
 
 
 def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -146,13 +174,19 @@ def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_learn_what_one_process_learns(alone, two, name):
+def test_two_ranks_learn_what_one_process_learns(alone, two, allowed, name):
     expected, (first, second) = alone[name], [results[name] for results in two[0]]
-    assert_same_numbers(first.metrics, expected.metrics)
+    assert_near(first, expected, allowed[name])
     assert repr(first.metrics) == repr(second.metrics)  # to the bit, and what is not a number alike
     assert first.steps == second.steps == expected.steps
-    assert furthest(first.weights, expected.weights) < 1e-5
     assert second.weights == {}, "rank 0 alone is given the weights"
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_learning_rate_that_is_wrong_by_a_thousandth_would_show(bases, alone, allowed, name):
+    case = CASES[name]
+    wrong = replace(case, sections={**case.sections, "optim": {**LEARNING, "lr": 1.001 * LEARNING["lr"]}})
+    assert not drift(run(wrong, bases, Alone()), alone[name]).within(allowed[name])
 
 
 def test_the_cases_learn_something_and_stop_where_they_should(alone):
@@ -174,25 +208,22 @@ def test_each_rank_keeps_about_half_of_a_sharded_policy(alone, two, name):
 
 def test_passes_in_bfloat16_stay_near_and_leave_the_weights_in_float32(alone, two):
     expected, found = alone["rounded"], two[0][0]["rounded"]
-    assert_same_numbers(found.metrics, expected.metrics, bound=0.05)
+    assert metric_gap(found.metrics, expected.metrics) < 0.05
     assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
     assert 1e-5 < furthest(found.weights, expected.weights) < 2e-3
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_two_ranks_go_on_from_one_process(alone, two, name):
-    resumed = two[0][0][f"{name}, resumed"]
-    assert_same_numbers(resumed.metrics, alone[name].metrics[1:])
-    assert furthest(resumed.weights, alone[name].weights) < 1e-5
+def test_two_ranks_go_on_from_one_process(alone, two, allowed, name):
+    assert_near(two[0][0][f"{name}, resumed"], later(alone[name]), allowed[name])
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_one_process_goes_on_from_two_ranks(bases, alone, two, name):
+def test_one_process_goes_on_from_two_ranks(bases, alone, two, allowed, name):
     checkpoint = two[1] / name / "step_000001"
     assert not (checkpoint / TENSORS).exists() and not (checkpoint / "config.json").exists()
     resumed = run(CASES[name], bases, Alone(), resume=checkpoint)
-    assert_same_numbers(resumed.metrics, alone[name].metrics[1:])
-    assert furthest(resumed.weights, alone[name].weights) < 1e-5
+    assert_near(resumed, later(alone[name]), allowed[name])
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -205,13 +236,13 @@ def test_the_last_checkpoint_of_ranks_holds_a_policy_that_anybody_can_load(two, 
     assert not list((two[1] / name).glob(".*")), "nothing half-written is left"
 
 
-def test_the_average_is_exported_too(alone_folder, alone, two):
+def test_the_average_is_exported_too(alone_folder, alone, two, allowed):
     ours, theirs = (
         {n: p.detach() for n, p in load_policy(folder / "grpo" / "ema").named_parameters()}
         for folder in (two[1], alone_folder)
     )
-    assert furthest(ours, theirs) < 1e-5
-    assert furthest(ours, two[0][0]["grpo"].weights) > 1e-5, "it lags behind"
+    assert furthest(ours, theirs) <= allowed["grpo"].weight
+    assert furthest(ours, two[0][0]["grpo"].weights) > 1e-4, "it lags behind"
 
 
 def test_a_checkpoint_in_parts_with_another_critic_is_refused(bases, two):
@@ -243,12 +274,13 @@ def test_work_is_spread_and_everybody_has_all_of_it(two):
     assert [results["spread"] for results in two[0]] == [(["A", "B", "C"], True, False)] * 2
 
 
-def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four):
+def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four, allowed):
     results, folder = four
     for rank in results:
-        assert_same_numbers(rank["grpo"].metrics, alone["grpo"].metrics)
-        assert_same_numbers(rank["grpo, resumed"].metrics, alone["grpo"].metrics[1:])
-    assert furthest(results[0]["grpo, resumed"].weights, alone["grpo"].weights) < 1e-5
+        assert metric_gap(rank["grpo"].metrics, alone["grpo"].metrics) <= allowed["grpo"].metrics
+        assert metric_gap(rank["grpo, resumed"].metrics, alone["grpo"].metrics[1:]) <= allowed["grpo"].metrics
+    assert_near(results[0]["grpo"], alone["grpo"], allowed["grpo"])
+    assert_near(results[0]["grpo, resumed"], later(alone["grpo"]), allowed["grpo"])
     total = alone["grpo"].local_numbers
     assert all(rank["grpo"].local_numbers < 0.55 * total for rank in results)
     assert sum(rank["grpo"].local_numbers for rank in results) == 2 * total

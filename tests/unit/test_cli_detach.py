@@ -30,7 +30,8 @@ lock = run.lock()
 run.write_status("running", 0, 3)
 """
 STAYS = """
-while not (folder / "leave").exists():
+deadline = time.monotonic() + 300
+while not (folder / "leave").exists() and time.monotonic() < deadline:
     time.sleep(0.02)
 print("leaving", flush=True)
 print("for good", file=sys.stderr, flush=True)
@@ -80,7 +81,7 @@ def typed() -> Iterator[None]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.02)

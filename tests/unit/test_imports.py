@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -152,10 +151,13 @@ def test_adapters_do_load_peft():
     assert loaded(lora, ("peft",)) == "LOADED ['peft']"
 
 
-def test_help_answers_within_400_ms():
-    def seconds() -> float:
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "vlarl.cli", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - begin
-
-    assert min(seconds() for _ in range(3)) < 0.4
+def test_help_loads_nothing_but_the_standard_library_and_its_own_modules():
+    """So it answers at once, on any machine."""
+    code = (
+        "import sys\nbefore = set(sys.modules)\nfrom vlarl.cli import main\nmain(['--help'])\n"
+        "roots = {name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"
+        "print(len(set(sys.modules) - before), *sorted(roots))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, *roots = done.stdout.splitlines()[-1].split()
+    assert roots == ["vlarl"] and int(count) < 200

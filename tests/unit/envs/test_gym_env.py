@@ -44,6 +44,7 @@ def walk(env: GymEnv, inner: Reach) -> list[np.ndarray]:
     while np.abs(inner.goal - inner.position).max() >= 0.05:
         actions.append(policy_action(*np.clip(inner.goal - inner.position, -0.1, 0.2)))
         last = env.step(actions[-1])
+        assert len(actions) < 100
     assert last.success
     return actions
 

@@ -44,7 +44,7 @@ def to_goal(proprio: np.ndarray, steps: int) -> np.ndarray:
     while np.abs(goal - position).max() >= REACHED:
         moves.append(np.clip(goal - position, LOW, HIGH))
         position += moves[-1]
-    assert len(moves) <= steps
+        assert len(moves) <= steps
     wanted = np.array([np.zeros(2)] * (steps - len(moves)) + moves)
     return ((wanted - LOW) / (HIGH - LOW) * 2 - 1).astype(np.float32)
 

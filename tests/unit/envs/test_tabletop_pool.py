@@ -25,12 +25,12 @@ def expert_actions(reward: RewardMode = "sparse") -> tuple[np.ndarray, list[floa
     pool.reset([0], [task()])
     expert = ScriptedExpert(pool.world)
     expert.reset(0, 0)
-    actions, rewards, done = [], [], False
-    while not done:
+    actions, rewards, outcome = [], [], None
+    while outcome is None or not (outcome.terminated or outcome.truncated):
+        assert len(actions) < 1000, "an episode has a limit"
         actions.append(expert.act(np.array([0])))
         outcome = pool.step_chunk([0], actions[-1][:, None])[0]
         rewards.append(float(outcome.rewards.sum()))
-        done = outcome.terminated or outcome.truncated
     assert outcome.success
     return np.concatenate(actions), rewards, pool
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.float_error import check_gradients, exactly, gradients_of, logit_judge
 from peft.tuners.lora import Linear as PeftLinear
 from safetensors.torch import load_file, save_file
 
@@ -89,27 +90,29 @@ def test_alpha_is_the_rank_and_16_at_most(base, rank, alpha, scale):
     assert layer.scaling["default"] == scale
 
 
-def test_our_layer_gives_what_pefts_own_gives(base, probe):
-    policy = disturb(adapted(base))
-    ours = logits(policy, probe)
+def as_pefts(policy: OpenVLAPolicy) -> OpenVLAPolicy:
+    """The same weights in peft's own layers."""
     for module in policy.modules():
         if isinstance(module, LoraLinear):
             module.__class__ = PeftLinear
-    torch.testing.assert_close(logits(policy, probe), ours, atol=2e-5, rtol=0)
+    return policy
+
+
+def test_our_layer_gives_what_pefts_own_gives(base, probe):
+    policy = disturb(adapted(base))
+    ours = logits(policy, probe)
+    logit_judge(as_pefts(policy), *probe).check(ours)
 
 
 def test_gradients_equal_pefts_own(base, probe):
-    ours, theirs = disturb(adapted(base)), disturb(adapted(base))
-    for module in theirs.modules():
-        if isinstance(module, LoraLinear):
-            module.__class__ = PeftLinear
-    for policy in (ours, theirs):
+    ours, theirs = disturb(adapted(base)), as_pefts(disturb(adapted(base)))
+
+    def gradients(policy: OpenVLAPolicy) -> dict[str, torch.Tensor]:
+        policy.zero_grad()
         policy.score(*probe).logits.square().mean().backward()
-    own = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    found = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
-    assert found.keys() == own.keys()
-    for name, grad in found.items():
-        assert float((grad - own[name]).norm()) <= 1e-3 * float(own[name].norm()), name
+        return gradients_of(policy)
+
+    check_gradients(gradients(ours), exactly(theirs, gradients), gradients(theirs))
 
 
 def test_adapters_stay_float32_on_a_bfloat16_base(base, probe):
@@ -240,10 +243,10 @@ def test_fingerprint_ignores_shards_and_precision_but_not_values(base, tmp_path)
 
 def test_fold_gives_the_same_logits_and_a_plain_model(base, probe):
     policy = disturb(adapted(base))
-    before = logits(policy, probe)
+    before, judge = logits(policy, probe), logit_judge(policy, *probe)
     assert not torch.allclose(before, logits(load_policy(base), probe), atol=1e-3)
     policy.fold_adapter()
-    torch.testing.assert_close(logits(policy, probe), before, atol=2e-5, rtol=0)
+    judge.check(logits(policy, probe))
     assert not [name for name, _ in policy.named_parameters() if "lora" in name or "base_layer" in name]
 
 
@@ -296,12 +299,12 @@ def test_frozen_vision_holds_for_loaded_adapters_too(base, tmp_path):
 def test_a_folded_policy_saved_over_its_adapter_is_whole(base, tmp_path, probe):
     disturb(adapted(base)).save(tmp_path)
     policy = load_policy(tmp_path)
-    before = logits(policy, probe)
+    judge = logit_judge(policy, *probe)
     policy.fold_adapter()
     policy.save(tmp_path)
     again = load_policy(tmp_path)
     assert not again.has_adapter
-    torch.testing.assert_close(logits(again, probe), before, atol=2e-5, rtol=0)
+    judge.check(logits(again, probe))
 
 
 def test_a_loaded_policy_does_not_drop_anything_out(base, tmp_path, observation):

@@ -1,10 +1,12 @@
 """What people call from Python: generate, action_logits, predict_action, and the three ways to act."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes.float_error import FloatJudge, check_logprobs, exactly
 from fakes.golden_arrays import load_arrays
 from fakes.golden_folder import golden_folder
 
@@ -15,7 +17,6 @@ from vlarl.errors import UsageError
 from vlarl.evaluation import evaluate
 from vlarl.launch import launch_here
 from vlarl.policies import load_policy
-from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.regression_engine import RegressionEngine
 from vlarl.rollout.torch_engine import TorchEngine
@@ -55,7 +56,8 @@ def test_action_logits_equal_the_originals_and_take_padded_prompts(golden, expec
     assert logits.shape == expected["action_logits"].shape
     np.testing.assert_allclose(logits.detach(), expected["action_logits"], atol=2e-4)
     padded = torch.nn.functional.pad(ids, (0, 5), value=golden.config.pad_token_id)
-    torch.testing.assert_close(golden.action_logits(padded, pixels, tokens), logits, atol=1e-4, rtol=0)
+    exact = exactly(golden, lambda p: p.action_logits(ids, pixels, tokens))
+    FloatJudge.of(exact, logits).check(golden.action_logits(padded, pixels, tokens))
 
 
 def test_sampling_follows_its_generator_and_reports_its_own_logprobs(golden, expected):
@@ -63,9 +65,16 @@ def test_sampling_follows_its_generator_and_reports_its_own_logprobs(golden, exp
     one, two = (golden.generate(ids, pixels, generator=torch.Generator().manual_seed(4)) for _ in range(2))
     assert torch.equal(one.ids, two.ids)
     assert not torch.equal(one.ids, golden.generate(ids, pixels, greedy=True).ids)
-    logits = golden.action_logits(ids, pixels, one.ids)
-    places = one.ids - golden.codec.first_id
-    torch.testing.assert_close(one.engine_logprobs, token_logprobs(logits, places, 1.0), atol=2e-5, rtol=0)
+    places = (one.ids - golden.codec.first_id).unsqueeze(-1)
+    exact, plain = (
+        logits.log_softmax(-1)
+        for logits in (
+            exactly(golden, lambda p: p.action_logits(ids, pixels, one.ids)),
+            golden.action_logits(ids, pixels, one.ids),
+        )
+    )
+    judge = FloatJudge.of(exact, plain)
+    replace(judge, exact=judge.exact.gather(-1, places).squeeze(-1)).check(one.engine_logprobs)
 
 
 def test_predicted_actions_are_in_the_robots_units(golden, expected):
@@ -156,7 +165,8 @@ def test_small_passes_of_the_engine_give_the_same_tokens(policy, observation):
     seeds = [1, 2, 3, 4, 5]
     whole, parts = (TorchEngine(policy, CPU, size).generate(inputs, 1.0, seeds) for size in (None, 2))
     assert torch.equal(whole.ids, parts.ids)
-    torch.testing.assert_close(whole.engine_logprobs, parts.engine_logprobs, atol=1e-5, rtol=0)
+    for found in (whole, parts):
+        check_logprobs(found.engine_logprobs, policy, inputs, found.ids, 1.0)
 
 
 def test_recomputed_layers_train_alike(observation):

@@ -1,9 +1,11 @@
 """Conventions of the language models: prompts, special ids, and where the action ids are."""
 
+import copy
 import json
 
 import pytest
 import torch
+from fakes.float_error import FloatJudge, exactly
 
 from vlarl.policies.openvla.actions import UniformActionCodec
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
@@ -95,7 +97,11 @@ def test_a_small_model_of_each_kind_scores_like_the_library(kind):
 
     library = type(model.language_model)(model.language_model.config)
     library.load_state_dict(model.language_model.state_dict(), strict=False)
-    embed = library.get_input_embeddings()
-    row = [embed(ids[:, :1]), model.embed_images(pixels), embed(ids[:, 1:]), embed(tokens[:, :-1])]
-    theirs = library(inputs_embeds=torch.cat(row, dim=1), use_cache=False).logits[:, -7:, 768:1024]
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+    def theirs(whole: OpenVLAModel) -> torch.Tensor:
+        reader = copy.deepcopy(library).to(whole.dtype)
+        embed = reader.get_input_embeddings()
+        row = [embed(ids[:, :1]), whole.embed_images(pixels), embed(ids[:, 1:]), embed(tokens[:, :-1])]
+        return reader(inputs_embeds=torch.cat(row, dim=1), use_cache=False).logits[:, -7:, 768:1024]
+
+    FloatJudge.of(exactly(model, theirs), theirs(model)).check(ours)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fakes.float_error import FloatJudge, check_gradients, exactly, gradients_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from vlarl.policies.openvla.config import language_config
@@ -53,13 +54,16 @@ def logits(fast, ids, seen=None):
 def test_logits_and_gradients_equal_the_librarys(family):
     fast, library = fast_and_library(FAMILIES[family])
     ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
-    ours, theirs = logits(fast, ids), library(ids, use_cache=False).logits
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    ours.square().sum().backward()
-    theirs.square().sum().backward()
-    their_gradients = dict(library.named_parameters())
-    for name, parameter in fast.named_parameters():
-        torch.testing.assert_close(parameter.grad, their_gradients[name].grad, atol=2e-3, rtol=1e-3, msg=name)
+
+    def answer(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        found = logits(model, ids) if model is fast else model(ids, use_cache=False).logits
+        found.square().sum().backward()
+        return found, gradients_of(model)
+
+    (exact, exact_gradients), (plain, plain_gradients) = exactly(library, answer), answer(library)
+    ours, our_gradients = answer(fast)
+    FloatJudge.of(exact, plain).check(ours)
+    check_gradients(our_gradients, exact_gradients, plain_gradients)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,8 +71,11 @@ def test_padded_rows_equal_the_librarys(family):
     fast, library = fast_and_library(FAMILIES[family])
     ids = torch.randint(0, 96, (3, 9), generator=torch.Generator().manual_seed(1))
     seen = torch.arange(9)[None] < torch.tensor([[9], [4], [7]])
-    theirs = library(ids, attention_mask=seen.long(), use_cache=False).logits
-    torch.testing.assert_close(logits(fast, ids, seen)[seen], theirs[seen], atol=1e-5, rtol=0)
+
+    def theirs(model) -> torch.Tensor:
+        return model(ids, attention_mask=seen.long(), use_cache=False).logits[seen]
+
+    FloatJudge.of(exactly(library, theirs), theirs(library)).check(logits(fast, ids, seen)[seen])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -82,20 +89,29 @@ def test_reading_some_columns_equals_the_librarys_answer_there(family, causal, r
     everything = torch.ones(7, 7, dtype=torch.bool)
     mask = (everything.tril() if causal else everything)[None, None].expand(2, 1, 7, 7)
     mask = mask if seen is None else mask & seen[:, None, None]
-    theirs = library.model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def theirs(model) -> torch.Tensor:
+        found = model.model(inputs_embeds=embeds.to(model.dtype), attention_mask=mask, use_cache=False)
+        return found.last_hidden_state[:, read]
+
     ours = run_layers(fast, embeds, torch.arange(7)[None], seen=seen, causal=causal, read=read)
-    torch.testing.assert_close(fast.model.norm(ours), theirs[:, read], atol=1e-5, rtol=0)
+    FloatJudge.of(exactly(library, theirs), theirs(library)).check(fast.model.norm(ours))
 
 
 def test_a_cache_continues_where_it_stopped():
     fast, _ = fast_and_library(FAMILIES["qwen2"])
     embeds = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0))
-    whole = run_layers(fast, embeds, torch.arange(7)[None], seen=None, causal=True, read=slice(4, 7))
+
+    def whole(model) -> torch.Tensor:
+        return run_layers(
+            model, embeds.to(model.dtype), torch.arange(7)[None], seen=None, causal=True, read=slice(4, 7)
+        )
+
     cache = KeyValueCache(3, 7)
     run_layers(fast, embeds[:, :4], torch.arange(4)[None], seen=None, causal=True, read=slice(3, 4), cache=cache)
     positions = torch.arange(4, 7)[None]
     rest = run_layers(fast, embeds[:, 4:], positions, seen=None, causal=True, read=slice(0, 3), cache=cache)
-    torch.testing.assert_close(rest, whole, atol=1e-5, rtol=0)
+    FloatJudge.of(exactly(fast, whole), whole(fast)).check(rest)
 
 
 def test_what_a_text_config_leaves_out_is_the_librarys_default():
@@ -133,10 +149,17 @@ def test_gradients_of_norm_and_rotation_are_right():
     norm = RMSNorm(8, 1e-6)
     torch.nn.init.normal_(norm.weight)
     sample = torch.randn(5, 3, 8, generator=generator)
-    grads = []
-    for forward in (norm, lambda t: torch.nn.functional.rms_norm(t, (8,), norm.weight, 1e-6)):
-        norm.zero_grad()
-        leaf = sample.clone().requires_grad_()
-        forward(leaf).pow(3).sum().backward()
-        grads.append((leaf.grad, norm.weight.grad.clone()))
-    torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=1e-4)
+
+    def gradients(dtype: torch.dtype, forward) -> dict[str, torch.Tensor]:
+        leaf, weight = (t.detach().to(dtype).requires_grad_() for t in (sample, norm.weight))
+        forward(leaf, weight).pow(3).sum().backward()
+        return {"input": leaf.grad, "weight": weight.grad}
+
+    def library(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(norm, {"weight": weight}, (x,))
+
+    plain = gradients(torch.float32, library)
+    check_gradients(gradients(torch.float32, ours), gradients(torch.float64, library), plain)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.float_error import check_gradients, exactly, gradients_of, logit_judge, value_judge
 
 from vlarl.policies import distribution
 from vlarl.policies.openvla.decoders import embed_prefix
@@ -34,13 +35,13 @@ def test_rows_of_a_ragged_batch_equal_rows_alone(policy, observe):
     scores = policy.score(together, ids)
     for i, observation in enumerate(observations):
         alone = policy.process([observation])
+        row = slice(i, i + 1)
         own_ids, own_logits = policy.decode(alone, greedy)
-        own = policy.score(alone, ids[i : i + 1])
-        assert torch.equal(own_ids[0], ids[i])
-        torch.testing.assert_close(own_logits[0], logits[i], atol=1e-5, rtol=0)
-        torch.testing.assert_close(own.logits[0], scores.logits[i], atol=1e-5, rtol=0)
-        torch.testing.assert_close(own.values[0], scores.values[i], atol=1e-5, rtol=0)
-        torch.testing.assert_close(policy.values(alone)[0], scores.values[i], atol=1e-5, rtol=0)
+        assert torch.equal(own_ids, ids[row])
+        for found in (own_logits, logits[row], scores.logits[row]):
+            logit_judge(policy, alone, ids[row]).check(found)
+        for found in (policy.score(alone, ids[row]).values, scores.values[row], policy.values(together)[row]):
+            value_judge(policy, alone).check(found)
 
 
 def test_score_gives_the_logits_that_generation_saw(policy, observe):
@@ -53,13 +54,13 @@ def test_score_gives_the_logits_that_generation_saw(policy, observe):
     ids, logits = policy.decode(inputs, choose)
     assert ids.min() >= policy.codec.first_id
     assert ids.max() < policy.codec.first_id + 256
-    torch.testing.assert_close(policy.score(inputs, ids).logits, logits, atol=1e-5, rtol=0)
+    logit_judge(policy, inputs, ids).check(logits)
 
 
 def test_value_and_logits_ignore_padding(policy, observe):
     inputs = policy.process([observe(0)])
     ids, _ = policy.decode(inputs, greedy)
-    before = policy.score(inputs, ids)
+    logits, values = logit_judge(policy, inputs, ids), value_judge(policy, inputs)
     for fill in (3, 7, 500):  # whatever stands in the padding, and however wide it is
         pad = torch.full((1, 5), fill)
         padded = replace(
@@ -68,8 +69,8 @@ def test_value_and_logits_ignore_padding(policy, observe):
             attention_mask=torch.cat([inputs.attention_mask, pad > 1000], dim=1),
         )
         after = policy.score(padded, ids)
-        torch.testing.assert_close(after.values, before.values, atol=1e-5, rtol=0)
-        torch.testing.assert_close(after.logits, before.logits, atol=1e-5, rtol=0)
+        values.check(after.values)
+        logits.check(after.logits)
 
 
 def test_value_reads_the_state_that_predicts_the_first_token(policy, observe):
@@ -77,8 +78,10 @@ def test_value_reads_the_state_that_predicts_the_first_token(policy, observe):
     ids, logits = policy.decode(inputs, greedy)
     prefix = embed_prefix(policy.model, inputs, policy.proprio_projector)
     states = policy.decoder.states(policy.model, prefix, ids)
-    torch.testing.assert_close(policy.model.action_logits(states[:, 0]), logits[:, 0], atol=1e-5, rtol=0)
-    torch.testing.assert_close(policy.value_head(states[:, 0]), policy.score(inputs, ids).values, atol=1e-6, rtol=0)
+    judge = logit_judge(policy, inputs, ids)
+    for found in (logits[:, 0], policy.model.action_logits(states[:, 0])):
+        replace(judge, exact=judge.exact[:, 0]).check(found)
+    value_judge(policy, inputs).check(policy.value_head(states[:, 0]))
 
 
 def test_tokens_matter_to_the_autoregressive_decoder_and_not_to_the_parallel_one(policy, observe):
@@ -140,15 +143,15 @@ def test_gradients_of_a_ragged_batch_equal_the_sum_of_rows(policy, observe):
     ids = torch.full((3, policy.config.num_action_tokens), policy.codec.first_id + 9)
     places = ids - policy.codec.first_id
 
-    def gradient(rows: list[int]) -> torch.Tensor:
-        policy.zero_grad()
-        logits = policy.score(policy.process([observations[i] for i in rows]), ids[rows]).logits
-        distribution.token_logprobs(logits, places[rows], 1.6).sum().backward()
-        return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    def gradients(scoring: OpenVLAPolicy, *parts: list[int]) -> dict[str, torch.Tensor]:
+        scoring.zero_grad()
+        for rows in parts:
+            logits = scoring.score(policy.process([observations[i] for i in rows]), ids[rows]).logits
+            distribution.token_logprobs(logits, places[rows], 1.6).sum().backward()
+        return gradients_of(scoring)
 
-    together = gradient([0, 1, 2])
-    alone = torch.stack([gradient([i]) for i in range(3)]).sum(0)
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-3)
+    exact = exactly(policy, lambda p: gradients(p, [0], [1], [2]))
+    check_gradients(gradients(policy, [0, 1, 2]), exact, gradients(policy, [0], [1], [2]))
 
 
 def test_predict_action_gives_a_chunk_in_robot_units(policy, observe):
@@ -191,7 +194,7 @@ def test_grouped_heads_run(observe):
     policy = OpenVLAPolicy(grouped, init_tiny().tokenizer)
     initialize(policy, torch.Generator().manual_seed(0))
     ids, logits = policy.decode(policy.process([observe(0)]), greedy)
-    torch.testing.assert_close(policy.score(policy.process([observe(0)]), ids).logits, logits)
+    logit_judge(policy, policy.process([observe(0)]), ids).check(logits)
 
 
 def test_learned_slots_at_zero_are_ofts_zeros(observe):
@@ -202,7 +205,7 @@ def test_learned_slots_at_zero_are_ofts_zeros(observe):
     assert (learned.score(inputs, ids).logits - logits).abs().max() > 1e-3
     with torch.no_grad():
         learned.model.language_model.model.embed_tokens.weight[learned.config.vocab_size :] = 0
-    torch.testing.assert_close(learned.score(inputs, ids).logits, logits, atol=1e-6, rtol=0)
+    logit_judge(zeros, inputs, ids).check(learned.score(inputs, ids).logits)
 
 
 def test_more_learned_slots_than_padding_rows_are_refused():

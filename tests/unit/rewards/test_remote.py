@@ -2,6 +2,7 @@
 
 import base64
 import io
+import threading
 import time
 
 import numpy as np
@@ -118,11 +119,11 @@ def test_waits_grow(ask, service, episodes, monkeypatch):
 
 
 def test_a_slow_service_is_given_up(ask, service, episodes):
-    service.script = [lambda handler, question: time.sleep(1.0)]
-    start = time.monotonic()
+    given_up = threading.Event()
+    service.script = [lambda handler, question: given_up.wait(300)]
     with pytest.raises(RewardUnavailableError, match="timed out"):
         ask(timeout_s=0.1, retries=1).score_all(episodes)
-    assert time.monotonic() - start < 0.9
+    given_up.set()
 
 
 def test_an_answer_that_drips_in_is_given_up(ask, service, episodes):
@@ -131,18 +132,19 @@ def test_an_answer_that_drips_in_is_given_up(ask, service, episodes):
     def drip(handler, question):
         handler.send_response(200)
         handler.end_headers()
-        for _ in range(40):
+        for _ in range(6000):
             try:
                 handler.wfile.write(b" ")
             except OSError:
                 return
-            time.sleep(0.05)
+            if given_up.wait(0.05):
+                return
 
+    given_up = threading.Event()
     service.script = [drip]
-    start = time.monotonic()
     with pytest.raises(RewardUnavailableError, match="took longer than reward.timeout_s"):
-        ask(timeout_s=0.2, retries=0).score_all(episodes)
-    assert time.monotonic() - start < 1.0
+        ask(timeout_s=2.0, retries=0).score_all(episodes)
+    given_up.set()
 
 
 def test_nobody_there(episodes, service):

@@ -1,7 +1,10 @@
 """What recorded decoding rests on: filling a batch up changes no row. The recordings themselves need a GPU."""
 
+import copy
+
 import pytest
 import torch
+from fakes.float_error import check_logprobs
 
 from vlarl.rollout.cuda_graphs import fill_up
 from vlarl.rollout.torch_engine import TorchEngine
@@ -37,15 +40,17 @@ def test_filled_rows_decode_as_they_do_alone(policy, inputs):
         ids, logprobs = engine._decode(1.0, inputs, uniforms)
         more_ids, more_logprobs = engine._decode(1.0, *fill_up(inputs, uniforms))
     assert torch.equal(more_ids[:3], ids)
-    torch.testing.assert_close(more_logprobs[:3], logprobs, atol=1e-5, rtol=0)
+    for found in (logprobs, more_logprobs[:3]):
+        check_logprobs(found, policy, inputs, ids, 1.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="recordings need a GPU")
 def test_recorded_answers_equal_those_of_a_plain_pass(policy, inputs):
-    device = torch.device("cuda")
+    device, on_cpu = torch.device("cuda"), copy.deepcopy(policy)
     policy.to(device)
     plain, graphed = (TorchEngine(policy, device, cuda_graphs=on) for on in (False, True))
     for seeds in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):  # run, recorded, replayed
         expected, found = (engine.generate(inputs, 1.0, seeds) for engine in (plain, graphed))
         assert torch.equal(found.ids, expected.ids)
-        torch.testing.assert_close(found.engine_logprobs, expected.engine_logprobs, atol=1e-4, rtol=0)
+        for tokens in (expected, found):
+            check_logprobs(tokens.engine_logprobs.cpu(), on_cpu, inputs, tokens.ids.cpu(), 1.0)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fakes.float_error import check_logprobs
 
 from vlarl.errors import VlarlError
-from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.training.weight_sync import publish_weights
@@ -63,9 +63,7 @@ def test_greedy_ignores_the_seed_and_reports_probabilities_at_temperature_one(ob
     assert torch.equal(one.ids, two.ids)
     logits = policy.score(inputs, one.ids).logits.detach()
     assert torch.equal(one.ids - policy.codec.first_id, logits.argmax(-1))
-    torch.testing.assert_close(
-        one.engine_logprobs, token_logprobs(logits, one.ids - policy.codec.first_id, 1.0), atol=1e-6, rtol=0
-    )
+    check_logprobs(one.engine_logprobs, policy, inputs, one.ids, 1.0)
 
 
 def test_a_policy_that_lost_its_mind_is_refused(observation):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.float_error import FloatJudge, logprob_judge
 
 from vlarl.algorithms.kl import k1, k3
 from vlarl.config.schema import LoraConfig, PolicyConfig
@@ -16,7 +17,7 @@ from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.reference import reference_kl
 from vlarl.training.state import TrainerState
-from vlarl.types import TrajectoryGroup
+from vlarl.types import PolicyInput, TrajectoryGroup
 
 LORA = LoraConfig(enabled=True, rank=4)
 
@@ -68,11 +69,19 @@ def started(kind: str, base: Path, adapter: Path) -> tuple[OpenVLAPolicy, dict]:
 KINDS = ("full", "fresh adapter", "adapter as policy.path", "adapter as lora.adapter")
 
 
+def seen_and_done(policy: OpenVLAPolicy, episode) -> tuple[PolicyInput, torch.Tensor]:
+    inputs = policy.process([t.observation for t in episode.transitions])
+    return inputs, torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+
+
 @torch.no_grad()
 def scored(policy: OpenVLAPolicy, episode) -> torch.Tensor:
-    inputs = policy.process([t.observation for t in episode.transitions])
-    ids = torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+    inputs, ids = seen_and_done(policy, episode)
     return token_logprobs(policy.score(inputs, ids).logits, ids - policy.codec.first_id, 1.0)
+
+
+def judge_of(policy: OpenVLAPolicy, episode) -> FloatJudge:
+    return logprob_judge(policy, *seen_and_done(policy, episode), 1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,29 +93,29 @@ def test_reference_logprobs_are_those_of_the_start_also_after_a_resume(
     learner = build(policy, config)
     assert (learner.reference.weights is None) == (kind == "fresh adapter"), "switching off copies nothing"
     (episode,) = act(policy, lengths=(3,))
-    at_start = scored(policy, episode)
+    at_start, start = scored(policy, episode), judge_of(policy, episode)
     stray(policy)
     trained = {name: p.detach().clone() for name, p in policy.named_parameters()}
-    now = scored(policy, episode)
+    now, moved = scored(policy, episode), judge_of(policy, episode)
     assert (now - at_start).abs().max() > 0.05
 
     def noted(learner) -> torch.Tensor:
         (group,) = learner.with_reference([TrajectoryGroup((episode,))])
         return torch.from_numpy(np.stack([t.ref_logprobs for t in group.trajectories[0].transitions]))
 
-    torch.testing.assert_close(noted(learner), at_start, atol=1e-5, rtol=1e-5)
+    start.check(noted(learner))
     for name, parameter in policy.named_parameters():
         assert torch.equal(parameter, trained[name]), "the policy is as it was"
         assert parameter.requires_grad == (name in dict(learner_trained(learner)))
-    torch.testing.assert_close(scored(policy, episode), now, atol=0, rtol=0)
+    assert torch.equal(scored(policy, episode), now)
 
     folder = CheckpointStore(tmp_path, keep=2).save("step_000001", learner, TrainerState(iteration=1))
     resumed = load_policy(folder)
     resumed.prepare_training(PolicyConfig(), LORA.model_copy(update={"enabled": "lora" in options}), seed=1)
     again = build(resumed, config)
     restore(again, folder)
-    torch.testing.assert_close(scored(resumed, episode), now, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(noted(again), at_start, atol=1e-5, rtol=1e-5)
+    moved.check(scored(resumed, episode))
+    start.check(noted(again))
 
 
 def learner_trained(learner):
