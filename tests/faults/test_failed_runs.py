@@ -104,7 +104,9 @@ def steps(run: Path) -> list[str]:
 
 def assert_resumes(message: str, iteration: int, run: Path, whole: Path) -> None:
     """The command that the message names resumes from the iteration that it names, and ends as the whole run did."""
-    command = re.search(r"newest checkpoint is of iteration (\d+), .*resume from it with `vlarl (train --resume .*)`", message)
+    command = re.search(
+        r"newest checkpoint is of iteration (\d+), .*resume from it with `vlarl (train --resume .*)`", message
+    )
     assert command is not None and int(command[1]) == iteration, message
     counters = json.loads((run / "checkpoints" / f"step_{iteration:06d}" / "trainer.json").read_text())
     assert (counters["iteration"], counters["version"], counters["optimizer_steps"]) == (

@@ -78,7 +78,9 @@ def test_rollouts_are_ahead_by_the_staleness_and_no_more(collecting, max_stalene
             assert becomes(lambda allowed=allowed: len(collecting.ended) == allowed)
             assert not becomes(lambda allowed=allowed: len(collecting.began) > allowed, A_WHILE_S / 4)
             assert source.get(done + 1).iteration == done + 1
-            assert not becomes(lambda allowed=allowed: len(collecting.began) > allowed, A_WHILE_S / 4), "got, not learnt"
+            assert not becomes(lambda allowed=allowed: len(collecting.began) > allowed, A_WHILE_S / 4), (
+                "got, not learnt"
+            )
             source.learnt(done + 1)
     assert collecting.began == sorted(collecting.began)
 

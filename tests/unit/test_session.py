@@ -56,7 +56,13 @@ class Run:
         self.directory = RunDirectory.create(folder, "run")
         self.learner, self.store = FakeLearner(), FakeStore()
         self.session = Session(
-            self.config, self.directory, self.learner, self.store, state or TrainerState(), self.directory.lock(), NoTrace()
+            self.config,
+            self.directory,
+            self.learner,
+            self.store,
+            state or TrainerState(),
+            self.directory.lock(),
+            NoTrace(),
         )
 
     def collect(self, *trajectories: Trajectory) -> None:
@@ -130,7 +136,8 @@ def test_returns_of_episodes_that_could_not_be_run_or_scored_do_not_make_a_polic
 
 
 @pytest.mark.parametrize(
-    "error", [VlarlError("the reward is down"), ClusterError("no machines"), WorkerLostError("engine 0 died", "engine 0")]
+    "error",
+    [VlarlError("the reward is down"), ClusterError("no machines"), WorkerLostError("engine 0 died", "engine 0")],
 )
 def test_a_failure_between_two_updates_saves_the_last_whole_iteration(tmp_path, error):
     run = Run(tmp_path)
