@@ -141,7 +141,7 @@ class Session:
                 reason = f"{type(error).__name__}: {error}"
                 self._write_status("failed", reason)
                 remedy = f"{self._save_after(error)}{self._resumes_from()}"
-                self._write_status("failed", f"{reason}\n{remedy}")
+                self._write_status("failed", f"{reason} {remedy}")
                 if isinstance(error, VlarlError):
                     kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
                     raise kind(f"{error}\n{remedy}") from error
