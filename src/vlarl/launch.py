@@ -99,7 +99,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         state = store.restore(parts.learner, checkpoint) if checkpoint else TrainerState()
         if resume is not None:
             parts.sampler.restore(state.sampler)
-            directory.truncate_after(state.iteration or -1)  # a run that learnt nothing yet evaluates anew
+            directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing learnt: evaluate again
         publish_weights(parts.learner, parts.engine)
         write_atomically(directory.config_file, to_yaml(config))
         stack.pop_all()

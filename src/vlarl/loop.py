@@ -40,12 +40,16 @@ def train(config: Config, resume: Path | None = None) -> RunSummary:
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
+        elif session.unfinished:  # an earlier session failed after the update
+            evaluated = evaluate(parts, session) if session.evaluation_due else {}
+            session.end_iteration(session.unfinished | evaluated)
         with rollouts(parts, session) as experience:
             while not session.finished:
                 iteration = session.start_iteration()
                 rollout = experience.get(iteration)
                 metrics = session.record_rollout(rollout)
                 metrics |= improve(parts, session, rollout)
+                session.keep(metrics)
                 publish_weights(parts.learner, parts.engine)
                 experience.learnt(iteration)
                 if session.evaluation_due:
@@ -109,8 +113,7 @@ def score(parts: Parts, session: Session, iteration: int, trajectories: list[Tra
         scored = parts.reward.score_all(trajectories)
     except RewardFailureError as error:
         raise VlarlError(
-            f"iteration {iteration}: {error} Mend it, or raise reward.max_failure_rate, and go on with "
-            f"`{session.directory.resume_command}`."
+            f"iteration {iteration}: {error} Fix the reward, or raise reward.max_failure_rate, and resume."
         ) from error
     if failures := sum(t.reward_error is not None for t in scored):
         session.progress.note(f"iteration {iteration}: the reward failed on {failures} of {len(scored)} episodes")
@@ -141,6 +144,7 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
             session.progress.note(f"iteration {iteration}: each group's episodes ended alike: nothing to learn from")
             return {"train/kept_trajectories": 0.0}
         batch = build_batch(estimates, parts.policy)
+        session.start_update()
         result = parts.learner.update(batch, iteration, session.progress.update)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         raise VlarlError(

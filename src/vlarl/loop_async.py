@@ -101,10 +101,13 @@ class RolloutsAhead:
     def get(self, iteration: int) -> Rollout:
         """The rollout of this iteration; whatever ended the thread ends the loop here."""
         while True:
+            ended = not self._thread.is_alive()  # before looking: what it put last is there then
             try:
-                collected = self._collected.get(timeout=CHECK_S)
+                collected = self._collected.get(timeout=0 if ended else CHECK_S)
             except queue.Empty:
                 self._guard.check()
+                if ended:
+                    raise RuntimeError(f"the rollout thread has ended without a rollout {iteration}") from None
                 continue
             if isinstance(collected, BaseException):
                 raise collected

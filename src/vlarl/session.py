@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.config.schema import Config
-from vlarl.errors import ClusterError, UsageError, VlarlError
+from vlarl.errors import UsageError, VlarlError, WorkerLostError
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import write_atomically
@@ -30,7 +30,7 @@ from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.training.base import Store, Trainer
-from vlarl.training.checkpoint import BestReturn
+from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
 from vlarl.types import EvalResult, Rollout, UpdateResult
 
@@ -47,7 +47,12 @@ class RunSummary:
 
 
 class Session:
-    """Use as a context manager around the loop: however the block ends, what was learnt is saved and said."""
+    """Use as a context manager around the loop: however the block ends, what was learnt is saved and said.
+
+    A run that fails saves as Ctrl-C does, with two exceptions. In the middle of an update the learner's weights are
+    those of no iteration, and a learner that is lost can't save: then the last checkpoint stays the newest one. In all
+    cases the error says which iteration the run resumes from.
+    """
 
     def __init__(
         self,
@@ -72,7 +77,8 @@ class Session:
         self.interrupted = False
         self.store = store
         self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
-        self._saved = state.iteration
+        self._saved = state.iteration  # of the newest checkpoint; 0 where there is none that anything was learnt for
+        self._updating = False  # whether the learner is, or was left, in the middle of an update
         self._best = BestReturn(
             config.checkpoint.best_return_ema_alpha,
             config.checkpoint.best_return_min_delta,
@@ -99,7 +105,8 @@ class Session:
             stack.enter_context(directory.log_to_file())
             sinks: list[Sink] = [JsonlSink(directory.metrics_file)]
             if logging_config.tensorboard:
-                sinks.append(TensorBoardSink(directory.tensorboard, resume_after=self.state.iteration or None))
+                written = self.state.iteration - bool(self.unfinished)
+                sinks.append(TensorBoardSink(directory.tensorboard, resume_after=written or None))
             if logging_config.wandb:
                 sinks.append(self._wandb())
             self.metrics = stack.enter_context(MetricLogger(sinks))
@@ -131,18 +138,39 @@ class Session:
                 self._write_status("interrupted", "stopped at once, after a second Ctrl-C")
             else:
                 logging.getLogger(__name__).error("the run failed", exc_info=error)
-                self._write_status("failed", f"{type(error).__name__}: {error}")
-        if isinstance(error, ClusterError):
-            raise VlarlError(f"{error}\n{self._way_back()}") from error
+                reason = f"{type(error).__name__}: {error}"
+                self._write_status("failed", reason)
+                remedy = f"{self._save_after(error)}{self._resumes_from()}"
+                self._write_status("failed", f"{reason} {remedy}")
+                if isinstance(error, VlarlError):
+                    kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
+                    raise kind(f"{error}\n{remedy}") from error
+                error.add_note(remedy)
         return isinstance(error, Interrupted)
 
-    def _way_back(self) -> str:
-        """What to do after a run that could not go on."""
+    def _save_after(self, error: BaseException) -> str:
+        """Save what the last whole update left, where that is still there; otherwise say why not."""
+        if self._resumable.iteration == self._saved:
+            return ""
+        if self._updating:
+            return "It failed in the middle of an update, so there is no newer state to save. "
+        if _is_of_learner(error):
+            return "The learners can't save any more. "
+        self.progress.note("failed: saving the last whole iteration")
+        try:
+            self.save_checkpoint()
+        except Exception as failure:  # the error that ended the run must not be lost over one of saving
+            logging.getLogger(__name__).error("the state could not be saved", exc_info=failure)
+            return f"The last whole iteration, {self._resumable.iteration}, could not be saved ({failure}). "
+        return ""
+
+    def _resumes_from(self) -> str:
+        """Where a run that failed resumes, and how."""
         if self._saved == 0:
-            return "No checkpoint had been written yet: start again."
+            return f"There is no checkpoint yet: `{self.directory.resume_command}` starts again at iteration 1."
         return (
-            f"The last checkpoint is of iteration {self._saved}, in {self.directory.checkpoints}; go on from it with "
-            f"`{self.directory.resume_command}`."
+            f"The newest checkpoint is of iteration {self._saved}, in {self.directory.checkpoints}: resume from it "
+            f"with `{self.directory.resume_command}`."
         )
 
     @property
@@ -157,6 +185,11 @@ class Session:
     def is_new(self) -> bool:
         """Whether nothing has been learnt yet."""
         return self.state.iteration == 0
+
+    @property
+    def unfinished(self) -> dict[str, float]:
+        """The row of the iteration that an earlier session updated in and failed to finish; empty where it did not."""
+        return self.state.unfinished
 
     @property
     def evaluation_due(self) -> bool:
@@ -208,8 +241,8 @@ class Session:
         iteration, trajectories = rollout.iteration, rollout.trajectories
         self._watch.seconds |= rollout.seconds
         self.recorder.record(iteration, "rollout", trajectories)
-        returns = [t.env_return for t in trajectories if t.status == "ok"]
-        if self.config.checkpoint.best_return and self._best.improved(self.state, returns, iteration):
+        if self.config.checkpoint.best_return and self._best.improved(self.state, trajectories, iteration):
+            returns = [t.env_return for t in trajectories if t.status == "ok"]
             with self.timed("checkpoint"):
                 self.store.save_policy("best_return", self.learner.policy, self._best_metadata(returns))
         self.state = replace(
@@ -224,11 +257,24 @@ class Session:
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
         return rollout.metrics
 
+    def start_update(self) -> None:
+        """Note that the learner changes its weights now: until `record_update` they are those of no iteration."""
+        self._updating = True
+
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         """Count the optimizer steps; the metrics that the update adds to this iteration's row."""
+        self._updating = False
         self.state = replace(self.state, optimizer_steps=self.state.optimizer_steps + result.num_optimizer_steps)
         counts = {"optimizer_steps": result.num_optimizer_steps, "skipped_steps": result.num_skipped_steps}
         return {f"train/{name}": float(value) for name, value in (result.metrics | counts).items()}
+
+    def keep(self, metrics: dict[str, float]) -> None:
+        """Note that the policy has learnt from the rollout: from here on the iteration is saved if the run fails.
+
+        `metrics` are its row so far. A resumed run makes the evaluation that is due and completes the row.
+        """
+        if not self.learner.gathered:
+            self._resumable = replace(self.state, unfinished=metrics)
 
     def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
         return {
@@ -268,12 +314,14 @@ class Session:
         if (peak := gpu_peak_gib()) is not None:
             row["perf/gpu_peak_gib"] = peak
         self.metrics.log(iteration, row)
+        self.state = replace(self.state, unfinished={})
         if iteration > 0:
             self.progress.iteration(iteration, row)
         if not self.learner.gathered:
             self._resumable = replace(self.state)
         if self.finished:
             self.store.save("final", self.learner, self.state)
+            self._saved = iteration
         elif interval > 0 and self._resumable.iteration // interval > self._saved // interval:
             self.save_checkpoint()
         self._write_status("running")
@@ -284,8 +332,8 @@ class Session:
         Rollouts that have been gathered since are not saved: they follow from the weights and the seeds, and a run that
         goes on from here collects the same ones again.
         """
+        self.store.save(f"step_{self._resumable.iteration:06d}", self.learner, self._resumable)
         self._saved = self._resumable.iteration
-        self.store.save(f"step_{self._saved:06d}", self.learner, self._resumable)
 
     def summary(self) -> RunSummary:
         """What the run came to, with its report written."""
@@ -296,3 +344,12 @@ class Session:
 
     def _write_status(self, state: RunState, message: str = "") -> None:
         self.directory.write_status(state, self.state.iteration, self.config.run.iterations, message)
+
+
+def _is_of_learner(error: BaseException | None) -> bool:
+    """Whether a learner was lost, be it behind another error."""
+    while error is not None:
+        if isinstance(error, WorkerLostError) and error.worker.startswith("learner"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

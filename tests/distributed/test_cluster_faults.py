@@ -73,7 +73,7 @@ def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
     ):
         assert re.search(what, log), f"{what}\n{log}"
 
-    resume = re.search(r"go on from it with `vlarl train (--resume .*)`", output)
+    resume = re.search(r"resume from it with `vlarl train (--resume .*)`", output)
     assert resume, output
     two_ranks_go_on_until_one_hangs(tmp_path, shlex.split(resume[1]))
 
@@ -101,7 +101,7 @@ def two_ranks_go_on_until_one_hangs(root: Path, resume: list[str]) -> None:
     assert (
         code == 1
         and re.search(r"learner \d .*(hang|failed in)", output)
-        and "go on from it with `vlarl train --resume" in output
+        and "resume from it with `vlarl train --resume" in output
     )
     assert run.left_running() == []
 

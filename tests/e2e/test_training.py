@@ -156,13 +156,18 @@ def test_a_run_killed_and_resumed_equals_the_undisturbed_one(whole, checkpoint, 
     assert status(run)["state"] == "finished"
 
 
-@pytest.mark.parametrize("seen", [0, 1])
-def test_ctrl_c_saves_and_the_resumed_run_equals_the_undisturbed_one(whole, checkpoint, tmp_path, seen):
-    """Also when nothing has been learnt yet: then the first evaluation is made again, not twice."""
+@pytest.mark.parametrize(
+    ("number", "seen"),
+    [(signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGTERM, 1)],
+    ids=["at the start", "Ctrl-C", "SIGTERM"],
+)
+def test_a_stop_saves_and_the_resumed_run_equals_the_undisturbed_one(whole, checkpoint, tmp_path, number, seen):
+    """By Ctrl-C or by SIGTERM, as a scheduler stops jobs. Also when nothing has been learnt yet: then the first
+    evaluation is made again, not twice."""
     run = tmp_path / "run"
     process = start(flags(checkpoint, tmp_path, "run"))
     wait_for_row(process, run, seen)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "--resume" in output

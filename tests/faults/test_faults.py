@@ -195,8 +195,8 @@ def test_a_full_disk_ends_the_run_with_a_message(capsys, tmp_path, checkpoint, f
     kept = RunDirectory.truncate_after
     try:
 
-        def fill(self: RunDirectory, iteration: int) -> None:
-            kept(self, iteration)
+        def fill(self: RunDirectory, *arguments: int) -> None:
+            kept(self, *arguments)
             (run / file).unlink()
             (run / file).symlink_to("/dev/full")
 

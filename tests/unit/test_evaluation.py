@@ -22,7 +22,6 @@ from vlarl.evaluation import EvalLedger, evaluate, evaluate_policy, fingerprint,
 from vlarl.observability.eval_dir import read_record
 from vlarl.policies import checkpoint_folder
 from vlarl.rollout.collector import Episode
-from vlarl.session import Session
 from vlarl.types import EpisodeResult, EvalResult, Task
 
 SPEC = SuiteSpec("fake", tuple(TaskSpec(i, f"do {i}", 9) for i in range(3)), (0,), (1,), (1,))
@@ -243,27 +242,3 @@ def test_a_fingerprint_tells_weights_apart_and_leaves_the_trainers_files_out(che
     content[-1] ^= 1
     weights.write_bytes(content)
     assert fingerprint(copy) != fingerprint(checkpoint)
-
-
-def test_the_loops_evaluation_leaves_crashes_out_of_its_rates():
-    notes: list[str] = []
-    shown: list[tuple[int, float, int]] = []
-    recorded: list[tuple[int, str, int]] = []
-    session = SimpleNamespace(
-        state=SimpleNamespace(iteration=4),
-        learner=SimpleNamespace(version=9),
-        progress=SimpleNamespace(note=notes.append, evaluation=lambda *args: shown.append(args)),
-        recorder=SimpleNamespace(
-            record=lambda iteration, phase, episodes, version: recorded.append((iteration, phase, version)),
-            film_episodes=lambda iteration, episodes: [],
-        ),
-    )
-    result = EvalResult((episode(0, 1, True, length=4), episode(0, 2, False, length=8), episode(0, 3, None, length=99)))
-    assert Session.record_evaluation(session, result) == {  # type: ignore[arg-type]
-        "val/success_rate": 0.5,
-        "val/mean_reward": 0.5,
-        "val/mean_length": 6.0,
-        "val/crashed": 1.0,
-    }
-    assert (shown, recorded) == ([(4, 0.5, 2)], [(4, "eval", 9)])
-    assert notes == ["1 of 3 evaluated episodes could not be run"]

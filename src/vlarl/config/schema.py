@@ -410,7 +410,8 @@ class EmaConfig(Section):
     """A moving average of the policy's weights."""
 
     beta: BelowOne | None = None
-    """Weight of the past at each optimizer step, such as 0.992; null for no average. Saved as checkpoints/ema."""
+    """Weight of the past at each optimizer step, such as 0.992; null for no average. The weights that training starts
+    from are no part of the average. Saved as checkpoints/ema."""
 
 
 class EvalConfig(Section):
@@ -436,11 +437,11 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Periodic checkpoints kept, the newest ones."""
     best_return: bool = True
-    """Keep the policy with the best moving average of the training return."""
+    """Keep the policy with the best moving averages of the training return: one average a task, tasks count alike."""
     best_return_ema_alpha: BelowOne = 0.99
-    """Weight of the past in that average."""
+    """Weight of the past in these averages at each episode, of whatever task."""
     best_return_min_delta: NonNegativeFloat = 0.0
-    """Improvement needed to save again."""
+    """Improvement of the mean over tasks that is needed to save again."""
     best_return_patience: NonNegativeInt = 0
     """Iterations to wait after a save before saving again."""
 

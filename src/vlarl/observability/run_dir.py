@@ -257,11 +257,20 @@ class RunDirectory:
         """All rows of metrics.jsonl."""
         return list(read_jsonl(self.metrics_file)) if self.metrics_file.is_file() else []
 
-    def truncate_after(self, iteration: int) -> None:
-        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run makes them again."""
+    def truncate_after(self, iteration: int, unfinished: bool = False) -> None:
+        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run makes them again.
+
+        An unfinished iteration has its rollout's episodes; its evaluation and its row of metrics are made again, too.
+        """
+
+        def is_kept(row: dict[str, Any]) -> bool:
+            number = int(row.get("iteration", 0))
+            again = unfinished and number == iteration and row.get("phase") != "rollout"
+            return number <= iteration and not again
+
         for path in (self.metrics_file, self.episodes_file):
             if path.is_file():
-                kept = (row for row in read_jsonl(path) if int(row.get("iteration", 0)) <= iteration)
+                kept = (row for row in read_jsonl(path) if is_kept(row))
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> AbstractContextManager[Path]:

@@ -1,8 +1,9 @@
 """Checkpoints: written to a temporary folder, synced, then renamed, so that a crash leaves the old one whole.
 
-A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (moments of the
-optimizers, averages of the weights, state of torch's random numbers), `trainer.json` (counters) and, with a separate
-critic, `critic/` (what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it.
+A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (optimizer state,
+averages of the weights, random states of all ranks), `trainer.json` (counters) and, with a separate critic, `critic/`
+(what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it. Weights that are
+not finite are never saved.
 
 A learner whose weights are spread over ranks writes them in parts (`sharded/`, see shards.py) in place of the files of
 the trainer and the critic; its periodic checkpoints leave the policy out, which takes gathering. Either kind is read by
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +24,21 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.files import disk_errors
 from vlarl.policies.base import Policy
 from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
+from vlarl.training.random_states import (
+    Generator,
+    Generators,
+    default_generators,
+    own_keys,
+    random_states,
+    restore_random_states,
+)
 from vlarl.training.ranks import Alone, Ranks, on_first
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
@@ -38,62 +48,47 @@ Entry = TypeVar("Entry")
 TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
-RANDOM = "rng.cpu"  # key of the state of torch's random numbers
 PERIODIC = "step_"  # how names of checkpoints begin that are kept for a while only
-
-
-class BestReturn:
-    """Notices when the moving average of episodic returns has risen enough to keep the policy."""
-
-    def __init__(self, alpha: float, min_delta: float, patience: int) -> None:
-        self.alpha = alpha
-        self.min_delta = min_delta
-        self.patience = patience
-
-    def improved(self, state: TrainerState, returns: Sequence[float], iteration: int) -> bool:
-        """Take an iteration's returns into the average, episode by episode; True when its policy should be kept."""
-        for value in returns:
-            before = value if state.ema_return is None else state.ema_return
-            state.ema_return = self.alpha * before + (1 - self.alpha) * value
-        if not returns or state.ema_return is None:
-            return False
-        if state.best_iteration is not None and iteration - state.best_iteration <= self.patience:
-            return False
-        if state.best_ema_return is not None and state.ema_return <= state.best_ema_return + self.min_delta:
-            return False
-        state.best_ema_return, state.best_iteration = state.ema_return, iteration
-        return True
 
 
 class CheckpointStore:
     """The `checkpoints` folder of a run."""
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks = Alone()) -> None:  # noqa: B008 - it has no state
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        ranks: Ranks = Alone(),  # noqa: B008 - it has no state
+        generators: Generators = default_generators,
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.ranks = ranks
+        self.generators = generators
         on_first(ranks, self._recover)
 
     def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
-        """Write a checkpoint that training can go on from, and the average of the weights as a policy of its own."""
-
+        """Write a checkpoint that training can resume from, and the average of the weights as a policy of its own."""
+        self._refuse_not_finite(learner)
         exported = not (learner.sharded and name.startswith(PERIODIC))
+        tensors = trainer_tensors(learner) | random_states(self.generators(learner.device), self.ranks)
 
         def write_whole(folder: Path) -> None:
             if exported:
                 learner.policy.save(folder)
             if not learner.sharded:
-                _write_trainer(learner, folder)
+                _write_trainer(learner, tensors, folder)
             counters = asdict(state) | {
                 "version": learner.version,
                 "policy_updates": learner.policy_updates,
                 "kl_coef": learner.kl.coef,
+                "ema_updates": 0 if learner.average is None else learner.average.num_updates,
             }
             (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
 
         def write(folder: Path) -> None:
             if learner.sharded:
-                write_shards(trainer_tensors(learner) | trained_tensors(learner), folder)
+                write_shards(tensors | trained_tensors(learner), folder)
             with consolidated(learner.policy, self.ranks) if exported else nullcontext():
                 on_first(self.ranks, lambda: write_whole(folder))
 
@@ -122,19 +117,27 @@ class CheckpointStore:
 
     def restore(self, learner: Learner, checkpoint: Path) -> TrainerState:
         """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
-        return restore(learner, checkpoint)
+        return restore(learner, checkpoint, self.generators)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that training can go on from, None before the first."""
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
         return max(found, key=lambda path: _read_counters(path)["iteration"], default=None)
 
+    def _refuse_not_finite(self, learner: Learner) -> None:
+        """All ranks must call: each looks at its parts."""
+        broken = next((name for name, p, _ in learner.named_trained() if not _is_finite(p)), None)
+        if self.ranks.any(broken is not None):
+            raise VlarlError(
+                f"the weights are not finite ({broken or 'on another rank'}), so they are not saved; checkpoints that "
+                f"were written before are in {self.folder}. Lower optim.lr (now {learner.config.optim.lr}) and resume."
+            )
+
     def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
 
         def begin() -> None:
-            for leftover in (fresh, old):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._settle(name)  # a save that failed in this process may have left the old one set aside
             fresh.mkdir()
 
         def finish() -> None:
@@ -152,16 +155,20 @@ class CheckpointStore:
         return final
 
     def _recover(self) -> None:
-        """Finish what a crash interrupted: put an old checkpoint back when no new one took its place."""
+        """Finish what a crash interrupted, for every name that it has left something of."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob(".old-*"):
-            final = self.folder / old.name.removeprefix(".old-")
-            if final.exists():
-                shutil.rmtree(old)
-            else:
-                old.rename(final)
-        for fresh in self.folder.glob(".new-*"):
-            shutil.rmtree(fresh)
+        leftovers = [*self.folder.glob(".old-*"), *self.folder.glob(".new-*")]
+        for name in {path.name[len(".old-") :] for path in leftovers}:
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Remove what an interrupted save has left; put an old checkpoint back when no new one took its place."""
+        final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
+        if old.exists() and not final.exists():
+            old.rename(final)
+        for leftover in (fresh, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
 
     def _retire(self) -> None:
         """Keep the newest periodic checkpoints only."""
@@ -171,8 +178,8 @@ class CheckpointStore:
 
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    """Moments of the optimizers and averages by parameter name, and the state of torch's random numbers."""
-    tensors = {RANDOM: torch.get_rng_state()}
+    """Optimizer state and averages by parameter name."""
+    tensors = {}
     for name, parameter, optimizer in learner.named_trained():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{OPTIMIZER}.{name}.{key}"] = value
@@ -192,12 +199,17 @@ def policy_folder(checkpoint: Path) -> Path | None:
     return checkpoint if (checkpoint / "config.json").is_file() else None
 
 
-def _write_trainer(learner: Learner, folder: Path) -> None:
+def _is_finite(parameter: torch.Tensor) -> bool:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return bool(torch.isfinite(local).all())
+
+
+def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """What one process keeps beside the policy."""
     if learner.critic is not None:
         (folder / CRITIC_FOLDER).mkdir()
         save_file(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
-    save_file(_on_host(trainer_tensors(learner)), folder / TENSORS)
+    save_file(_on_host(tensors), folder / TENSORS)
 
 
 def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
@@ -205,57 +217,70 @@ def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in critic.named_parameters() if parameter.requires_grad}
 
 
-def _on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def restore(learner: Learner, folder: Path) -> TrainerState:
+def restore(learner: Learner, folder: Path, generators: Generators = default_generators) -> TrainerState:
     """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
     counters = _read_counters(folder)
+    own = generators(learner.device)
     try:
         _refuse_other_critic(learner, folder)
-        if is_sharded(folder):
-            _restore_shards(learner, folder)
-        else:
-            _restore_trainer(learner, folder)
+        states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = counters.pop("version")
         learner.policy_updates = counters.pop("policy_updates")
         learner.kl.coef = counters.pop("kl_coef", learner.kl.coef)
+        # Older checkpoints don't count the average's updates: it was updated at each optimizer step.
+        ema_updates = counters.pop("ema_updates", counters.get("optimizer_steps", 0))
+        if learner.average is not None and averaged:
+            learner.average.num_updates = ema_updates
+        elif learner.average is not None:  # the run kept none so far
+            learner.average.begin()
         learner.reference_at_start()
+        restore_random_states(own, states, learner.ranks.rank, learner.config.run.seed)  # last: loading may draw
         return TrainerState(**counters)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise UsageError(_damaged(folder, error)) from error
 
 
-def _restore_trainer(learner: Learner, folder: Path) -> None:
+Restored = tuple[dict[str, torch.Tensor], bool]
+"""The random states of this rank by key, and whether averages of the weights were there."""
+
+
+def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
     tensors = load_file(folder / TENSORS)
-    torch.set_rng_state(tensors.pop(RANDOM))
     if learner.critic is not None:
         _fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
     averages = _with_prefix(tensors, AVERAGE)
-    if learner.average is not None and averages:  # none: the run kept no average so far, and begins one here
+    if learner.average is not None and averages:
         _fill(learner.average.weights, averages)
     trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
     for full_name, tensor in _with_prefix(tensors, OPTIMIZER).items():
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = trained[name]
         optimizer.state[parameter][key] = part_like(tensor, parameter)
+    states = {key: tensors[key] for key in own_keys(own, learner.ranks.rank, tensors).values()}
+    return states, bool(averages)
 
 
-def _restore_shards(learner: Learner, folder: Path) -> None:
+def _restore_shards(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
     shapes = stored_shapes(folder)
-    into = {RANDOM: torch.get_rng_state(), **trained_tensors(learner)}
+    keys = own_keys(own, learner.ranks.rank, shapes).values()
+    states = {key: torch.zeros(shapes[key], dtype=torch.uint8) for key in keys}
+    into = states | trained_tensors(learner)
     trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
     for full_name, shape in _with_prefix(shapes, OPTIMIZER).items():
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = trained[name]
         fresh = torch.zeros_like(parameter.detach()) if shape else torch.zeros((), device=parameter.device)
         optimizer.state[parameter][key] = into[f"{OPTIMIZER}.{full_name}"] = fresh
-    if learner.average is not None and _with_prefix(shapes, AVERAGE):
+    averaged = bool(_with_prefix(shapes, AVERAGE))
+    if learner.average is not None and averaged:
         into |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
     read_shards(into, folder, learner.ranks)
-    torch.set_rng_state(into[RANDOM])
     learner.policy.weights_changed()
+    return states, averaged
 
 
 def _refuse_other_critic(learner: Learner, folder: Path) -> None:
@@ -303,8 +328,11 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
 
 
 def _sync(folder: Path) -> None:
+    """Bring a folder and all in it to the disk: without this a power cut may keep a rename and lose the content."""
     for path in folder.rglob("*"):
-        if path.is_file():
+        if path.is_dir():
+            _sync_folder(path)
+        else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     _sync_folder(folder)

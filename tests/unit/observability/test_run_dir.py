@@ -89,6 +89,18 @@ def test_truncation_drops_later_rows_and_a_partial_line(tmp_path: Path) -> None:
     assert run.episodes_file.read_text() == '{"iteration": 2, "success": true}\n'
 
 
+def test_truncation_drops_what_an_unfinished_iteration_makes_again(tmp_path: Path) -> None:
+    """Its rollout stays; its evaluation and its row of metrics don't."""
+    run = RunDirectory.create(tmp_path, "first")
+    run.metrics_file.write_text('{"iteration": 1}\n{"iteration": 2}\n')
+    episodes = [(1, "rollout"), (1, "eval"), (2, "rollout"), (2, "eval"), (3, "rollout")]
+    run.episodes_file.write_text("".join(json.dumps({"iteration": i, "phase": phase}) + "\n" for i, phase in episodes))
+    run.truncate_after(2, unfinished=True)
+    assert run.metrics_file.read_text() == '{"iteration": 1}\n'
+    kept = [json.loads(line) for line in run.episodes_file.read_text().splitlines()]
+    assert [(row["iteration"], row["phase"]) for row in kept] == episodes[:3]
+
+
 def test_truncation_keeps_a_last_row_that_only_lacks_its_newline(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     run.metrics_file.write_text('{"iteration": 1}\n{"iteration": 2}')

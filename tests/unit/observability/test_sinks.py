@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from vlarl.errors import MissingExtraError, VlarlError
-from vlarl.observability.files import write_atomically
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 
 
@@ -33,14 +32,6 @@ def test_a_full_disk_names_the_file_and_the_remedy() -> None:
         sink.write(0, {"a": 1.0})
     with pytest.raises(VlarlError):
         sink.close()
-
-
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
-    path.mkdir()  # a folder can't be replaced by a file
-    with pytest.raises(VlarlError, match="status.json"):
-        write_atomically(path, "{}")
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
 def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:

@@ -1,17 +1,18 @@
-"""Checkpoints: the best one, atomic replacement, retention, an exact way back, damage that is named."""
+"""Checkpoints: atomic replacement, retention, an exact way back, damage that is named."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vlarl.algorithms import build_algorithm
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.training.checkpoint import COUNTERS, TENSORS, BestReturn, CheckpointStore, restore
+from vlarl.training.checkpoint import COUNTERS, TENSORS, CheckpointStore, restore
 from vlarl.training.learner import Learner
 from vlarl.training.state import TrainerState
 from vlarl.types import TrajectoryGroup
@@ -40,47 +41,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.name != "metadata.json"}
 
 
-# The best return
-
-
-def test_the_average_weighs_the_past_by_alpha_episode_by_episode():
-    state, best = TrainerState(), BestReturn(alpha=0.99, min_delta=0.0, patience=0)
-    assert best.improved(state, [1.0], 1)
-    assert state.ema_return == 1.0
-    assert not best.improved(state, [0.0, 1.0], 2)
-    assert state.ema_return == pytest.approx(0.99 * 0.99 + 0.01)
-    assert state.best_ema_return == 1.0 and state.best_iteration == 1
-    assert not best.improved(state, [1.0], 3)
-    assert best.improved(state, [2.0] * 10, 4)
-    assert state.best_iteration == 4 and state.best_ema_return == state.ema_return > 1.0
-
-
-def test_an_improvement_smaller_than_min_delta_is_none():
-    state, best = TrainerState(), BestReturn(alpha=0.5, min_delta=0.2, patience=0)
-    assert best.improved(state, [0.0], 1)
-    assert not best.improved(state, [0.375], 2)  # average 0.1875
-    assert not best.improved(state, [0.2125], 3)  # average 0.2, not above
-    assert best.improved(state, [0.25], 4)  # average 0.225
-    assert state.best_ema_return == pytest.approx(0.225)
-
-
-def test_patience_waits_after_a_save():
-    state, best = TrainerState(), BestReturn(alpha=0.0, min_delta=0.0, patience=2)
-    assert [best.improved(state, [float(n)], n) for n in range(1, 8)] == [True, False, False, True, False, False, True]
-    assert state.ema_return == 7.0
-
-
-def test_no_episode_is_no_improvement():
-    state = TrainerState()
-    assert not BestReturn(0.99, 0.0, 0).improved(state, [], 1)
-    assert state.ema_return is None
-    best = BestReturn(alpha=0.0, min_delta=0.0, patience=1)
-    assert best.improved(state, [0.0], 1) and not best.improved(state, [1.0], 2)
-    assert not best.improved(state, [], 3), "every episode crashed: there is no return to keep the policy for"
-    assert best.improved(state, [1.0], 4)
-
-
-# Replacement
+# Replacement (interrupted at every step: test_checkpoint_crashes.py)
 
 
 def test_a_crash_while_writing_leaves_the_old_one_whole(tmp_path):
@@ -94,25 +55,6 @@ def test_a_crash_while_writing_leaves_the_old_one_whole(tmp_path):
     assert contents(tmp_path / "best_return") == {"weights": "new", "more": "new"}
     assert json.loads((tmp_path / "best_return" / "metadata.json").read_text()) == {"step": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["best_return"]
-
-
-def test_a_crash_between_the_two_renames_brings_the_old_one_back(tmp_path):
-    store_at(tmp_path).save_policy("final", NotePolicy("old"), {})
-    (tmp_path / "final").rename(tmp_path / ".old-final")
-    (tmp_path / ".new-final").mkdir()
-    (tmp_path / ".new-final" / "weights").write_text("half")
-    store_at(tmp_path)
-    assert contents(tmp_path / "final") == {"weights": "old", "more": "old"}
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
-
-
-def test_a_crash_before_the_old_one_was_removed_keeps_the_new_one(tmp_path):
-    store_at(tmp_path).save_policy("final", NotePolicy("new"), {})
-    (tmp_path / ".old-final").mkdir()
-    (tmp_path / ".old-final" / "weights").write_text("old")
-    store_at(tmp_path)
-    assert contents(tmp_path / "final") == {"weights": "new", "more": "new"}
-    assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 
 def test_leftovers_of_the_same_process_do_not_stop_the_next_save(tmp_path):
@@ -237,12 +179,16 @@ def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, bu
     note = json.loads((tmp_path / "checkpoints" / "ema" / "metadata.json").read_text())
     assert note == {"beta": 0.9, "checkpoint": "step_000001", "training_step": 1}
     assert store.latest() == folder and learner.kl.coef != 0.1
+    assert learner.average.num_updates == 2 == json.loads((folder / COUNTERS).read_text())["ema_updates"]
+    drawn = torch.get_rng_state()
     expected = advance(learner, 2)
     assert expected.metrics["kl_ref"] > 0
 
     other = build(load_policy(folder), config)
     restore(other, folder)
+    assert torch.equal(torch.get_rng_state(), drawn), "loading the reference draws nothing that counts"
     assert advance(other, 2) == expected
+    assert other.average.num_updates == 4
     assert other.kl.coef == learner.kl.coef
     theirs = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
     assert any(name.startswith("critic.value_head.") for name in theirs)
@@ -268,7 +214,85 @@ def test_an_average_may_begin_on_the_way(tmp_path, configure, build):
     other = build(load_policy(folder), configure(ema={"beta": 0.9}))
     restore(other, folder)
     own = dict(other.policy.named_parameters())
+    assert other.average.num_updates == 0
     assert all(torch.equal(average, own[name]) for name, average in other.average.weights.items())
+
+
+def as_written_before(folder: Path) -> None:
+    """Turn a checkpoint into one of before averages were counted, tasks had returns and all ranks had random states."""
+    counters = json.loads((folder / COUNTERS).read_text())
+    for name in ("ema_updates", "return_sums", "return_weights", "best_returns", "unfinished"):
+        del counters[name]
+    (folder / COUNTERS).write_text(json.dumps(counters))
+    tensors = load_file(folder / TENSORS)
+    tensors["rng.cpu"] = tensors.pop("rng.cpu.0")
+    save_file(tensors, folder / TENSORS)
+
+
+def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, lesson, act):
+    """Its average counts as one of as many updates as the run had optimizer steps."""
+    config = configure(ema={"beta": 0.9}, optim={"lr": 1e-3, "minibatches": 2}, algorithm={"epochs": 1})
+    learner = build(init_tiny("parallel", seed=3), config)
+    learner.update(lesson(learner, act(learner.policy)), 1, nothing)
+    torch.manual_seed(7)
+    state = TrainerState(iteration=1, optimizer_steps=2, ema_return=0.5, best_ema_return=0.5, best_iteration=1)
+    folder = store_at(tmp_path).save("step_000001", learner, state)
+    drawn = torch.rand(2)
+    as_written_before(folder)
+    other = build(load_policy(folder), config)
+    assert restore(other, folder) == state
+    assert torch.equal(torch.rand(2), drawn)
+    assert other.average.num_updates == 2
+    assert all(torch.equal(average, learner.average.weights[n]) for n, average in other.average.weights.items())
+
+
+class FakeGenerator:
+    """A device's generator: its state is two numbers."""
+
+    def __init__(self, state: tuple[int, int]) -> None:
+        self.state = list(state)
+        self.seeded: int | None = None
+
+    def get_state(self) -> torch.Tensor:
+        return torch.tensor(self.state, dtype=torch.uint8)
+
+    def set_state(self, new_state: torch.Tensor) -> None:
+        self.state = new_state.tolist()
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeded = seed
+
+
+def test_the_gpus_generator_is_saved_and_restored(tmp_path, learner, config):
+    gpu = FakeGenerator((3, 4))
+    store = CheckpointStore(tmp_path, 2, generators=lambda device: {"cpu": torch.default_generator, "cuda": gpu})
+    folder = store.save("step_000001", learner, TrainerState(iteration=1))
+    gpu.state = [9, 9]
+    store.restore(make_learner(load_policy(folder), config), folder)
+    assert gpu.state == [3, 4] and gpu.seeded is None
+
+
+def test_a_checkpoint_of_a_cpu_resumed_on_a_gpu_seeds_the_gpu(tmp_path, learner, config):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    gpu = FakeGenerator((3, 4))
+    restore(
+        make_learner(load_policy(folder), config),
+        folder,
+        lambda device: {"cpu": torch.default_generator, "cuda": gpu},
+    )
+    assert gpu.state == [3, 4] and gpu.seeded is not None
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, learner):
+    store = store_at(tmp_path, keep=1)
+    kept = store.save("step_000001", learner, TrainerState(iteration=1))
+    with torch.no_grad():
+        next(learner.policy.parameters()).view(-1)[0] = float("nan")
+    for name in ("step_000002", "step_000001", "final"):
+        with pytest.raises(VlarlError, match=r"not finite .* not saved.*Lower optim.lr"):
+            store.save(name, learner, TrainerState(iteration=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    load_policy(kept)
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, teach):

@@ -1,4 +1,4 @@
-"""The average of the weights: its closed form, and that using it leaves no trace."""
+"""The average of the weights: its closed form, and that using it leaves the weights as they were."""
 
 import pytest
 import torch
@@ -18,24 +18,47 @@ def weights(policy) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in policy.named_parameters()}
 
 
-def test_the_average_after_n_steps_is_the_closed_form():
-    """w_0 beta^n + (1 - beta) sum over i of beta^(n-i) w_i, for weights that go up by 1 a step."""
+@pytest.mark.parametrize(("beta", "steps"), [(0.0, 3), (0.992, 30), (0.999, 4)])
+def test_the_average_after_n_steps_is_the_closed_form(beta, steps):
+    """(1 - beta) / (1 - beta^n) x the sum over i of beta^(n-i) w_i, for weights that go up by 1 a step."""
     policy = init_tiny("parallel", seed=1)
     start = weights(policy)
-    average, beta, steps = WeightAverage(policy, 0.992), 0.992, 30
+    average = WeightAverage(policy, beta)
     for _ in range(steps):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(1.0)
         average.update()
-    risen = sum((1 - beta) * beta ** (steps - i) * i for i in range(1, steps + 1))
-    assert risen == pytest.approx(steps - beta * (1 - beta**steps) / (1 - beta))  # the same sum, worked out
+    factors = [beta ** (steps - i) for i in range(1, steps + 1)]
+    risen = sum(factor * i for i, factor in enumerate(factors, start=1)) / sum(factors)
+    assert average.num_updates == steps
     for name in trained_weights(policy):
-        torch.testing.assert_close(average.weights[name], start[name] + risen, atol=2e-5, rtol=1e-5)
+        exact = start[name].double() + risen
+        # Each update rounds twice in float32, at values of at most `steps` and a little.
+        bound = 2 * steps * (steps + 1) * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(average.weights[name].double(), exact, atol=bound, rtol=0)
+
+
+def test_the_first_weights_are_no_part_of_the_average_once_others_were_seen():
+    """With beta 0.999 they would be nearly all of it."""
+    policy = init_tiny("parallel", seed=1)
+    average = WeightAverage(policy, 0.999)
+    start = weights(policy)
+    assert all(torch.equal(average.weights[name], start[name]) for name in average.weights), "before the first update"
+    for value in (3.0, 5.0):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.fill_(value)
+        average.update()
+        if value == 3.0:
+            assert all(torch.equal(w, torch.full_like(w, 3.0)) for w in average.weights.values())
+    expected = (0.999 * 3.0 + 5.0) / 1.999
+    for averaged in average.weights.values():
+        torch.testing.assert_close(averaged, torch.full_like(averaged, expected), atol=1e-5, rtol=0)
 
 
 def test_a_learner_averages_after_every_step_that_it_takes(policy, act, lesson, configure, build):
-    """With beta 0 the average is the newest weight; frozen weights and the critic are no part of it."""
+    """Each of four steps counts twice the one before; frozen weights and the critic are no part of it."""
     policy.freeze("vision")
     config = configure(
         algorithm={"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1},
@@ -58,10 +81,8 @@ def test_a_learner_averages_after_every_step_that_it_takes(policy, act, lesson, 
     learner.update(batch, 2, nothing)
     assert len(seen) == 4  # two epochs of two minibatches
     for name, average in learner.average.weights.items():
-        expected = start[name]
-        for stepped in seen:
-            expected = 0.5 * expected + 0.5 * stepped[name]
-        torch.testing.assert_close(average, expected, atol=1e-7, rtol=1e-6)
+        expected = sum(2.0**i * stepped[name].double() for i, stepped in enumerate(seen)) / 15  # 1 + 2 + 4 + 8
+        torch.testing.assert_close(average.double(), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observation, configure, build):

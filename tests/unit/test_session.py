@@ -1,0 +1,282 @@
+"""The memory of a run: what it writes down, and what it saves when the run fails; with a learner and a store by hand."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.eval_records import episode
+
+from vlarl.config.schema import Config
+from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.interrupt import Interrupted
+from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.trace import NoTrace
+from vlarl.session import Session
+from vlarl.training.state import TrainerState
+from vlarl.types import EvalResult, Rollout, Trajectory, UpdateResult
+
+
+class FakeLearner:
+    """Knows how often it was updated."""
+
+    def __init__(self) -> None:
+        self.policy = None
+        self.version = 0
+        self.gathered: list[object] = []
+
+
+class FakeStore:
+    """Notes what it was given: the name, the learner's version and the counters."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[str, int, TrainerState]] = []
+        self.policies: list[str] = []
+        self.error: Exception | None = None
+
+    def save(self, name: str, learner: FakeLearner, state: TrainerState) -> Path:
+        if self.error is not None:
+            raise self.error
+        self.saved.append((name, learner.version, state))
+        return Path(name)
+
+    def save_policy(self, name: str, policy: object, metadata: dict[str, object]) -> Path:
+        self.policies.append(name)
+        return Path(name)
+
+
+class Run:
+    """A session, and what the loop does with it."""
+
+    def __init__(self, folder: Path, state: TrainerState | None = None, **sections: dict[str, object]) -> None:
+        logging = {"tensorboard": False, "report": False}
+        sections = {"run": {"iterations": 20}, "checkpoint": {"interval": 5}, "logging": logging} | sections
+        self.config = Config.model_validate(sections)
+        self.directory = RunDirectory.create(folder, "run")
+        self.learner, self.store = FakeLearner(), FakeStore()
+        self.session = Session(
+            self.config,
+            self.directory,
+            self.learner,
+            self.store,
+            state or TrainerState(),
+            self.directory.lock(),
+            NoTrace(),
+        )
+
+    def collect(self, *trajectories: Trajectory) -> None:
+        iteration = self.session.start_iteration()
+        self.session.record_rollout(Rollout(iteration, trajectories, (), {}, {"dealt": iteration}, {}, {}))
+
+    def update(self) -> None:
+        self.session.start_update()
+        self.learner.version += 1
+        self.session.record_update(UpdateResult({"policy_loss": 0.5}, 4, 2))
+
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            self.collect()
+            self.update()
+            self.session.keep({"train/policy_loss": 0.5})
+            self.session.end_iteration({"train/policy_loss": 0.5})
+
+    def status(self) -> dict[str, object]:
+        return self.directory.read_status()
+
+
+def fail(run: Run, error: BaseException, work: Callable[[], None] = lambda: None) -> BaseException:
+    """What comes out of a session in which this is raised after the work."""
+    with pytest.raises(type(error) if not isinstance(error, VlarlError) else VlarlError) as caught, run.session:
+        work()
+        raise error
+    return caught.value
+
+
+# What is written down
+
+
+def test_an_evaluation_leaves_crashes_out_of_its_rates(tmp_path, capsys):
+    run = Run(tmp_path, TrainerState(iteration=4))
+    run.learner.version = 9
+    result = EvalResult((episode(0, 1, True, length=4), episode(0, 2, False, length=8), episode(0, 3, None, length=99)))
+    with run.session as session:
+        assert session.record_evaluation(result) == {
+            "val/success_rate": 0.5,
+            "val/mean_reward": 0.5,
+            "val/mean_length": 6.0,
+            "val/crashed": 1.0,
+        }
+    rows = [json.loads(line) for line in run.directory.episodes_file.read_text().splitlines()]
+    assert [(r["iteration"], r["phase"], r["policy_version"], r["status"]) for r in rows] == [
+        (4, "eval", 9, "ok"),
+        (4, "eval", 9, "ok"),
+        (4, "eval", 9, "crashed"),
+    ]
+    output = capsys.readouterr().out
+    assert "1 of 3 evaluated episodes could not be run" in output
+    assert "evaluation after iteration 4: success 50.0% of 2 episodes" in output
+
+
+def test_returns_of_episodes_that_could_not_be_run_or_scored_do_not_make_a_policy_the_best(tmp_path, trajectory):
+    good, bad = trajectory([[1.0]]), trajectory([[0.5]])
+    with Run(tmp_path).session as session:
+        run_store = session.store
+        session.record_rollout(Rollout(1, (bad,), (), {}, {}, {}, {}))
+        assert session.state.ema_return == 0.5 and run_store.policies == ["best_return"]
+        unscored = (replace(good, status="crashed"), replace(good, status="reward_failed"))
+        session.record_rollout(Rollout(2, unscored, (), {}, {}, {}, {}))
+        assert session.state.ema_return == 0.5 and run_store.policies == ["best_return"]
+        session.record_rollout(Rollout(3, (good, replace(bad, status="crashed")), (), {}, {}, {}, {}))
+        assert run_store.policies == ["best_return", "best_return"]
+        assert session.state.episodes == 5, "they were run, all the same"
+
+
+# A run that fails
+
+
+@pytest.mark.parametrize(
+    "error",
+    [VlarlError("the reward is down"), ClusterError("no machines"), WorkerLostError("engine 0 died", "engine 0")],
+)
+def test_a_failure_between_two_updates_saves_the_last_whole_iteration(tmp_path, error):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(2)
+        run.collect()
+
+    raised = fail(run, error, work)
+    ((name, version, state),) = run.store.saved
+    assert (name, version) == ("step_000002", 2)
+    assert (state.iteration, state.optimizer_steps, state.sampler, state.unfinished) == (2, 4, {"dealt": 2}, {})
+    assert str(raised).startswith(f"{error}\n") and raised.__cause__ is error
+    assert "newest checkpoint is of iteration 2" in str(raised)
+    assert f"resume from it with `vlarl train --resume {run.directory.path}`" in str(raised)
+    status = run.status()
+    assert status["state"] == "failed" and "newest checkpoint is of iteration 2" in str(status["message"])
+
+
+def test_a_failure_after_the_update_saves_that_update_with_the_row_that_is_still_to_be_written(tmp_path):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(2)
+        run.collect()
+        run.update()
+        run.session.keep({"train/policy_loss": 0.25})
+
+    raised = fail(run, VlarlError("the simulator is gone"), work)
+    ((name, version, state),) = run.store.saved
+    assert (name, version) == ("step_000003", 3)
+    assert (state.iteration, state.optimizer_steps) == (3, 6)
+    assert state.unfinished == {"train/policy_loss": 0.25}
+    assert "newest checkpoint is of iteration 3" in str(raised)
+
+
+def test_a_failure_in_the_middle_of_an_update_saves_nothing(tmp_path):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(7)
+        run.collect()
+        run.session.start_update()
+        run.learner.version += 1  # weights have moved
+
+    raised = fail(run, VlarlError("out of memory"), work)
+    assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+    assert "in the middle of an update" in str(raised) and "newest checkpoint is of iteration 5" in str(raised)
+
+
+@pytest.mark.parametrize("kind", [WorkerLostError, WorkerFailedError])
+def test_lost_learners_are_not_asked_to_save(tmp_path, kind):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(6)
+        run.store.error = AssertionError("it would wait for a rank that is gone")
+
+    lost = kind("learner 1 died", "learner 1")
+    behind = VlarlError("the evaluation failed")
+    behind.__cause__ = lost
+    raised = fail(run, behind, work)
+    assert "can't save" in str(raised) and "newest checkpoint is of iteration 5" in str(raised)
+    assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+
+
+def test_a_save_that_fails_does_not_hide_why_the_run_failed(tmp_path):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(6)
+        run.store.error = VlarlError("cannot write: the disk is full")
+
+    raised = fail(run, VlarlError("the reward is down"), work)
+    assert str(raised).startswith("the reward is down\n")
+    assert "iteration, 6, could not be saved (cannot write: the disk is full)" in str(raised)
+    assert "newest checkpoint is of iteration 5" in str(raised)
+
+
+def test_what_is_no_error_of_vlarls_keeps_its_type_and_has_a_note(tmp_path):
+    run = Run(tmp_path)
+    raised = fail(run, ZeroDivisionError("in a reward"), lambda: run.iterate(1))
+    assert [name for name, _, _ in run.store.saved] == ["step_000001"]
+    assert "newest checkpoint is of iteration 1" in raised.__notes__[0]
+
+
+def test_an_error_of_usage_keeps_its_exit_code(tmp_path):
+    assert fail(Run(tmp_path), UsageError("no such option")).exit_code == 2
+
+
+def test_before_anything_is_learnt_there_is_nothing_to_save(tmp_path):
+    run = Run(tmp_path)
+    raised = fail(run, VlarlError("the reward is down"), run.collect)
+    assert run.store.saved == []
+    assert f"`vlarl train --resume {run.directory.path}` starts again at iteration 1" in str(raised)
+
+
+def test_what_is_saved_already_is_not_saved_again(tmp_path):
+    run = Run(tmp_path)
+    fail(run, VlarlError("the reward is down"), lambda: run.iterate(5))
+    assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+
+
+def test_a_periodic_save_that_fails_is_tried_again(tmp_path):
+    """It is not taken for one that succeeded."""
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(4)
+        run.store.error = OSError("busy")
+        try:
+            run.iterate(1)
+        finally:
+            run.store.error = None
+
+    with pytest.raises(OSError, match="busy"), run.session:
+        work()
+    assert [(name, version) for name, version, _ in run.store.saved] == [("step_000005", 5)]
+
+
+def test_rollouts_that_wait_for_their_update_are_not_counted(tmp_path):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(2)
+        run.collect()
+        run.learner.gathered = ["rollout 3"]
+        run.session.keep({"train/waiting_trajectories": 1.0})
+        run.session.end_iteration({"train/waiting_trajectories": 1.0})
+
+    fail(run, VlarlError("the reward is down"), work)
+    ((name, version, state),) = run.store.saved
+    assert (name, version, state.iteration, state.unfinished) == ("step_000002", 2, 2, {})
+
+
+def test_an_interrupt_saves_and_is_no_error(tmp_path):
+    run = Run(tmp_path)
+    with run.session as session:
+        run.iterate(2)
+        raise Interrupted
+    assert [name for name, _, _ in run.store.saved] == ["step_000002"] and session.interrupted
+    assert run.status()["state"] == "interrupted"
