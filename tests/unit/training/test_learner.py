@@ -77,13 +77,14 @@ def test_another_temperature_in_the_learner_would_show(policy, act, teach, confi
     assert again.metrics["engine_logprob_error"] > 1e-3
 
 
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}  # GSPO's own range would clip most of what has strayed
 LOSSES = {
     "grpo": {"name": "grpo"},
     "sequence mean": {"name": "grpo", "aggregate": "sequence_mean", "entropy_coef": 0.1},
     "ratio of actions": {"name": "grpo", "ratio_level": "action"},
     "ratio of chunks": {"name": "grpo", "ratio_level": "chunk", "aggregate": "sequence_mean"},
-    "gspo": {"name": "grpo", "ratio_level": "sequence", "aggregate": "sequence_mean"},
-    "ratio of episodes": {"name": "grpo", "ratio_level": "sequence"},
+    "gspo": {"name": "grpo", "ratio_level": "sequence", "aggregate": "sequence_mean"} | WIDE,
+    "ratio of episodes": {"name": "grpo", "ratio_level": "sequence"} | WIDE,
     "ppo": PPO,
     "ppo, steps": PPO | {"gae_level": "step", "aggregate": "sequence_mean"},
     "ppo, tokens": PPO | {"gae_level": "token"},
@@ -106,7 +107,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, c
         strayed = 0.02 * torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0))
         batch = replace(batch, old_logprobs=batch.old_logprobs - strayed)
         for _ in range(2 if size == 4 else 1):  # twice would double the gradient if the first one's were kept
-            learner._accumulate(learner._minibatch(batch, rows, moved=True), rows, True, WeightedMeans(), False)
+            learner._accumulate(learner._minibatch(batch, rows, moved=True), rows, True, False)
         gradients.append(torch.cat([p.grad.flatten() for _, p, _ in learner.named_trained() if p.grad is not None]))
     whole, *accumulated = gradients
     norm = float(whole.norm())
