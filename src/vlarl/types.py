@@ -245,7 +245,7 @@ class UpdateResult:
     metrics: dict[str, float]  # names without the `train/` prefix
     num_samples: int  # decisions that went through a backward pass, once for each epoch
     num_optimizer_steps: int
-    num_skipped_steps: int = 0  # refused because the gradient was not finite
+    num_skipped_steps: int = 0  # refused because loss or gradient was not finite
     stopped_early: bool = False  # by the KL limit
 
 

@@ -117,3 +117,20 @@ def test_while_the_critic_warms_up_a_policy_that_is_not_finite_is_refused(tiny, 
     batch = lesson(learner, act(tiny))
     broken = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, math.nan))
     assert learner.update(broken, 1, nothing).num_skipped_steps == 1
+
+
+def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, teach, configure, build):
+    """A weight whose gradient overflows on its way, as it does in smaller types."""
+    learner, start = (
+        build(tiny, configure(algorithm={"epochs": 1}, optim={"lr": 1e-2})),
+        copy.deepcopy(tiny.state_dict()),
+    )
+    head = tiny.model.language_model.lm_head.weight
+    hook = head.register_hook(lambda gradient: gradient * math.inf)
+    batch = teach(tiny, act(tiny))
+    result = learner.update(batch, 1, nothing)
+    hook.remove()
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
+    assert all(torch.equal(weight, start[name]) for name, weight in tiny.state_dict().items())
+    assert "policy_loss" not in result.metrics and "grad_norm" not in result.metrics
+    assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
