@@ -21,7 +21,7 @@ ONCE = {"epochs": 1}  # where more would show nothing else, to save time
 PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
 REFERENCE = {"coef": 0.1}
 ADAPTIVE = {"target": 1e-3, "horizon": 100}
-REFUSED = {"name": "cpgd", "old_logprobs": "engine", "epochs": 1}  # its clip ends the gradient of a loss that is infinite
+REFUSED = {"name": "cpgd", "old_logprobs": "engine", "epochs": 1}  # its clip ends the gradient of an infinite loss
 FULL, NONE = Sharding("full"), Sharding("none")
 
 CASES = {

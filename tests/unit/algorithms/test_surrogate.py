@@ -176,7 +176,8 @@ def test_a_shared_ratio_has_the_value_of_all_its_tokens_selected_or_not():
 def test_a_chunk_that_has_become_unlikely_beyond_all_bounds_makes_no_nan():
     """Its log-ratios sum to hundreds: before they were bounded, 0 * inf became the gradient of all weights."""
     logits, batch = make()
-    batch = replace(batch, old_logprobs=batch.old_logprobs - 100, advantages=batch.advantages.abs())
+    old_logprobs, advantages = (batch.old_logprobs - 100).float(), batch.advantages.abs().float()
+    batch = replace(batch, old_logprobs=old_logprobs, advantages=advantages)
     for level in ("token", "action", "chunk"):
         leaf = logits.float().requires_grad_()
         loss = compute(Config.model_validate({"algorithm": {"ratio_level": level}}), leaf, batch)
