@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
+from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
@@ -124,9 +125,9 @@ def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
     """Trajectories by group. One that crashed or can't be scored is missing from its group: smaller then, or gone."""
     groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        if trajectory.status == "ok":
-            groups[trajectory.task.group].append(trajectory)
-    return [TrajectoryGroup(tuple(members)) for _, members in sorted(groups.items())]
+        groups[trajectory.task.group].append(trajectory)
+    remaining = ((len(tried), tuple(t for t in tried if t.status == "ok")) for _, tried in sorted(groups.items()))
+    return [TrajectoryGroup(members, size - len(members)) for size, members in remaining if members]
 
 
 def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float]:
@@ -141,15 +142,15 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
     with session.timed("update"):
         estimates = estimate(parts, session.config)
         if not estimates:
-            session.progress.note(f"iteration {iteration}: each group's episodes ended alike: nothing to learn from")
+            session.progress.note(f"iteration {iteration}: no group has episodes that differ: nothing to learn from")
             return {"train/kept_trajectories": 0.0}
         batch = build_batch(estimates, parts.policy)
         session.start_update()
         result = parts.learner.update(batch, iteration, session.progress.update)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         raise VlarlError(
-            f"iteration {iteration}: the gradient was not finite in any of {result.num_skipped_steps} steps, so the "
-            f"weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and go on with "
+            f"iteration {iteration}: the loss or the gradient was not finite in any of {result.num_skipped_steps} "
+            f"steps, so the weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and resume with "
             f"`{session.directory.resume_command}`."
         )
     return (
@@ -168,7 +169,7 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
     penalized = config.kl.coef > 0 and config.kl.place == "reward"
-    ref_kl = [reference_kl(trajectory, config.kl.estimator) for trajectory in trajectories] if penalized else None
+    ref_kl = [reference_kl(trajectory, kl_estimator(config.kl)) for trajectory in trajectories] if penalized else None
     return parts.algorithm.estimate(groups, values, ref_kl, parts.learner.kl_coef)
 
 

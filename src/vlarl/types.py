@@ -132,6 +132,7 @@ class Transition:
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
     num_executed: int  # steps of the chunk that ran before the episode ended
     ref_logprobs: FloatArray | None = None  # [K*D] the reference's, once the learner has computed them
+    learner_logprobs: FloatArray | None = None  # [K*D] the learner's own, computed with them for a KL in the reward
     version: int = 0  # of the weights that decided
 
 
@@ -171,6 +172,7 @@ class TrajectoryGroup:
     """Episodes of one task from one initial state, which group-relative methods compare with each other."""
 
     trajectories: tuple[Trajectory, ...]
+    num_left_out: int = 0  # members that crashed or could not be scored
 
     @property
     def returns(self) -> FloatArray:
@@ -207,6 +209,7 @@ class TrainBatch:
     weights: torch.Tensor | None = None  # [N, K*D] what each token counts in its minibatch; None until one is cut
     ref_logprobs: torch.Tensor | None = None  # [N, K*D] log-probs of the reference policy; None without one
     sequence_log_ratio: torch.Tensor | None = None  # [N] mean over the row's trajectory; None unless it is asked for
+    selected: torch.Tensor | None = None  # [N, K*D] bool: tokens that the policy gradient is taken of; None for all
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -242,7 +245,7 @@ class UpdateResult:
     metrics: dict[str, float]  # names without the `train/` prefix
     num_samples: int  # decisions that went through a backward pass, once for each epoch
     num_optimizer_steps: int
-    num_skipped_steps: int = 0  # refused because the gradient was not finite
+    num_skipped_steps: int = 0  # refused because loss or gradient was not finite
     stopped_early: bool = False  # by the KL limit
 
 

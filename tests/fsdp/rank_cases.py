@@ -50,6 +50,7 @@ class Case:
     sections: dict[str, dict[str, Any]]
     sharding: Sharding = field(default_factory=lambda: Sharding("full"))
     broken: tuple[int, ...] = ()  # updates whose first advantage is infinite
+    clipped: bool = False  # whether the clip has ended the gradient there: the loss is infinite, the gradient is not
 
 
 @dataclass
@@ -168,16 +169,17 @@ def episode(
     return Trajectory(task, tuple(transitions), seen[-1], success, not success, success, 0)
 
 
-def update(learner: Learner, groups: Sequence[TrajectoryGroup], iteration: int, broken: bool, outcome: Outcome) -> None:
+def update(learner: Learner, groups: Sequence[TrajectoryGroup], iteration: int, case: Case, outcome: Outcome) -> None:
     """What the loop does with an iteration's groups."""
     scored = learner.with_reference(groups)
     trajectories = [trajectory for group in scored for trajectory in group.trajectories]
     values = learner.values(trajectories) if learner.algorithm.needs_critic else None
     batch = build_batch(learner.algorithm.estimate(scored, values), learner.policy)
-    if broken:
-        advantages = batch.advantages.clone()
+    if iteration in case.broken:
+        advantages, old_logprobs = batch.advantages.clone(), batch.old_logprobs.clone()
         advantages[0] = math.inf
-        batch = replace(batch, advantages=advantages)
+        old_logprobs[0] -= 1.0 if case.clipped else 0.0
+        batch = replace(batch, advantages=advantages, old_logprobs=old_logprobs)
     result = learner.update(batch, iteration, lambda done, planned: None)
     outcome.metrics.append(result.metrics)
     outcome.steps.append((result.num_optimizer_steps, result.num_skipped_steps, result.stopped_early))
@@ -198,7 +200,7 @@ def run(
         done = restore(learner, resume).iteration
     store = None if save_to is None else CheckpointStore(save_to, 2, ranks)
     for iteration in range(done + 1, UPDATES + 1):
-        update(learner, groups, iteration, iteration in case.broken, outcome)
+        update(learner, groups, iteration, case, outcome)
         if store is not None and iteration in (1, UPDATES):
             name = "step_000001" if iteration == 1 else "final"
             store.save(name, learner, TrainerState(iteration=iteration))

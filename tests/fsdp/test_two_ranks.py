@@ -33,6 +33,8 @@ LORA = {"enabled": True, "rank": 4}
 ONCE = {"epochs": 1}  # where more would show nothing else, to save time
 PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
 REFERENCE = {"coef": 0.1}
+ADAPTIVE = {"target": 1e-3, "horizon": 100}
+REFUSED = {"name": "cpgd", "old_logprobs": "engine", "epochs": 1}  # its clip ends the gradient of an infinite loss
 FULL, NONE = Sharding("full"), Sharding("none")
 
 BFLOAT16 = "grpo, adapters on bfloat16"
@@ -60,6 +62,8 @@ CASES = {
     ),
     "a refused step": Case("parallel", {"algorithm": ONCE}, FULL, broken=(2,)),
     "a refused step, none": Case("parallel", {"algorithm": ONCE}, NONE, broken=(2,)),
+    "a refused loss": Case("parallel", {"algorithm": REFUSED, "kl": REFERENCE | ADAPTIVE}, FULL, (2,), clipped=True),
+    "a refused loss, none": Case("parallel", {"algorithm": REFUSED, "ema": {"beta": 0.9}}, NONE, (2,), clipped=True),
     "an early stop": Case("parallel", {"algorithm": {"max_approx_kl": 1e-5, "epochs": 3}}, FULL),
 }
 SAVED = ("grpo", "ppo, critic, adapters")  # with checkpoints, which others go on from
@@ -191,7 +195,11 @@ def test_a_learning_rate_that_is_wrong_by_a_thousandth_would_show(bases, alone, 
 
 def test_the_cases_learn_something_and_stop_where_they_should(alone):
     assert [steps[0] for steps in alone["grpo"].steps] == [2, 2, 2]
-    assert alone["a refused step"].steps == [(1, 0, False), (0, 1, False), (1, 0, False)]
+    for refused in ("a refused step", "a refused loss", "a refused loss, none"):
+        assert alone[refused].steps == [(1, 0, False), (0, 1, False), (1, 0, False)]
+    assert "kl_ref" not in alone["a refused loss"].metrics[1], "what was refused is not in the means"
+    assert alone["a refused loss"].metrics[2]["kl_coef"] == alone["a refused loss"].metrics[1]["kl_coef"]
+    assert alone["a refused loss"].metrics[1]["kl_coef"] != 0.1, "the first update moved it"
     assert [stopped for _, _, stopped in alone["an early stop"].steps] == [True, True, True]
     assert alone["grpo"].metrics[-1]["kl_ref"] > 1e-6
     assert abs(alone["grpo, stale"].metrics[-1]["importance_mean"] - 1) > 1e-4

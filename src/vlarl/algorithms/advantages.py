@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -163,10 +164,13 @@ def whiten(
     lost_degrees: int = 0,
     eps: float = 1e-8,
 ) -> list[FloatArray]:
-    """Arrays of a whole batch brought to deviation 1, and to mean 0 with `shift_mean`; each number counts as often as
-    `counts` says, and one that doesn't count becomes 0."""
-    everything = np.concatenate([part.ravel() for part in parts])
+    """Arrays of a whole batch brought to std 1, and to mean 0 with `shift_mean`; each value counts as often as `counts`
+    says, and one that doesn't count becomes 0."""
     weights = np.concatenate([count.ravel() for count in counts])
+    counted = weights > 0
+    everything, weights = np.concatenate([part.ravel() for part in parts])[counted], weights[counted]
+    if not len(everything):
+        return [np.zeros_like(part, dtype=np.float32) for part in parts]
     mean = np.average(everything, weights=weights)
     variance = np.average((everything - mean) ** 2, weights=weights)
     total = weights.sum()
@@ -185,7 +189,7 @@ def penalize(groups: Sequence[TrajectoryGroup], ref_kl: Sequence[FloatArray], kl
     """
     remaining = iter(ref_kl)
     return [
-        TrajectoryGroup(tuple(_penalized(trajectory, next(remaining), kl_coef) for trajectory in group.trajectories))
+        replace(group, trajectories=tuple(_penalized(t, next(remaining), kl_coef) for t in group.trajectories))
         for group in groups
     ]
 

@@ -91,8 +91,14 @@ class Algorithm(ABC):
         ]
 
     def teaches(self, group: TrajectoryGroup) -> bool:
-        """Whether there is something to learn from a group; not if its members are compared and none was better."""
-        return not self.compares_groups or has_spread(outcomes(group, self.config.verifier_gamma))
+        """Whether a group has a learning signal; not if its members are compared and none was better.
+
+        One member that is left of several has nothing to be compared with, unlike the only member of a group of one.
+        """
+        if not self.compares_groups:
+            return True
+        is_remnant = len(group.trajectories) == 1 and group.num_left_out > 0
+        return not is_remnant and has_spread(outcomes(group, self.config.verifier_gamma))
 
     @classmethod
     def discount(cls, options: AlgorithmConfig) -> float:

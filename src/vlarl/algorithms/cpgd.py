@@ -12,8 +12,9 @@ import torch
 from vlarl.algorithms.base import Setting
 from vlarl.algorithms.grpo import GRPO
 from vlarl.algorithms.kl import k3
-from vlarl.algorithms.losses import cpgd_loss
+from vlarl.algorithms.losses import bounded_exp, cpgd_loss
 from vlarl.algorithms.surrogate import Surrogate
+from vlarl.config.derive import clip_range
 from vlarl.types import TrainBatch
 
 
@@ -22,10 +23,10 @@ def clipped_gradient(
 ) -> Surrogate:
     """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the policy that acted."""
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
-    loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, options.clip_low, options.clip_high)
+    loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, *clip_range(options))
     if options.policy_drift_coef > 0:
         loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs)
-    return Surrogate(loss, (logprobs - old_logprobs).exp(), {"clipfrac": clipped})
+    return Surrogate(loss, bounded_exp(logprobs - old_logprobs), {"clipfrac": clipped})
 
 
 class CPGD(GRPO):

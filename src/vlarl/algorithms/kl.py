@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
+from vlarl.algorithms.losses import LARGEST_LOG_RATIO
 from vlarl.config.schema import KlConfig
 
-LARGEST_ERROR = 0.2  # share of the target that counts at most, so that one odd iteration doesn't throw the coefficient
+LARGEST_ERROR = 0.2  # fraction of the target that counts at most: one odd iteration doesn't throw the coefficient
+LARGEST_K3 = 10.0  # beyond it a token has no gradient
 
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -22,9 +25,13 @@ def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token KL(policy || reference): unbiased and never negative (http://joschu.net/blog/kl-approx.html)."""
-    log_ratio = ref_logprobs - logprobs
-    return torch.expm1(log_ratio) - log_ratio
+    """Per-token KL(policy || reference): unbiased and never negative (http://joschu.net/blog/kl-approx.html).
+
+    It grows exponentially where the reference finds a token likelier, so that one token could outweigh a minibatch:
+    the log-ratio and the result are clamped, as in verl.
+    """
+    log_ratio = (ref_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=LARGEST_K3)
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
@@ -49,9 +56,15 @@ class AdaptiveKl(FixedKl):
         self.horizon = horizon
 
     def update(self, kl: float, num_episodes: int) -> None:
-        """Move by the error's share of the target; over `horizon` episodes at a constant error, by about e to it."""
+        """Move by the error's fraction of the target; over `horizon` episodes at a constant error, by about e to it.
+
+        A KL that is not finite says nothing and is ignored. However many episodes an update has, they count as
+        `horizon` at most: the coefficient stays positive.
+        """
+        if not math.isfinite(kl):
+            return
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-        self.coef *= 1 + error * num_episodes / self.horizon
+        self.coef *= 1 + error * min(num_episodes / self.horizon, 1.0)
 
 
 def build_kl_controller(config: KlConfig) -> FixedKl:

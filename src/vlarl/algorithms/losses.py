@@ -9,11 +9,17 @@ import torch
 
 RatioLevel = Literal["token", "action", "chunk", "sequence"]
 
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to plus and minus this before `exp`, as verl does: float32 overflows at 88, which the sum over
+the tokens of a chunk reaches, and 0 * inf would send NaN backwards. No step that is worth taking comes near e to 20."""
+
 
 def probability_ratio(
     log_ratio: torch.Tensor, level: RatioLevel, action_dim: int | None, sequence_log_ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[N, T] how much likelier the policy has become to do what it did, from log-ratios [N, T] that are 0 where masked.
+
+    Beyond `LARGEST_LOG_RATIO` the ratio is constant, hence without a gradient.
 
     The ratio is that of a token; of an action or a chunk as a whole, which all their tokens share; or the
     length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071), given as the mean log-ratio [N] of each
@@ -21,16 +27,21 @@ def probability_ratio(
     microbatches need to know nothing of each other.
     """
     if level == "token":
-        return log_ratio.exp()
+        return bounded_exp(log_ratio)
     if level == "sequence":
         if sequence_log_ratio is None:
             raise ValueError("ratio_level 'sequence' needs the mean log-ratios of the trajectories in the batch")
-        return (sequence_log_ratio[:, None] + log_ratio - log_ratio.detach()).exp()
+        return bounded_exp(sequence_log_ratio)[:, None] * (log_ratio - log_ratio.detach()).exp()
     size = action_dim if level == "action" else log_ratio.shape[1]
     if size is None:
         raise ValueError("ratio_level 'action' needs the tokens of an action: give build_algorithm the policy")
     joint = log_ratio.reshape(len(log_ratio), -1, size).sum(dim=2)
-    return joint.exp().repeat_interleave(size, dim=1)
+    return bounded_exp(joint).repeat_interleave(size, dim=1)
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The ratio of a log-ratio, which is clamped to plus and minus `LARGEST_LOG_RATIO`; NaN stays NaN."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def clipped_policy_loss(
@@ -58,9 +69,10 @@ def cpgd_loss(
     """CPGD's clipped policy gradient (arXiv:2505.12504), and where it was clipped.
 
     The gradient is that of the log-prob, not of a ratio that could explode; it ends where the ratio leaves the bounds
-    in the direction that the advantage pushes it to.
+    in the direction that the advantage pushes it to. A ratio is never below 0, so `clip_low` of 1 or more is no bound.
     """
-    low, high = old_logprobs + math.log1p(-clip_low), old_logprobs + math.log1p(clip_high)
+    low = old_logprobs + (math.log1p(-clip_low) if clip_low < 1 else -math.inf)
+    high = old_logprobs + math.log1p(clip_high)
     bounded = torch.where(advantages > 0, torch.minimum(logprobs, high), torch.maximum(logprobs, low))
     return -advantages * bounded, (advantages != 0) & (bounded != logprobs)
 

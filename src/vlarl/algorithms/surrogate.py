@@ -16,6 +16,7 @@ from vlarl.algorithms.losses import (
     probability_ratio,
     reconstruction_loss,
 )
+from vlarl.config.derive import clip_range, kl_estimator
 from vlarl.policies.base import Scores
 from vlarl.policies.distribution import token_entropy, token_logprobs
 from vlarl.types import TrainBatch
@@ -35,12 +36,17 @@ Objective = Callable[[torch.Tensor, torch.Tensor, TrainBatch, Setting], Surrogat
 
 
 def clipped_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: Setting) -> Surrogate:
-    """PPO's clipped surrogate, of the ratio at the configured level."""
+    """PPO's clipped surrogate, of the ratio at the configured level.
+
+    Tokens that are not selected take part in the value of a ratio that several tokens share, not in its gradient.
+    """
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
+    if batch.selected is not None:
+        logprobs = torch.where(batch.selected, logprobs, logprobs.detach())
     ratio = probability_ratio(
         logprobs - old_logprobs, options.ratio_level, setting.action_dim, batch.sequence_log_ratio
     )
-    loss, clipped = clipped_policy_loss(ratio, advantages, options.clip_low, options.clip_high)
+    loss, clipped = clipped_policy_loss(ratio, advantages, *clip_range(options))
     events = {"clipfrac": clipped}
     if options.dual_clip is not None:
         loss, events["dual_clipfrac"] = dual_clip(loss, advantages, options.dual_clip)
@@ -67,7 +73,7 @@ def policy_loss(
     per_token |= {name: event.float() for name, event in surrogate.events.items()}
     if batch.ref_logprobs is not None:
         ref_logprobs = torch.where(mask, batch.ref_logprobs, unmoved)
-        per_token["kl_ref"] = kl = ESTIMATORS[setting.kl.estimator](logprobs, ref_logprobs)
+        per_token["kl_ref"] = kl = ESTIMATORS[kl_estimator(setting.kl)](logprobs, ref_logprobs)
         if setting.kl.place == "loss":
             total = total + kl_coef * (weights * kl).sum()
     if options.action_reconstruction_coef > 0:

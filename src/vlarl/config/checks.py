@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from vlarl.config.derive import kl_estimator
 from vlarl.config.distributed_checks import check_distributed
 from vlarl.config.env_checks import check_cameras, check_env, check_gym
 from vlarl.config.finetune import FinetuneConfig, StartConfig
@@ -91,6 +92,15 @@ def _trained_weights(config: Config | FinetuneConfig) -> Problems:
         yield Problem("lora.target_modules = []", remedy, ("lora.target_modules",))
 
 
+def _dropout(config: Config) -> Problems:
+    if config.lora.dropout > 0:
+        remedy = (
+            "with dropout the log-probs before and after a step would be those of different networks, and their ratio "
+            "would not start at 1; set it to 0. `vlarl finetune` trains with dropout"
+        )
+        yield Problem(f"lora.dropout = {config.lora.dropout}", remedy, ("lora.dropout",))
+
+
 def _regression(config: Config) -> Problems:
     if config.policy.actions == "l1":
         remedy = (
@@ -174,7 +184,7 @@ def _surrogate(config: Config) -> Problems:
 
 def _kl(config: Config) -> Problems:
     """KL penalties that would do nothing, or something else than they say."""
-    kl = config.kl
+    kl, estimator = config.kl, kl_estimator(config.kl)
     if kl.target is not None and kl.coef == 0:
         remedy = (
             "an adaptive coefficient is multiplied from kl.coef, which is 0; set kl.coef above 0 or kl.target to null"
@@ -182,12 +192,12 @@ def _kl(config: Config) -> Problems:
         yield Problem(f"kl.target = {kl.target} with kl.coef = 0", remedy, ("kl.target", "kl.coef"))
     if kl.coef == 0:
         return
-    subject = f"kl.place = '{kl.place}' with kl.estimator = '{kl.estimator}'"
-    if kl.place == "loss" and kl.estimator == "k1":
+    subject = f"kl.place = '{kl.place}' with kl.estimator = '{estimator}'"
+    if kl.place == "loss" and estimator == "k1":
         remedy = "the gradient of k1 is zero in expectation; set kl.estimator to k2 or k3, or kl.place to reward"
         yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
-    if kl.place == "reward" and kl.estimator != "k1":
-        remedy = f"{kl.estimator} in the reward is no unbiased penalty; set kl.estimator to k1, or kl.place to loss"
+    if kl.place == "reward" and estimator != "k1":
+        remedy = f"{estimator} in the reward is no unbiased penalty; set kl.estimator to k1, or kl.place to loss"
         yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
 
 
@@ -246,6 +256,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _policy_name,
     _decoder,
     _trained_weights,
+    _dropout,
     _regression,
     check_reward,
     _groups,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from datetime import datetime
+from typing import Literal
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_CHUNKS, SUITES
-from vlarl.config.schema import Config
+from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
 from vlarl.config.suites import suite_facts
 
 
@@ -34,6 +35,9 @@ class Derived:
     total_episodes: int
     num_evaluations: int
     episodes_per_evaluation: int
+    clip_low: float
+    clip_high: float
+    kl_estimator: str | None  # None without a KL penalty
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,21 @@ class FinetuneDerived:
 def total_updates(config: Config) -> int:
     """How often a run learns: after each iteration, or once for several; what is gathered at the end is learnt from."""
     return math.ceil(config.run.iterations / config.optim.rollouts_per_update)
+
+
+CLIP_RANGE = (0.2, 0.28)  # DAPO's, arXiv:2503.14476
+SEQUENCE_CLIP_RANGE = (3e-4, 4e-4)  # GSPO's, arXiv:2507.18071: the mean over an episode moves far less than a token
+
+
+def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
+    """How far below and above 1 the ratio is clipped: as configured, or what suits the level of the ratio."""
+    low, high = SEQUENCE_CLIP_RANGE if algorithm.ratio_level == "sequence" else CLIP_RANGE
+    return algorithm.clip_low or low, algorithm.clip_high or high
+
+
+def kl_estimator(kl: KlConfig) -> Literal["k1", "k2", "k3"]:
+    """How the KL is estimated: as configured, or what suits its place."""
+    return kl.estimator or ("k1" if kl.place == "reward" else "k2")
 
 
 def world_size(config: Config) -> int:
@@ -100,6 +119,9 @@ def derive(config: Config) -> Derived:
         total_episodes=episodes * iterations,
         num_evaluations=2 + ((iterations - 1) // interval if interval else 0),
         episodes_per_evaluation=num_tasks * config.eval.states_per_task,
+        clip_low=clip_range(config.algorithm)[0],
+        clip_high=clip_range(config.algorithm)[1],
+        kl_estimator=kl_estimator(config.kl) if config.kl.coef > 0 else None,
     )
 
 

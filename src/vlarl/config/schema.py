@@ -173,7 +173,7 @@ class LoraConfig(Section):
     alpha: PositiveInt | None = None
     """Scale of the adapters, which add alpha / rank of what they compute; by default the rank, 16 at most."""
     dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
+    """Fraction of an adapter's inputs that is dropped in training; for `vlarl finetune`, 0 in RL."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Ends of the names of the layers to adapt, such as q_proj and v_proj; all-linear is every linear layer that is
     computed, but the head."""
@@ -295,10 +295,11 @@ class AlgorithmConfig(Section):
     GAE. GSPO is grpo with ratio_level sequence and aggregate sequence_mean."""
     epochs: PositiveInt = 2
     """Passes over the collected decisions."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio is clipped at 1 + clip_high."""
+    clip_low: PositiveFloat | None = None
+    """The ratio is clipped at 1 - clip_low; by default 0.2, or GSPO's 3e-4 with ratio_level sequence. 1 or more is no
+    lower bound."""
+    clip_high: PositiveFloat | None = None
+    """The ratio is clipped at 1 + clip_high; by default 0.28, or GSPO's 4e-4 with ratio_level sequence."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound the loss of bad actions at this many times their advantage, such as 3, however large the ratio."""
     ratio_level: Literal["token", "action", "chunk", "sequence"] = "token"
@@ -359,8 +360,9 @@ class KlConfig(Section):
     """Weight of the KL penalty; 0 for none."""
     place: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken off the reward of each step."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the KL is estimated from the sampled tokens: k1 in the reward, k2 or k3 in the loss."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """How the KL is estimated from the sampled tokens: k1 in the reward, k2 or k3 in the loss; by default k1 in the
+    reward and k2 in the loss."""
     target: PositiveFloat | None = None
     """Adapt the coefficient so that the mean KL of a token comes near this; null keeps it fixed."""
     horizon: PositiveInt = 10_000

@@ -148,7 +148,7 @@ class Rank:
         return values if self.rank == 0 else None
 
     def reference_logprobs(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup] | None:
-        """The groups with the reference's log-probs, from rank 0."""
+        """The groups with the reference's log-probs, and the learner's where they are needed, from rank 0."""
         groups = self.learner.with_reference(groups)
         return groups if self.rank == 0 else None
 
@@ -225,7 +225,8 @@ class LearnerGroup:
         return values
 
     def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision; as they are where there is no reference."""
+        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
+        of the reward; as they are where there is no reference."""
         if self.config.kl.coef == 0:
             return list(groups)
         scored: list[TrajectoryGroup] = self.everybody("reference_logprobs", share(list(groups)))

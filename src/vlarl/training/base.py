@@ -53,7 +53,8 @@ class Trainer(Protocol):
         ...
 
     def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision; as they are where there is no reference."""
+        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
+        of the reward; as they are where there is no reference."""
         ...
 
     def publish(self, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 for each epoch:          shuffle the rows, deal them out to minibatches
   for each minibatch:    zero the gradients once; fix what each token counts in it
     for each microbatch: score -> loss (its share of the whole minibatch's) -> backward
-    clip, refuse a gradient that is not finite, step, take the weights into their average
+    refuse a loss or a gradient that is not finite; clip, step, take the weights into their average
 
 Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
 and everybody knows all numbers (`ranks.py`); their weights may be spread over them (`fsdp.py`).
@@ -40,13 +40,23 @@ from vlarl.training.batching import (
     whole_minibatches,
 )
 from vlarl.training.critic import build_critic
+from vlarl.training.dropout import remove_dropout
 from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
 from vlarl.training.importance import corrects, importance_weights
-from vlarl.training.numbers import Numbers, explained_variance, importance_numbers, mismatch, note, numbers_of
+from vlarl.training.numbers import (
+    Numbers,
+    critic_metrics,
+    importance_numbers,
+    is_finite,
+    mean_of,
+    mismatch,
+    note,
+    numbers_of,
+)
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.ranks import Alone, Ranks, spread
-from vlarl.training.reference import reference_at_start, reference_here
+from vlarl.training.reference import reference_at_start, reference_here, with_logprobs
 from vlarl.training.swap import CRITIC
 from vlarl.types import (
     FloatArray,
@@ -84,6 +94,7 @@ class Learner:
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
         self.gathered: list[TrajectoryGroup] = []  # of rollouts that wait for the others of their update
+        remove_dropout(policy)
         self.critic = build_critic(policy, algorithm, config)  # None: a head of the policy, or not needed
         if self.sharded:  # from here on: what follows keeps and moves each rank's part
             mesh = sharding.mesh(ranks, device)
@@ -148,7 +159,8 @@ class Learner:
 
     @torch.no_grad()
     def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision; as they are where there is no reference."""
+        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
+        of the reward; as they are where there is no reference."""
         if self.reference is None:
             return list(groups)
         transitions = [t for group in groups for trajectory in group.trajectories for t in trajectory.transitions]
@@ -160,18 +172,13 @@ class Learner:
             logits = self.policy.score(inputs, ids).logits
             return token_logprobs(logits, places, self.algorithm.temperature).cpu().numpy()
 
+        def scored() -> list[FloatArray]:
+            return [row for part in self._in_pieces(transitions, logprobs) for row in part]
+
         with self.reference.in_place():
-            rows = [row for part in self._in_pieces(transitions, logprobs) for row in part]
-        scored = iter(replace(t, ref_logprobs=row) for t, row in zip(transitions, rows, strict=True))
-        return [
-            TrajectoryGroup(
-                tuple(
-                    replace(trajectory, transitions=tuple(next(scored) for _ in trajectory.transitions))
-                    for trajectory in group.trajectories
-                )
-            )
-            for group in groups
-        ]
+            ref_logprobs = scored()
+        learner_logprobs = scored() if self.config.kl.place == "reward" else None
+        return with_logprobs(groups, ref_logprobs, learner_logprobs)
 
     def _in_pieces(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
         """What `work` makes of all items, as many at a time as a pass takes; every rank does its share."""
@@ -209,12 +216,16 @@ class Learner:
         stopped_early = False
         for rows in schedule:
             minibatch = self._minibatch(batch, rows, moved)
-            approx_kl = self._accumulate(minibatch, rows, train_policy, metrics, first=num_samples == 0)
+            numbers = self._accumulate(minibatch, rows, train_policy, first=num_steps == 0)
             num_samples += len(rows)
-            stopped_early = algorithm.max_approx_kl is not None and approx_kl > algorithm.max_approx_kl
+            valid = is_finite(numbers)
+            limit = algorithm.max_approx_kl
+            stopped_early = valid and limit is not None and mean_of(numbers, "approx_kl") > limit
             if stopped_early:
+                note(metrics, numbers)
                 break
-            if self._step(train_policy, metrics):
+            if valid and self._step(train_policy, metrics):
+                note(metrics, numbers)  # those of a refused minibatch would make every mean NaN, and drive the KL's
                 num_steps += 1
                 moved = moved or train_policy
             else:
@@ -222,20 +233,12 @@ class Learner:
             yield num_steps + num_skipped, len(schedule)
         self.version += 1
         self.policy_updates += train_policy
-        results = metrics.reduce() | {"lr": lr} | self._closing_metrics(batch)
+        results = metrics.reduce() | {"lr": lr} | critic_metrics(batch)
+        if self.reference is not None:
+            results["kl_coef"] = self.kl.coef
         if "kl_ref" in results:
             self.kl.update(results["kl_ref"], int(batch.trajectory.max()) + 1)
         return UpdateResult(results, num_samples, num_steps, num_skipped, stopped_early)
-
-    def _closing_metrics(self, batch: TrainBatch) -> dict[str, float]:
-        """What is known of the batch as a whole."""
-        metrics = {}
-        if batch.returns is not None and batch.old_values is not None:
-            counted = batch.value_mask
-            metrics["explained_variance"] = explained_variance(batch.returns[counted], batch.old_values[counted])
-        if self.reference is not None:
-            metrics["kl_coef"] = self.kl.coef
-        return metrics
 
     def _schedule(self, batch: TrainBatch, iteration: int) -> list[torch.Tensor]:
         """The rows of every minibatch of every epoch; they follow from the run's seed and the iteration alone."""
@@ -298,8 +301,8 @@ class Learner:
             batch = replace(batch, advantages=batch.advantages * weights)
         batch = replace(batch, old_logprobs=old_logprobs)
         if selects:
-            learnt = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_share)
-            batch = replace(batch, advantages=torch.where(learnt, batch.advantages, 0.0))
+            selected = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_share)
+            batch = replace(batch, advantages=torch.where(selected, batch.advantages, 0.0), selected=selected)
         return batch
 
     @torch.no_grad()
@@ -334,10 +337,8 @@ class Learner:
 
         return list(zip(pieces, spread(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
 
-    def _accumulate(
-        self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, metrics: WeightedMeans, first: bool
-    ) -> float:
-        """Gradients of one minibatch, microbatch by microbatch; returns its approximate KL from the acting policy."""
+    def _accumulate(self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, first: bool) -> list[Numbers]:
+        """Gradients of one minibatch, microbatch by microbatch; returns what all of them came to, on every rank."""
         for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=True)
         weight = value_weight(batch, rows)
@@ -350,14 +351,12 @@ class Learner:
             torch.autograd.backward(loss.total)
             return numbers_of(loss, part, first)
 
-        self._train_mode(True)  # here alone: dropout and recomputed layers belong to passes that a backward follows
+        self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         numbers = [numbers for _, numbers in self._each_microbatch(batch, rows, learn)]
         self._train_mode(False)
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
-        note(metrics, numbers)
-        kl_sum = sum(one.sums["approx_kl"][0] for one in numbers)
-        return kl_sum / max(int(batch.mask[rows].sum()), 1)
+        return numbers
 
     def _score(self, part: TrainBatch, train_policy: bool) -> Scores:
         """Logits and values; while the critic warms up, no gradient reaches the policy."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ class Numbers:
 
     sums: dict[str, tuple[float, int]]
     maxima: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0  # the microbatch's part of the loss
 
 
 def note(metrics: WeightedMeans, numbers: Iterable[Numbers]) -> None:
@@ -31,6 +33,17 @@ def note(metrics: WeightedMeans, numbers: Iterable[Numbers]) -> None:
             metrics.max(name, value)
 
 
+def is_finite(numbers: Iterable[Numbers]) -> bool:
+    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all."""
+    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in numbers)
+
+
+def mean_of(numbers: Sequence[Numbers], name: str) -> float:
+    """The mean of one of the sums over a whole minibatch; 0 over nothing."""
+    totals, counts = zip(*(one.sums[name] for one in numbers), strict=True)
+    return float(sum(totals) / max(sum(counts), 1))
+
+
 def numbers_of(loss: Loss, part: TrainBatch, first: bool) -> Numbers:
     """What a microbatch's loss says; `first`: nothing has moved yet, so the ratio must be 1."""
     num_tokens, num_decisions = int(part.mask.sum()), len(part)
@@ -39,11 +52,11 @@ def numbers_of(loss: Loss, part: TrainBatch, first: bool) -> Numbers:
     maxima = {"ratio_max": float(loss.maxima["ratio_max"])}
     if first:
         maxima["ratio_first_minibatch_error"] = float(loss.maxima["ratio_error"])
-    return Numbers(sums, maxima)
+    return Numbers(sums, maxima, float(loss.total.detach()))
 
 
 def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> Numbers:
-    """How far the engine's log-probs (the batch's old ones, so far) are from the learner's."""
+    """How far the engine's log-probs (the batch's old ones, so far) are from the learner's: KL(engine || learner)."""
     gap = torch.where(part.mask, learner_logprobs - part.old_logprobs, 0.0)
     kl = masked_sum(k3(part.old_logprobs, learner_logprobs), part.mask)
     return Numbers(
@@ -62,7 +75,19 @@ def importance_numbers(weights: torch.Tensor, mask: torch.Tensor, cap: float) ->
     )
 
 
+def critic_metrics(batch: TrainBatch) -> dict[str, float]:
+    """What is known of the critic from the batch as a whole; nothing without one."""
+    if batch.returns is None or batch.old_values is None:
+        return {}
+    counted = batch.value_mask
+    return {"explained_variance": explained_variance(batch.returns[counted], batch.old_values[counted])}
+
+
 def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
-    """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would."""
-    variance = returns.var()
-    return float("nan") if variance == 0 else float(1 - (returns - values).var() / variance)
+    """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would.
+
+    NaN where the returns don't vary, or there are fewer than two.
+    """
+    if len(returns) < 2 or (variance := returns.var()) == 0:
+        return math.nan
+    return float(1 - (returns - values).var() / variance)

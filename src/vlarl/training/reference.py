@@ -6,7 +6,10 @@ trained before, a frozen copy of what is trained takes its place in the policy f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ from vlarl.policies.base import Policy
 from vlarl.policies.openvla.adapters import is_adapter
 from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights
-from vlarl.types import FloatArray, Trajectory
+from vlarl.types import FloatArray, Trajectory, TrajectoryGroup
 
 
 class Reference:
@@ -56,15 +59,34 @@ def starts_from_adapter(config: Config) -> bool:
     return config.lora.adapter is not None or is_adapter(checkpoint_folder(config.policy.path))
 
 
+def with_logprobs(
+    groups: Sequence[TrajectoryGroup], reference: Sequence[FloatArray], learner: Sequence[FloatArray] | None
+) -> list[TrajectoryGroup]:
+    """The groups with log-probs [K*D] of each of their decisions in order: the reference's, and maybe the learner's."""
+    rows = zip(reference, repeat(None) if learner is None else learner, strict=learner is not None)
+
+    def noted(trajectory: Trajectory) -> Trajectory:
+        scored = ((t, *next(rows)) for t in trajectory.transitions)
+        return replace(
+            trajectory,
+            transitions=tuple(replace(t, ref_logprobs=ref, learner_logprobs=own) for t, ref, own in scored),
+        )
+
+    return [replace(group, trajectories=tuple(map(noted, group.trajectories))) for group in groups]
+
+
 def reference_kl(trajectory: Trajectory, estimator: str) -> FloatArray:
-    """[T, K*D] how far the policy that acted was from its reference at each token; zero at steps that never ran."""
+    """[T, K*D] how far the learner's policy is from its reference at each token; zero at steps that never ran.
+
+    Both log-probs are the learner's: the engine's would add its rounding to the penalty.
+    """
     rows = []
     for t in trajectory.transitions:
-        if t.ref_logprobs is None:
-            raise ValueError("the trajectory has no log-probs of the reference: let the learner compute them first")
-        acted, reference = torch.from_numpy(t.engine_logprobs), torch.from_numpy(t.ref_logprobs)
+        if t.ref_logprobs is None or t.learner_logprobs is None:
+            raise ValueError("the trajectory lacks log-probs of learner or reference: use Learner.with_reference first")
+        learner, reference = torch.from_numpy(t.learner_logprobs), torch.from_numpy(t.ref_logprobs)
         executed = t.num_executed * len(t.token_ids) // len(t.rewards)
-        row = ESTIMATORS[estimator](acted, reference).numpy().copy()
+        row = ESTIMATORS[estimator](learner, reference).numpy().copy()
         row[executed:] = 0.0
         rows.append(row)
     return np.stack(rows)

@@ -1,5 +1,7 @@
 """Advantages: answers worked out by hand and textbook recursions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -99,6 +101,50 @@ def test_groups_that_ended_alike_are_left_out_whatever_the_kl(trajectory, name):
     estimates = estimator.estimate([alike, TrajectoryGroup((good, bad))], None, ref_kl, 0.01)
     assert [e.trajectory for e in estimates] == [good, bad]
     assert estimates[0].advantages[0, 0] > 0 > estimates[1].advantages[0, 0]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_what_is_left_of_a_group_has_nothing_to_be_compared_with(trajectory, name):
+    """One of three survived; it leaves the batch, and the other group's advantages are what they are without it."""
+    left = TrajectoryGroup((trajectory([[0, 5]]),), num_left_out=2)
+    good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
+    pair = TrajectoryGroup((good, bad), num_left_out=1)  # two that differ can be compared, whoever is missing
+    estimator = algorithm(name)
+    assert not estimator.teaches(left) and estimator.teaches(pair)
+    assert estimator.estimate([left], None) == []
+    ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.2, 0.3)]
+    for penalty in (None, ref_kl):
+        together = estimator.estimate([left, pair], None, penalty, 0.01)
+        alone = estimator.estimate([pair], None, penalty and penalty[1:], 0.01)
+        assert [e.trajectory for e in together] == [good, bad]
+        for mine, theirs in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(mine.advantages, theirs.advantages)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_that_was_asked_for_with_one_member_keeps_it(trajectory, name):
+    single = TrajectoryGroup((trajectory([[0, 5]]),))
+    assert algorithm(name).teaches(single) and len(algorithm(name).estimate([single], None)) == 1
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
+def test_methods_that_compare_nothing_learn_from_what_is_left(trajectory, name):
+    left = TrajectoryGroup((trajectory([[0, 1]]),), num_left_out=3)
+    values = [np.zeros((2, 1), dtype=np.float32)] if name == "ppo" else None
+    assert algorithm(name).teaches(left) and len(algorithm(name).estimate([left], values)) == 1
+
+
+@pytest.mark.parametrize("level", ["chunk", "step", "token"])
+def test_success_on_the_last_step_before_the_time_limit_is_not_bootstrapped(trajectory, level):
+    """Terminated and truncated at once: nothing follows a success, whatever the clock says."""
+    values = {"chunk": [[1], [1e6]], "step": [[1, 1], [1e6, 1e6]], "token": [[1] * 4, [1e6] * 4]}[level]
+    won = replace(trajectory([[0, 1]], action_dim=2, terminated=True, success=True), truncated=True)
+    late = trajectory([[0, 1]], action_dim=2)
+    ppo = algorithm("ppo", gamma=0.5, gae_lambda=0.0, gae_level=level, normalize_advantages="none")
+    (estimate,) = ppo.estimate([TrajectoryGroup((won,))], [np.float32(values)])
+    assert float(estimate.advantages[0, -1]) == {"chunk": 0.5 - 1, "step": 0.0, "token": 0.0}[level]
+    (cut,) = ppo.estimate([TrajectoryGroup((late,))], [np.float32(values)])
+    assert float(cut.advantages[0, -1]) > 1e5, "only the time limit: the last value stands for the rest"
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
@@ -288,6 +334,14 @@ def test_whitening_by_hand():
     np.testing.assert_allclose(np.concatenate(scaled).ravel(), [0.5**0.5, 0, 4 * 0.5**0.5], rtol=1e-6)
     unbiased = whiten(parts, counts, shift_mean=True, lost_degrees=1)
     np.testing.assert_allclose(np.concatenate(unbiased).ravel(), [-(1 / 3**0.5), 0, 2 / 3**0.5], rtol=1e-6)
+
+
+def test_whitening_counts_nothing_that_was_not_executed():
+    """Neither NaN there, nor a batch of which nothing counts, makes 0/0."""
+    (part,) = whiten([np.float32([[1], [np.nan], [3]])], [np.array([[1], [0], [1]])], shift_mean=True)
+    np.testing.assert_allclose(part, [[-1], [0], [1]], rtol=1e-6)
+    (part,) = whiten([np.float32([[5], [7]])], [np.array([[0], [0]])], shift_mean=True)
+    assert part.tolist() == [[0], [0]]
 
 
 def test_whitening_of_equal_numbers_is_zero_and_not_infinite():

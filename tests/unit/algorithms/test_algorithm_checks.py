@@ -5,7 +5,9 @@ from typing import get_args
 import pytest
 
 from vlarl.algorithms import ALGORITHMS
-from vlarl.config import Config, ConfigError, load_config
+from vlarl.config import Config, ConfigError, FinetuneConfig, derive, load_config
+from vlarl.config.checks import check
+from vlarl.config.derive import clip_range, derived_lines, kl_estimator
 from vlarl.config.schema import AlgorithmName
 
 
@@ -82,9 +84,14 @@ def test_only_ppo_has_a_critic_to_train_first():
             "or k3, or kl.place to reward",
         ),
         (
-            {"kl__coef": 0.1, "kl__place": "reward"},
+            {"kl__coef": 0.1, "kl__place": "reward", "kl__estimator": "k3"},
             "kl.place = 'reward' with kl.estimator = 'k3': k3 in the reward is no unbiased penalty; set kl.estimator to "
             "k1, or kl.place to loss",
+        ),
+        (
+            {"lora__enabled": True, "lora__dropout": 0.1},
+            "lora.dropout = 0.1: with dropout the log-probs before and after a step would be those of different networks, "
+            "and their ratio would not start at 1; set it to 0. `vlarl finetune` trains with dropout",
         ),
     ],
 )
@@ -101,4 +108,41 @@ def test_a_second_clip_lies_above_one(bound):
 def test_what_makes_sense_is_taken():
     load_config(None, {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.target": 0.1})
     load_config(None, {"algorithm.ratio_level": "sequence", "algorithm.aggregate": "sequence_mean"})
+    load_config(None, {"algorithm.name": "cpgd", "algorithm.clip_low": 1.0})
+    assert check(FinetuneConfig.model_validate({"lora": {"dropout": 0.1}})) == []
     assert Config().kl.coef == 0
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        ({}, "k2"),
+        ({"place": "reward"}, "k1"),
+        ({"estimator": "k3"}, "k3"),
+        ({"place": "reward", "estimator": "k1"}, "k1"),
+    ],
+)
+def test_the_estimator_follows_from_the_place_unless_it_is_set(kl, expected):
+    config = load_config(None, {"kl": {"coef": 0.1} | kl})
+    assert kl_estimator(config.kl) == expected
+    assert f"kl_estimator: {expected}" in derived_lines(derive(config))
+    assert not any(line.startswith("kl_estimator") for line in derived_lines(derive(load_config())))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({}, (0.2, 0.28)),
+        ({"ratio_level": "chunk"}, (0.2, 0.28)),
+        ({"ratio_level": "sequence"}, (3e-4, 4e-4)),  # GSPO's paper, arXiv:2507.18071
+        ({"ratio_level": "sequence", "clip_high": 0.1}, (3e-4, 0.1)),
+        ({"ratio_level": "sequence", "clip_low": 0.2, "clip_high": 0.28}, (0.2, 0.28)),
+    ],
+)
+def test_the_clip_range_follows_from_the_ratio_unless_it_is_set(algorithm, expected):
+    config = Config.model_validate({"algorithm": algorithm})
+    assert clip_range(config.algorithm) == expected
+    assert f"clip_low: {expected[0]:g}" in derived_lines(derive(config))
+    assert f"clip_high: {expected[1]:g}" in derived_lines(derive(config))
+    kept = load_config("tabletop_grpo", {"algorithm.ratio_level": "sequence"}).algorithm
+    assert clip_range(kept) == (0.2, 0.28), "the preset sets it"

@@ -61,3 +61,31 @@ def test_an_adaptive_coefficient_follows_the_error_up_to_a_fifth_of_the_target()
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02)
     controller.update(0.0, 500)  # and 20% below
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.9)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_divergence_that_is_not_finite_leaves_the_coefficient_alone(kl):
+    controller = AdaptiveKl(0.1, target=2.0, horizon=1000)
+    controller.update(kl, 100)
+    assert controller.coef == 0.1
+    controller.update(2.2, 100)
+    assert controller.coef == pytest.approx(0.1 * 1.01)
+
+
+def test_the_coefficient_stays_positive_however_many_episodes_an_update_has():
+    controller = AdaptiveKl(0.1, target=2.0, horizon=10)
+    controller.update(0.0, 1000)  # a hundred horizons: counts as one
+    assert controller.coef == pytest.approx(0.1 * 0.8)
+    controller.update(9.0, 1000)
+    assert controller.coef == pytest.approx(0.1 * 0.8 * 1.2)
+
+
+def test_k3_is_clamped_as_in_verl_and_its_gradient_stays_finite():
+    """d: log-prob of the reference minus the policy's. exp(2.5) - 2.5 - 1 = 8.68 is below 10, exp(3) - 3 - 1 above."""
+    d = torch.tensor([-200.0, -2.0, 2.5, 3.0, 200.0])
+    policy = torch.zeros(5, requires_grad=True)
+    kl = k3(policy, d)
+    expected = [10.0, math.exp(-2) + 2 - 1, math.exp(2.5) - 2.5 - 1, 10.0, 10.0]  # at -20: 19, hence 10
+    torch.testing.assert_close(kl, torch.tensor(expected))
+    kl.sum().backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([0.0, 1 - math.exp(-2), 1 - math.exp(2.5), 0.0, 0.0]))

@@ -51,6 +51,44 @@ def test_cpgd_clips_the_log_prob_where_the_advantage_pushes_it_out():
     assert logprobs.grad.tolist() == [0, 2, -2, 0]  # the log-prob's gradient, whatever the ratio
 
 
+@pytest.mark.parametrize("clip_low", [1.0, 3.0])
+def test_a_lower_bound_of_zero_or_less_bounds_nothing(clip_low):
+    """A ratio is positive. The bound above stays."""
+    old, logprobs = torch.full((3,), -1.0), torch.tensor([-50.0, -50.0, 0.0], requires_grad=True)
+    advantages = torch.tensor([-2.0, 2.0, 2.0])
+    loss, clipped = cpgd_loss(logprobs, old, advantages, clip_low, 0.28)
+    torch.testing.assert_close(loss, torch.tensor([-100.0, 100.0, -2 * (-1 + 0.24686)]), atol=1e-4, rtol=0)
+    assert clipped.tolist() == [False, False, True]
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [2, -2, 0]
+    ratio = torch.tensor([1e-9, 5.0], requires_grad=True)
+    loss, clipped = clipped_policy_loss(ratio, torch.tensor([-2.0, 2.0]), clip_low, 0.28)
+    loss.sum().backward()
+    assert clipped.tolist() == [False, True] and ratio.grad.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("level", ["token", "action", "chunk", "sequence"])
+def test_ratios_that_would_overflow_stay_finite_and_so_do_their_gradients(level, sign):
+    """Four tokens of 30 each: the chunk's sum is 120, whose exp is infinite in float32. The bound is e to 20."""
+    log_ratio = torch.full((1, 4), 30.0 * sign, requires_grad=True)
+    ratio = probability_ratio(log_ratio, level, 2, torch.tensor([120.0 * sign]))
+    torch.testing.assert_close(ratio, torch.full((1, 4), 20.0 * sign).exp())
+    for advantage in (1.0, -1.0):
+        loss, _ = clipped_policy_loss(ratio, torch.tensor(advantage), 0.2, 0.28)
+        (gradient,) = torch.autograd.grad(loss.sum(), log_ratio, retain_graph=True)
+        assert loss.isfinite().all() and gradient.isfinite().all()
+
+
+def test_the_bound_leaves_ordinary_ratios_alone_and_hides_no_nan():
+    log_ratio = torch.tensor([[-19.0, -1.0, 1.0, 19.0]], requires_grad=True)
+    ratio = probability_ratio(log_ratio, "token", 2)
+    assert torch.equal(ratio, log_ratio.exp())
+    (gradient,) = torch.autograd.grad(ratio.sum(), log_ratio)
+    assert torch.equal(gradient, log_ratio.exp())
+    assert probability_ratio(torch.tensor([[float("nan")]]), "chunk", 1).isnan().all()
+
+
 def test_ratios_of_tokens_actions_and_chunks():
     log_ratio = torch.tensor([[0.1, 0.2, -0.4, 0.0]])
     torch.testing.assert_close(probability_ratio(log_ratio, "token", 2), log_ratio.exp())

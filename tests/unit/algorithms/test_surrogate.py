@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from loss_problem import ACTOR, BINS, ROWS, STEPS, TEMPERATURE, TOKENS, compute, make, values_of, with_sequence_ratio
 
 from vlarl.algorithms import bin_values, build_algorithm
-from vlarl.config.schema import Config
+from vlarl.algorithms.base import Setting
+from vlarl.algorithms.surrogate import clipped_ratio
+from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
 from vlarl.policies import distribution
 from vlarl.policies.base import Scores
 from vlarl.types import TrainBatch
@@ -18,8 +20,9 @@ from vlarl.types import TrainBatch
 EVERYTHING = {"entropy_coef": 0.02, "action_reconstruction_coef": 0.3}
 LEVELS = ["token", "action", "chunk", "sequence"]
 MEANS = ["token_mean", "sequence_mean"]
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}  # GSPO's own range would clip all ratios here
 CASES = [
-    *({"name": "grpo", "ratio_level": level, "aggregate": mean} for level, mean in product(LEVELS, MEANS)),
+    *({"name": "grpo", "ratio_level": level, "aggregate": mean} | WIDE for level, mean in product(LEVELS, MEANS)),
     *({"name": "cpgd", "aggregate": mean, "policy_drift_coef": 0.4} for mean in MEANS),
     *(
         {"name": "ppo", "gae_level": level, "cliprange_value": c}
@@ -143,6 +146,60 @@ def test_garbage_where_nothing_was_executed_changes_nothing(case, data):
         assert {k: float(v) for k, v in getattr(dirty, kind).items()} == {
             k: float(v) for k, v in getattr(clean, kind).items()
         }
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_tokens_that_are_not_selected_have_no_policy_gradient_at_any_level(case):
+    """Every second one is not; the others keep theirs. Without the terms that are for all tokens."""
+    logits, batch, values = problem(case)
+    selected = batch.mask & (torch.arange(TOKENS) % 2 == 0)
+    batch = replace(batch, selected=selected, advantages=torch.where(selected, batch.advantages, 0.0))
+    leaf = logits.float().requires_grad_()
+    config = Config.model_validate({"algorithm": case | {"policy_drift_coef": 0.0}})
+    compute(config, leaf, replace(batch, ref_logprobs=None), values).total.backward()
+    moved = leaf.grad.abs().sum(dim=-1) > 0
+    assert moved.any() and not (moved & ~selected).any()
+    if case.get("ratio_level") in ("action", "chunk"):
+        assert (leaf.grad[selected].abs().sum() > 0).all()
+
+
+def test_a_shared_ratio_has_the_value_of_all_its_tokens_selected_or_not():
+    logits, batch = make()
+    logprobs = distribution.token_logprobs(logits, batch.places, TEMPERATURE)
+    setting = Setting(AlgorithmConfig(ratio_level="chunk"), KlConfig(), TEMPERATURE, action_dim=2)
+    old = torch.where(batch.mask, batch.old_logprobs.float(), logprobs)
+    some = replace(batch, selected=batch.mask & (torch.arange(TOKENS) % 2 == 0))
+    everything, part = (clipped_ratio(logprobs, old, b, setting).ratio for b in (batch, some))
+    assert torch.equal(everything, part) and (everything - 1).abs().max() > 0.1
+
+
+def test_a_chunk_that_has_become_unlikely_beyond_all_bounds_makes_no_nan():
+    """Its log-ratios sum to hundreds: before they were bounded, 0 * inf became the gradient of all weights."""
+    logits, batch = make()
+    old_logprobs, advantages = (batch.old_logprobs - 100).float(), batch.advantages.abs().float()
+    batch = replace(batch, old_logprobs=old_logprobs, advantages=advantages)
+    for level in ("token", "action", "chunk"):
+        leaf = logits.float().requires_grad_()
+        loss = compute(Config.model_validate({"algorithm": {"ratio_level": level}}), leaf, batch)
+        loss.total.backward()
+        assert loss.total.isfinite() and leaf.grad.isfinite().all()
+        assert all(x.isfinite() for part in (loss.token_sums, loss.maxima) for x in part.values())
+
+
+@pytest.mark.parametrize("name", ["grpo", "cpgd"])
+def test_the_clip_range_of_an_algorithm_reaches_its_loss(name):
+    """Half of all ratios lie outside of it in the direction of their advantage, none with bounds that are far away."""
+    logits, batch = make()
+
+    def clipped(**options: float) -> float:
+        config = Config.model_validate({"algorithm": {"name": name} | options})
+        return float(compute(config, logits, batch).token_sums["clipfrac"])
+
+    log_ratio = distribution.token_logprobs(logits, batch.places, TEMPERATURE) - batch.old_logprobs
+    high = ((log_ratio > torch.tensor(1.28).log()) & (batch.advantages > 0))[batch.mask].sum()
+    low = ((log_ratio < torch.tensor(0.8).log()) & (batch.advantages < 0))[batch.mask].sum()
+    assert clipped() == int(high + low) and high > 0 < low
+    assert clipped(clip_low=1.0) == int(high) and clipped(clip_high=50.0) == int(low)
 
 
 @pytest.mark.parametrize("mean", MEANS)

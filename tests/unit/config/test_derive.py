@@ -38,6 +38,9 @@ def test_numbers_of_a_training_run():
         total_episodes=240,
         num_evaluations=4,  # start, 4, 8, end
         episodes_per_evaluation=21,
+        clip_low=0.2,
+        clip_high=0.28,
+        kl_estimator=None,
     )
 
 

@@ -94,12 +94,12 @@ def test_every_alias_sets_its_option():
     assert config.logging.wandb and config.algorithm.value_init_steps == 1
     assert load_config(overrides=["--task-id", "4"]).env.task_ids == (4,)
     flags = ["--vla-path", "org/model", "--unnorm-key", "bridge", "--use-proprio", "--num-images-in-input", "2"]
-    flags += ["--use-lora", "--lora-rank", "8", "--lora-alpha", "4", "--lora-dropout", "0.1"]
+    flags += ["--use-lora", "--lora-rank", "8", "--lora-alpha", "4", "--lora-dropout", "0.0"]
     flags += ["--lora-target-modules", "q_proj", "v_proj", "--enable-gradient-checkpointing"]
     config = load_config(overrides=flags)
     policy, lora = config.policy, config.lora
     assert (policy.path, policy.unnorm_key, policy.use_proprio, policy.num_images) == ("org/model", "bridge", True, 2)
-    assert (lora.enabled, lora.rank, lora.alpha, lora.dropout) == (True, 8, 4, 0.1)
+    assert (lora.enabled, lora.rank, lora.alpha, lora.dropout) == (True, 8, 4, 0.0)
     assert lora.target_modules == ("q_proj", "v_proj") and policy.gradient_checkpointing
     config = load_config(overrides=["--pretrained-checkpoint", "a", "--load-adapter-checkpoint", "b"])
     assert (config.policy.path, config.lora.adapter) == ("a", "b")

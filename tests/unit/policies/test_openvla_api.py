@@ -184,7 +184,7 @@ def test_recomputed_layers_train_alike(observation):
 
 
 def test_more_images_than_are_read_are_refused(observation):
-    policy = load_policy(GOLDEN / "openvla-oft-tiny")
+    policy = load_policy(golden_folder("openvla-oft-tiny"))
     with pytest.raises(ValueError, match="2 images for a policy that was loaded to read 1: load it with num_images=2"):
         policy.predict_action(np.zeros((2, 56, 56, 3), np.uint8), "x", np.zeros(8, np.float32))
 

@@ -44,7 +44,7 @@ def first_gradient(learner, batch):
     """Of the policy, before anything has moved."""
     rows = torch.arange(len(batch))
     batch = learner._with_old_logprobs(batch, [rows], WeightedMeans())
-    learner._accumulate(learner._minibatch(batch, rows, moved=False), rows, True, WeightedMeans(), True)
+    learner._accumulate(learner._minibatch(batch, rows, moved=False), rows, True, True)
     return torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None])
 
 

@@ -84,13 +84,14 @@ def test_another_temperature_in_the_learner_would_show(policy, act, teach, confi
     assert again.metrics["engine_logprob_error"] > 1e-3
 
 
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}  # GSPO's own range would clip most of what has strayed
 LOSSES = {
     "grpo": {"name": "grpo"},
     "sequence mean": {"name": "grpo", "aggregate": "sequence_mean", "entropy_coef": 0.1},
     "ratio of actions": {"name": "grpo", "ratio_level": "action"},
     "ratio of chunks": {"name": "grpo", "ratio_level": "chunk", "aggregate": "sequence_mean"},
-    "gspo": {"name": "grpo", "ratio_level": "sequence", "aggregate": "sequence_mean"},
-    "ratio of episodes": {"name": "grpo", "ratio_level": "sequence"},
+    "gspo": {"name": "grpo", "ratio_level": "sequence", "aggregate": "sequence_mean"} | WIDE,
+    "ratio of episodes": {"name": "grpo", "ratio_level": "sequence"} | WIDE,
     "ppo": PPO,
     "ppo, steps": PPO | {"gae_level": "step", "aggregate": "sequence_mean"},
     "ppo, tokens": PPO | {"gae_level": "token"},
@@ -120,7 +121,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, c
             network.to(dtype)
         for _ in range(2 if size == 4 else 1):  # twice would double the gradient if the first one's were kept
             with in_float64() if dtype == torch.float64 else nullcontext():
-                learner._accumulate(learner._minibatch(batch, rows, moved=True), rows, True, WeightedMeans(), False)
+                learner._accumulate(learner._minibatch(batch, rows, moved=True), rows, True, False)
         trained = enumerate(learner.named_trained())
         return {f"{number} {name}": p.grad for number, (name, p, _) in trained if p.grad is not None}
 

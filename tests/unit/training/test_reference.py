@@ -1,6 +1,5 @@
 """The reference is what training started from: with adapters off, with other adapters, or with a copy of the weights."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore, restore
-from vlarl.training.reference import reference_kl
+from vlarl.training.reference import reference_kl, with_logprobs
 from vlarl.training.state import TrainerState
 from vlarl.types import PolicyInput, TrajectoryGroup
 
@@ -124,15 +123,21 @@ def learner_trained(learner):
 
 def test_kl_of_executed_tokens_only(trajectory):
     episode = trajectory([[0] * 3, [0] * 3], num_executed=[3, 1])
-    noted = tuple(replace(t, ref_logprobs=t.engine_logprobs - np.float32(0.25)) for t in episode.transitions)
-    episode = replace(episode, transitions=noted)
+    with pytest.raises(ValueError, match=r"use Learner\.with_reference first"):
+        reference_kl(episode, "k1")
+    learner = [t.engine_logprobs + np.float32(3) for t in episode.transitions]  # the engine's mismatch is not charged
+    reference = [row - np.float32(0.25) for row in learner]
+    (group,) = with_logprobs([TrajectoryGroup((episode,))], reference, learner)
+    (episode,) = group.trajectories
     kl = reference_kl(episode, "k1")
     assert kl.shape == (2, 21)
     np.testing.assert_allclose(kl[0], 0.25, atol=1e-6)
     np.testing.assert_allclose(kl[1], [0.25] * 7 + [0.0] * 14, atol=1e-6)
     np.testing.assert_allclose(reference_kl(episode, "k3")[0], np.exp(-0.25) - 1 + 0.25, atol=1e-6)
-    with pytest.raises(ValueError, match="no log-probs of the reference"):
-        reference_kl(trajectory([[0] * 3]), "k1")
+    (without,) = with_logprobs([TrajectoryGroup((episode,), num_left_out=2)], reference, None)
+    assert without.num_left_out == 2
+    with pytest.raises(ValueError, match="lacks log-probs of learner or reference"):
+        reference_kl(without.trajectories[0], "k1")
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

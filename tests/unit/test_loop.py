@@ -1,0 +1,203 @@
+"""The loop's own steps with a real learner: what a KL in the reward costs, what is refused, who is left of a group."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.config.schema import Config
+from vlarl.errors import VlarlError
+from vlarl.loop import estimate, group_up, improve
+from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.learner import Learner
+from vlarl.types import Rollout, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+
+RETURNS = {"name": "reinforce", "gamma": 1.0, "epochs": 1}  # the advantage of a step is what follows it
+
+
+class WatchedLearner(Learner):
+    """Keeps the batches that it is given."""
+
+    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
+        self.batches = [*getattr(self, "batches", []), batch]
+        return super().update(batch, iteration, on_step)
+
+
+@dataclass
+class FakeSession:
+    """As much of a session as an update asks for."""
+
+    config: Config
+    update_due: bool = True
+    notes: list[str] = field(default_factory=list)
+    directory: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(resume_command="vlarl train --resume x"))
+
+    @property
+    def progress(self) -> SimpleNamespace:
+        return SimpleNamespace(note=self.notes.append, update=lambda done, planned: None)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        yield
+
+    def seconds(self, name: str) -> float:
+        return 1.0
+
+    def record_update(self, result: UpdateResult) -> dict[str, float]:
+        return {f"train/{name}": value for name, value in result.metrics.items()}
+
+
+def parts_of(policy, config: Config) -> SimpleNamespace:
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    return SimpleNamespace(
+        policy=policy, algorithm=algorithm, learner=WatchedLearner(policy, algorithm, config, torch.device("cpu"))
+    )
+
+
+def rollout_of(*groups: TrajectoryGroup) -> Rollout:
+    return Rollout(1, tuple(t for g in groups for t in g.trajectories), groups, {}, {}, {}, {})
+
+
+def rewarded(episode: Trajectory, value: float) -> Trajectory:
+    """Each executed step is worth so much."""
+    return episode.with_rewards(
+        [np.where(np.arange(len(t.rewards)) < t.num_executed, np.float32(value), 0) for t in episode.transitions]
+    )
+
+
+@torch.no_grad()
+def logprobs(policy, episode: Trajectory) -> torch.Tensor:
+    inputs = policy.process([t.observation for t in episode.transitions])
+    ids = torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+    return token_logprobs(policy.score(inputs, ids).logits, ids - policy.codec.first_id, 1.0)
+
+
+def penalties(policy, start, episode: Trajectory) -> np.ndarray:
+    """[S] the KL of each executed step from the start, by hand: k1, summed over the step's tokens."""
+    gap = (logprobs(policy, episode) - logprobs(start, episode)).reshape(
+        len(episode.transitions), -1, policy.action_dim
+    )
+    executed = [row[: t.num_executed].sum(dim=1) for row, t in zip(gap, episode.transitions, strict=True)]
+    return torch.cat(executed).numpy()
+
+
+@pytest.fixture
+def tiny():
+    return init_tiny("parallel", seed=3, chunk_length=2)
+
+
+@pytest.fixture
+def strayed(tiny, act, configure):
+    """Parts whose policy has moved away from its reference, the policy at the start, and an episode.
+
+    The engine's log-probs are far off, as those of another precision are, and must not be charged for.
+    """
+    config = configure(kl={"coef": 0.25, "place": "reward"}, algorithm=RETURNS)
+    parts, start = parts_of(tiny, config), copy.deepcopy(tiny)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in tiny.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    _, episode = act(tiny, lengths=(1, 3))
+    off = tuple(replace(t, engine_logprobs=t.engine_logprobs + np.float32(3)) for t in episode.transitions)
+    return parts, config, start, rewarded(replace(episode, transitions=off), 1.0)
+
+
+def by_step(advantages: torch.Tensor, episode: Trajectory, action_dim: int) -> np.ndarray:
+    """[S] advantages of executed steps from those of tokens [T, K*D]."""
+    rows = advantages.reshape(len(episode.transitions), -1, action_dim)[:, :, 0]
+    return torch.cat([row[: t.num_executed] for row, t in zip(rows, episode.transitions, strict=True)]).numpy()
+
+
+def test_a_kl_in_the_reward_lowers_each_steps_reward_by_its_coefficient_times_the_kl(strayed, tiny):
+    parts, config, start, episode = strayed
+    kl = penalties(tiny, start, episode)
+    assert len(kl) == 5 and np.abs(kl).max() > 0.05  # three chunks of two, the last step never ran
+    parts.learner.gathered = [TrajectoryGroup((episode,))]
+    (found,) = estimate(parts, config)
+    followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]  # the rewards from each step on
+    executed = np.concatenate(
+        [row[: t.num_executed] for row, t in zip(found.advantages, episode.transitions, strict=True)]
+    )
+    np.testing.assert_allclose(executed, followed, atol=1e-4)
+    assert parts.learner.gathered == []
+
+
+def test_a_kl_in_the_reward_reaches_the_update(strayed, tiny):
+    parts, config, start, episode = strayed
+    kl = penalties(tiny, start, episode)
+    metrics = improve(parts, FakeSession(config), rollout_of(TrajectoryGroup((episode,))))
+    (batch,) = parts.learner.batches
+    followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]
+    np.testing.assert_allclose(by_step(batch.advantages, episode, tiny.action_dim), followed, atol=1e-4)
+    assert metrics["train/kl_coef"] == 0.25
+    num_tokens = len(kl) * tiny.action_dim
+    assert metrics["train/kl_ref"] == pytest.approx(kl.sum() / num_tokens, abs=1e-4), "measured before the step"
+
+
+def test_a_policy_that_has_not_moved_is_charged_nothing_whatever_its_engine_says(tiny, act, configure):
+    config = configure(kl={"coef": 0.25, "place": "reward"}, algorithm=RETURNS)
+    parts = parts_of(tiny, config)
+    (episode,) = act(tiny, lengths=(2,))
+    off = tuple(replace(t, engine_logprobs=t.engine_logprobs + np.float32(3)) for t in episode.transitions)
+    parts.learner.gathered = [TrajectoryGroup((rewarded(replace(episode, transitions=off), 1.0),))]
+    (found,) = estimate(parts, config)
+    np.testing.assert_array_equal(found.advantages.ravel(), [4, 3, 2, 1])
+
+
+@pytest.mark.parametrize(("place", "passes"), [("loss", 1), ("reward", 2)])
+def test_the_learners_own_log_probs_cost_a_pass_only_where_they_are_needed(tiny, act, configure, place, passes):
+    parts = parts_of(tiny, configure(kl={"coef": 0.25, "place": place}))
+    score, seen = tiny.score, []
+
+    def counted(inputs, token_ids, **options):
+        seen.append(len(inputs))
+        return score(inputs, token_ids, **options)
+
+    group = TrajectoryGroup(tuple(act(tiny)))
+    tiny.score = counted
+    (scored,) = parts.learner.with_reference([group])
+    assert seen == [6] * passes
+    own = [t.learner_logprobs is not None for episode in scored.trajectories for t in episode.transitions]
+    assert own == [place == "reward"] * 6
+
+
+def test_an_update_without_a_finite_step_ends_the_run_and_leaves_the_weights(tiny, act, configure):
+    config = configure(algorithm=RETURNS | {"epochs": 3}, optim={"lr": 0.5})
+    parts, before = parts_of(tiny, config), copy.deepcopy(tiny.state_dict())
+    broken = rewarded(act(tiny, lengths=(2,))[0], float("nan"))
+    with pytest.raises(
+        VlarlError,
+        match=r"iteration 1: the loss or the gradient was not finite in any of 3 steps, .*Lower optim.lr \(now 0.5\)"
+        r" and resume with `vlarl train --resume x`",
+    ):
+        improve(parts, FakeSession(config), rollout_of(TrajectoryGroup((broken,))))
+    assert all(torch.equal(weight, before[name]) for name, weight in tiny.state_dict().items())
+    assert not parts.learner.optimizer.state
+
+
+def test_members_that_crashed_or_were_not_scored_are_left_out_of_their_group(trajectory):
+    def episode(group: int, seed: int, status: str = "ok") -> Trajectory:
+        return replace(trajectory([[1]], group=group, seed=seed), status=status)
+
+    whole = [episode(0, 1), episode(0, 2)]
+    left = episode(1, 3)
+    lost = [episode(1, 4, "crashed"), episode(1, 5, "reward_failed"), episode(2, 6, "crashed")]
+    groups = group_up([*lost, left, *whole])
+    assert groups == [TrajectoryGroup(tuple(whole), 0), TrajectoryGroup((left,), 2)]
+
+
+def test_what_is_left_of_a_group_makes_no_update(tiny, act, configure):
+    config = configure()
+    parts, session = parts_of(tiny, config), FakeSession(config)
+    left = TrajectoryGroup((rewarded(act(tiny, lengths=(2,))[0], 1.0),), num_left_out=7)
+    assert improve(parts, session, rollout_of(left)) == {"train/kept_trajectories": 0.0}
+    assert session.notes == ["iteration 1: no group has episodes that differ: nothing to learn from"]
+    assert not hasattr(parts.learner, "batches") and parts.learner.version == 0

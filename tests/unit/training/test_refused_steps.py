@@ -1,0 +1,136 @@
+"""Minibatches that are not finite: refused as a whole, counted, and seen by nothing that lasts."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vlarl.policies.tiny import init_tiny
+
+ADAPTIVE = {"coef": 0.1, "target": 1e-6, "horizon": 100}
+
+
+def nothing(done: int, planned: int) -> None:
+    pass
+
+
+@pytest.fixture
+def tiny():
+    return init_tiny("parallel", seed=3, chunk_length=2)
+
+
+def with_reference(batch, shift=0.5):
+    """As if the reference found each token less likely by `shift`: k2 is shift squared over 2."""
+    return replace(batch, ref_logprobs=batch.old_logprobs - shift)
+
+
+def spoilt(batch, row=0, value=math.nan):
+    """One decision with a reward that overflowed, say."""
+    advantages = batch.advantages.clone()
+    advantages[row] = value
+    return replace(batch, advantages=advantages)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, teach, configure, build, value):
+    """Its KL is left out of the mean that drives the coefficient: as if the other minibatch had been alone."""
+    config = configure(kl=ADAPTIVE, optim={"minibatches": 2, "lr": 0.0}, algorithm={"epochs": 1})
+    learner = build(tiny, config)
+    batch = with_reference(teach(tiny, act(tiny, lengths=(2, 2))))
+    rows = learner._schedule(batch, 1)
+    reference = batch.ref_logprobs.clone()
+    reference[rows[0]] -= 7.0  # of the refused one: 7.5 off
+    broken = spoilt(replace(batch, ref_logprobs=reference), int(rows[0][0]), value)
+    result = learner.update(broken, 1, nothing)
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
+    assert result.metrics["kl_ref"] == pytest.approx(0.5**2 / 2, rel=1e-3)
+    assert learner.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 100))  # far above the target; two episodes
+    finite = {name: number for name, number in result.metrics.items() if not math.isfinite(number)}
+    assert finite == {}, "what was refused is counted, and not in the means"
+
+
+def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, teach, configure, build):
+    learner = build(tiny, configure(kl=ADAPTIVE, ema={"beta": 0.5}, optim={"lr": 1e-2}))
+    averages = {name: weight.clone() for name, weight in learner.average.weights.items()}
+    batch = with_reference(teach(tiny, act(tiny)))
+    broken = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan))
+    result = learner.update(broken, 1, nothing)
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
+    assert learner.kl.coef == 0.1 and "kl_ref" not in result.metrics
+    assert all(torch.equal(learner.average.weights[name], averages[name]) for name in averages)
+    learner.update(batch, 2, nothing)
+    assert math.isfinite(learner.kl.coef) and learner.kl.coef != 0.1
+    assert any(not torch.equal(learner.average.weights[name], averages[name]) for name in averages)
+
+
+def test_a_kl_that_is_measured_only_and_not_finite_is_shown_and_steers_nothing(tiny, act, teach, configure, build):
+    """In the reward, the KL is no part of the loss: the step is taken, the metric says what was wrong."""
+    learner = build(tiny, configure(kl=ADAPTIVE | {"place": "reward"}))
+    batch = with_reference(teach(tiny, act(tiny)))
+    result = learner.update(replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan)), 1, nothing)
+    assert result.num_skipped_steps == 0 and math.isnan(result.metrics["kl_ref"])
+    assert learner.kl.coef == 0.1
+
+
+def clipped_away(batch, row=0):
+    """An infinite advantage where CPGD's clip has ended the gradient already: the loss is infinite, the gradient not."""
+    old = batch.old_logprobs.clone()
+    old[row] -= 1.0  # a ratio of e, beyond 1 + clip_high
+    return spoilt(replace(batch, old_logprobs=old), row, math.inf)
+
+
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, teach, configure, build):
+    config = configure(
+        algorithm={"name": "cpgd", "old_logprobs": "engine", "epochs": 1}, optim={"lr": 1e-2}, ema={"beta": 0.5}
+    )
+    learner, start = build(tiny, config), copy.deepcopy(tiny.state_dict())
+    batch = teach(tiny, act(tiny))
+    result = learner.update(clipped_away(batch), 1, nothing)
+    gradients = [p.grad for p in tiny.parameters() if p.grad is not None]
+    assert gradients and all(g.isfinite().all() for g in gradients), "the norm alone would have let it pass"
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
+    assert all(torch.equal(weight, start[name]) for name, weight in tiny.state_dict().items())
+    assert not learner.optimizer.state
+    assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
+
+
+def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit(tiny, act, teach, configure, build):
+    """NaN compares false with every limit: it is refused, and the next minibatch is trained on."""
+    limits = {"max_approx_kl": 0.1, "old_logprobs": "engine", "epochs": 1}
+    learner = build(tiny, configure(algorithm=limits, optim={"minibatches": 2}))
+    batch = teach(tiny, act(tiny, lengths=(2, 2)))
+    old = batch.old_logprobs.clone()
+    old[learner._schedule(batch, 1)[0][0]] = math.nan
+    result = learner.update(replace(batch, old_logprobs=old), 1, nothing)
+    assert not result.stopped_early
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
+    assert 0 <= result.metrics["approx_kl"] < 1e-6
+    assert result.metrics["ratio_first_minibatch_error"] < 1e-5, "of the first that was taken: nothing had moved"
+
+
+def test_while_the_critic_warms_up_a_policy_that_is_not_finite_is_refused(tiny, act, lesson, configure, build):
+    """The value loss is finite, and the policy's log-probs are not: nothing may be learnt from them."""
+    algorithm = {"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1, "old_logprobs": "engine", "epochs": 1}
+    learner = build(tiny, configure(algorithm=algorithm))
+    batch = lesson(learner, act(tiny))
+    broken = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, math.nan))
+    assert learner.update(broken, 1, nothing).num_skipped_steps == 1
+
+
+def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, teach, configure, build):
+    """A weight whose gradient overflows on its way, as it does in smaller types."""
+    learner, start = (
+        build(tiny, configure(algorithm={"epochs": 1}, optim={"lr": 1e-2})),
+        copy.deepcopy(tiny.state_dict()),
+    )
+    head = tiny.model.language_model.lm_head.weight
+    hook = head.register_hook(lambda gradient: gradient * math.inf)
+    batch = teach(tiny, act(tiny))
+    result = learner.update(batch, 1, nothing)
+    hook.remove()
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
+    assert all(torch.equal(weight, start[name]) for name, weight in tiny.state_dict().items())
+    assert "policy_loss" not in result.metrics and "grad_norm" not in result.metrics
+    assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
