@@ -104,7 +104,7 @@ def test_an_adapter_is_folded_on_the_way(engines, observations, bytes_of, tmp_pa
     """The engine starts from the base. Only what adapters change is sent, with the rest of its layers."""
     learner = load_policy(BUILTIN)
     targets = ("q_proj", "down_proj", "fc1")
-    learner.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=4, target_modules=targets), seed=1)
+    learner.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=4, alpha=2, target_modules=targets), seed=1)
     learner.save(tmp_path / "adapter")
     engine = engines.start("adapter", str(tmp_path / "adapter"), FLOAT32)
     inputs = learner.process(observations(6))

@@ -21,7 +21,6 @@ from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.regression_engine import RegressionEngine
 from vlarl.rollout.torch_engine import TorchEngine
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 CPU = torch.device("cpu")
 
 
