@@ -13,6 +13,7 @@ any number of ranks. All ranks call the store together; rank 0 writes whatever i
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -230,7 +231,9 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = counters.pop("version")
         learner.policy_updates = counters.pop("policy_updates")
-        learner.kl.coef = counters.pop("kl_coef", learner.kl.coef)
+        kl_coef = counters.pop("kl_coef", None)
+        if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: begin with the configured
+            learner.kl.coef = kl_coef
         # Older checkpoints don't count the average's updates: it was updated at each optimizer step.
         ema_updates = counters.pop("ema_updates", counters.get("optimizer_steps", 0))
         if learner.average is not None and averaged:

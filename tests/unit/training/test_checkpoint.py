@@ -283,6 +283,16 @@ def test_a_checkpoint_of_a_cpu_resumed_on_a_gpu_seeds_the_gpu(tmp_path, learner,
     assert gpu.state == [3, 4] and gpu.seeded is not None
 
 
+def test_a_nan_coefficient_of_an_older_version_is_not_restored(tmp_path, learner, config):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    counters = json.loads((folder / COUNTERS).read_text())
+    (folder / COUNTERS).write_text(json.dumps(counters | {"kl_coef": float("nan")}))
+    other = make_learner(load_policy(folder), config)
+    other.kl.coef = 0.25
+    restore(other, folder)
+    assert other.kl.coef == 0.25
+
+
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, learner):
     store = store_at(tmp_path, keep=1)
     kept = store.save("step_000001", learner, TrainerState(iteration=1))
