@@ -29,7 +29,7 @@ from vlarl.training.ranks import Alone
 from vlarl.types import ActionTokens, Observation, PolicyInput, Task
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(60, func_only=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
