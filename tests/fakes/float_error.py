@@ -39,7 +39,10 @@ CEILING = 256.0  # roundings that a float32 pass may be wrong by; bfloat16 is wr
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """`tensor.float()` and new tensors are float64 in here, so that code that computes in float32 loses nothing."""
+    """`tensor.float()` and new tensors are float64 in here, so that code that computes in float32 loses nothing.
+
+    Sample random numbers before: those of float64 are others.
+    """
     single, default = torch.Tensor.float, torch.get_default_dtype()
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
