@@ -61,9 +61,10 @@ class ClusterRun:
         self.folder = root / name
         self.mark = uuid4().hex
         named = ["--run.root", str(root)] if "--resume" in arguments else ["--run.root", str(root), "--run.name", name]
+        path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])  # also a source that is not installed
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vlarl.cli", "train", *arguments, *named, "--distributed.backend", "ray"],
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", MARK: self.mark, **(variables or {})},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: self.mark, **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
