@@ -150,8 +150,7 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         raise VlarlError(
             f"iteration {iteration}: the loss or the gradient was not finite in any of {result.num_skipped_steps} "
-            f"steps, so the weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and resume with "
-            f"`{session.directory.resume_command}`."
+            f"steps, so the weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and resume."
         )
     return (
         session.record_update(result)

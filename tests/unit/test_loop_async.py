@@ -30,13 +30,15 @@ class Collecting:
         self.guard = guard
         self.go_on = threading.Event()
         self.go_on.set()
+        self.obeys = True
         self.error: BaseException | None = None
 
     def __call__(self, iteration: int) -> Rollout:
         self.began.append(iteration)
         end = time.monotonic() + LIMIT_S
         while not self.go_on.wait(0.01):
-            self.guard.check()  # as the collector does after each episode
+            if self.obeys:
+                self.guard.check()  # as the collector does after each episode
             assert time.monotonic() < end
         if self.error is not None:
             raise self.error
@@ -131,12 +133,15 @@ def test_an_error_of_the_thread_arrives_after_the_rollouts_before_it(collecting)
 
 
 def test_a_request_to_stop_ends_the_wait_for_a_rollout(collecting, guard):
+    """Also while no episode ends, after which the collector would notice the request itself."""
+    collecting.obeys = False
     collecting.go_on.clear()
     with ahead(collecting) as source:
         assert becomes(lambda: collecting.began == [1])
         guard.request()
         with pytest.raises(Interrupted):
             source.get(1)
+        collecting.go_on.set()
 
 
 class EndedThread(RolloutsAhead):

@@ -51,7 +51,8 @@ def test_the_content_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monk
     disk = Disk(monkeypatch)
     write_atomically(path, "new")
     (temporary,) = [file for what, file in disk.log if what == "replace"]
-    assert disk.places("fsync", temporary) < disk.places("replace", temporary)
+    (synced,), (named,) = disk.places("fsync", temporary), disk.places("replace", temporary)
+    assert synced < named
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
