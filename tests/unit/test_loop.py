@@ -37,7 +37,6 @@ class FakeSession:
     config: Config
     update_due: bool = True
     notes: list[str] = field(default_factory=list)
-    directory: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(resume_command="vlarl train --resume x"))
 
     @property
     def progress(self) -> SimpleNamespace:
@@ -49,6 +48,9 @@ class FakeSession:
 
     def seconds(self, name: str) -> float:
         return 1.0
+
+    def start_update(self) -> None:
+        pass
 
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         return {f"train/{name}": value for name, value in result.metrics.items()}
@@ -176,7 +178,7 @@ def test_an_update_without_a_finite_step_ends_the_run_and_leaves_the_weights(tin
     with pytest.raises(
         VlarlError,
         match=r"iteration 1: the loss or the gradient was not finite in any of 3 steps, .*Lower optim.lr \(now 0.5\)"
-        r" and resume with `vlarl train --resume x`",
+        r" and resume",
     ):
         improve(parts, FakeSession(config), rollout_of(TrajectoryGroup((broken,))))
     assert all(torch.equal(weight, before[name]) for name, weight in tiny.state_dict().items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a whole file or nothing: a reader, or a crash, sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors(path):
         try:
             with temporary.open("w", encoding="utf-8") as file:
