@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
-from fakes.suite import pytest_collection_modifyitems, pytest_terminal_summary  # noqa: F401 - hooks
+from fakes.suite import (  # noqa: F401 - hooks
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_terminal_summary,
+)
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config

@@ -46,6 +46,11 @@ settings.register_profile("vlarl", deadline=None, derandomize=True, database=Non
 settings.load_profile("vlarl")
 
 
+def pytest_configure() -> None:
+    if not golden.CHOSEN.is_dir():
+        raise pytest.UsageError(f"VLARL_GOLDEN names {golden.CHOSEN}, which is not a directory")
+
+
 def in_ci() -> bool:
     return os.environ.get("CI", "").lower() in ("true", "1")
 
@@ -69,16 +74,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """Under pytest-xdist the workers' reports arrive here, too."""
     config = terminalreporter.config
     if config.option.collectonly:
         return
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     parts = [f"{count} × {reason}" for reason, count in reasons.most_common()]
-    if config.option.markexpr:
-        parts.append(f"what -m '{config.option.markexpr}' leaves out, which make test runs")
-    terminalreporter.write_line(f"not tested: {' | '.join(parts) or 'nothing was left out'}")
+    chosen = [
+        f"{flag} '{text}'" for flag, text in (("-m", config.option.markexpr), ("-k", config.option.keyword)) if text
+    ]
+    if chosen:
+        parts.append(f"what {' and '.join(chosen)} leaves out, which make test runs")
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        parts.append("the run did not come to its end")
+    terminalreporter.write_line(f"not tested: {' | '.join(parts) or 'nothing was left out of what was chosen'}")
     if golden.CHOSEN != golden.OWN:
         own = [name for name in golden.SETS if golden.golden_folder(name).parent == golden.OWN]
         rest = f"; from tests/golden: {', '.join(own)}" if own else ""

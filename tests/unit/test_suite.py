@@ -105,7 +105,13 @@ def test_what_was_not_tested_is_said_in_one_line(tmp_path, options):
 
 @pytest.mark.slow
 def test_a_run_that_leaves_nothing_out_says_so(tmp_path):
-    assert "not tested: nothing was left out\n" in run_inner(tmp_path, "def test_run():\n    pass\n")
+    assert "not tested: nothing was left out of what was chosen\n" in run_inner(tmp_path, "def test_run():\n    pass\n")
+
+
+@pytest.mark.slow
+def test_what_a_keyword_leaves_out_is_not_called_nothing(tmp_path):
+    text = run_inner(tmp_path, LEFT_OUT, "-k", "run")
+    assert "not tested: what -k 'run' leaves out, which make test runs\n" in text
 
 
 @pytest.mark.slow

@@ -135,10 +135,10 @@ class VllmEngine:
         try:
             for payload in buckets(stream, self.options.bucket_bytes, DTYPES[self.options.dtype]):
                 self.update_weights(bucket_message(payload, self.options.checksum))
+            self.finish_sync(version)
         except BaseException:
             self.abandon_sync()
             raise
-        self.finish_sync(version)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the connection of the nccl and ipc backends."""

@@ -190,7 +190,8 @@ def check_whole(awaited: Collection[str], version: int) -> None:
     """Refuse to end a sync that has not brought all that it announced."""
     if awaited:
         raise VlarlError(
-            f"version {version} is not whole: {len(awaited)} weights have not come, such as {min(awaited)}. Sync again."
+            f"version {version} is not whole: {len(awaited)} weights have not come, such as {min(awaited)}. Send "
+            "them, or give the sync up (abandon_sync) and begin another."
         )
 
 
