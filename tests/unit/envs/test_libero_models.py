@@ -17,7 +17,8 @@ MESH = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3 4\n
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty place for compiled scenes."""
+    """An empty place for compiled scenes; MuJoCo writes MUJOCO_LOG.TXT to the working directory when one is damaged."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary" / f"vlarl-libero-models-{os.getuid()}"
