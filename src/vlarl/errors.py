@@ -24,6 +24,10 @@ class MissingExtraError(UsageError):
         self.extra = extra
 
 
+class DivergedError(VlarlError):
+    """The policy acts no more: its newest weights are not worth saving."""
+
+
 class ClusterError(VlarlError):
     """The run can't go on where it runs; what was learnt before is in the last checkpoint."""
 

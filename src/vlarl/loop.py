@@ -148,6 +148,7 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
         session.start_update()
         result = parts.learner.update(batch, iteration, session.progress.update)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
+        session.refuse_update()
         raise VlarlError(
             f"iteration {iteration}: the loss or the gradient was not finite in any of {result.num_skipped_steps} "
             f"steps, so the weights were left alone. Lower optim.lr (now {session.config.optim.lr}) and resume."

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.config.schema import Config
-from vlarl.errors import UsageError, VlarlError, WorkerLostError
+from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import write_atomically
@@ -156,6 +156,8 @@ class Session:
             return "It failed in the middle of an update, so there is no newer state to save. "
         if _is_of_learner(error):
             return "The learners can't save any more. "
+        if isinstance(error, DivergedError):
+            return "The weights that diverged were not saved. "
         self.progress.note("failed: saving the last whole iteration")
         try:
             self.save_checkpoint()
@@ -260,6 +262,10 @@ class Session:
     def start_update(self) -> None:
         """Note that the learner changes its weights now: until `record_update` they are those of no iteration."""
         self._updating = True
+
+    def refuse_update(self) -> None:
+        """Note that the learner took no step: its weights still are those of the last whole iteration."""
+        self._updating = False
 
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         """Count the optimizer steps; the metrics that the update adds to this iteration's row."""

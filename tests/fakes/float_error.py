@@ -39,17 +39,20 @@ CEILING = 256.0  # roundings that a float32 pass may be wrong by; bfloat16 is wr
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """`tensor.float()` and new tensors are float64 in here, so that code that computes in float32 loses nothing.
+    """`tensor.float()`, `torch.float` and new tensors are float64 in here, so that code that computes in float32 loses
+    nothing.
 
     Sample random numbers before: those of float64 are others.
     """
-    single, default = torch.Tensor.float, torch.get_default_dtype()
+    single, default, named = torch.Tensor.float, torch.get_default_dtype(), torch.float
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.float = torch.float64  # as some versions of transformers name it
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         torch.Tensor.float = single  # type: ignore[method-assign]
+        torch.float = named
         torch.set_default_dtype(default)
 
 

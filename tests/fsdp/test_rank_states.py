@@ -25,7 +25,7 @@ def draw() -> list[float]:
 def save(case: Case, bases: Path, ranks: Ranks, folder: Path) -> list[float]:
     """A checkpoint after one update, and what this rank draws next."""
     learner, _ = build(case, bases, ranks)
-    update(learner, experience(bases, case.decoder), 1, False, Outcome())
+    update(learner, experience(bases, case.decoder), 1, case, Outcome())
     torch.manual_seed(100 + ranks.rank)
     torch.rand(ranks.rank)
     CheckpointStore(folder, 2, ranks).save("step_000001", learner, TrainerState(iteration=1, optimizer_steps=1))

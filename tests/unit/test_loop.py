@@ -49,8 +49,13 @@ class FakeSession:
     def seconds(self, name: str) -> float:
         return 1.0
 
+    refused: bool = False
+
     def start_update(self) -> None:
         pass
+
+    def refuse_update(self) -> None:
+        self.refused = True
 
     def record_update(self, result: UpdateResult) -> dict[str, float]:
         return {f"train/{name}": value for name, value in result.metrics.items()}

@@ -9,7 +9,7 @@ import pytest
 from fakes.eval_records import episode
 
 from vlarl.config.schema import Config
-from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.errors import ClusterError, DivergedError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.interrupt import Interrupted
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace
@@ -202,6 +202,29 @@ def test_lost_learners_are_not_asked_to_save(tmp_path, kind):
     raised = fail(run, behind, work)
     assert "can't save" in str(raised) and "newest checkpoint is of iteration 5" in str(raised)
     assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+
+
+def test_a_policy_that_diverged_is_not_saved(tmp_path):
+    """It would be the newest checkpoint, and push a good one out."""
+    run = Run(tmp_path)
+    raised = fail(run, DivergedError("the policy's action probabilities are not finite"), lambda: run.iterate(7))
+    assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+    assert "weights that diverged were not saved" in str(raised)
+    assert "newest checkpoint is of iteration 5" in str(raised)
+
+
+def test_an_update_without_a_single_step_leaves_a_state_that_is_saved(tmp_path):
+    run = Run(tmp_path)
+
+    def work() -> None:
+        run.iterate(7)
+        run.collect()
+        run.session.start_update()
+        run.session.refuse_update()
+
+    raised = fail(run, VlarlError("not finite in any step"), work)
+    assert [name for name, _, _ in run.store.saved] == ["step_000005", "step_000007"]
+    assert "newest checkpoint is of iteration 7" in str(raised)
 
 
 def test_a_save_that_fails_does_not_hide_why_the_run_failed(tmp_path):

@@ -35,10 +35,10 @@ def test_what_was_computed_of_a_long_prompt_is_not_read_after_a_sync(engine, pol
     text = "put the bowl on the plate and open the drawer " * 14
     inputs = policy.process([replace(seen, instruction=text) for seen in observations(2)])
     assert inputs.attention_mask.sum(1).min() > 128
-    before = assert_agrees(engine, policy, inputs, 1.6, range(2), 1e-4)
+    before = assert_agrees(engine, policy, inputs, 1.6, range(2))
     disturb(policy, 5)
     engine.load_weights(policy.named_parameters(), 5)
-    after = assert_agrees(engine, policy, inputs, 1.6, range(2), 1e-4)  # 0.1 and more with keys of the old weights
+    after = assert_agrees(engine, policy, inputs, 1.6, range(2))  # 0.1 and more with keys of the old weights
     assert (after.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
 
 

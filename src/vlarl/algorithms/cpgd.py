@@ -7,6 +7,8 @@ share of groups that have any spread, comes by itself here: groups without sprea
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from vlarl.algorithms.base import Setting
@@ -25,7 +27,7 @@ def clipped_gradient(
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
     loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, *clip_range(options))
     if options.policy_drift_coef > 0:
-        loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs)
+        loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs, largest=math.inf)
     return Surrogate(loss, bounded_exp(logprobs - old_logprobs), {"clipfrac": clipped})
 
 

@@ -24,14 +24,14 @@ def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
-def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, largest: float = LARGEST_K3) -> torch.Tensor:
     """Per-token KL(policy || reference): unbiased and never negative (http://joschu.net/blog/kl-approx.html).
 
     It grows exponentially where the reference finds a token likelier, so that one token could outweigh a minibatch:
-    the log-ratio and the result are clamped, as in verl.
+    the log-ratio and the result are clamped, as in verl. `largest` is infinite where the gradient must not end.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return (torch.expm1(log_ratio) - log_ratio).clamp(max=LARGEST_K3)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=largest)
 
 
 ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

@@ -11,7 +11,8 @@ RatioLevel = Literal["token", "action", "chunk", "sequence"]
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus and minus this before `exp`, as verl does: float32 overflows at 88, which the sum over
-the tokens of a chunk reaches, and 0 * inf would send NaN backwards. No step that is worth taking comes near e to 20."""
+the tokens of a chunk reaches, and 0 * inf would send NaN backwards. A ratio this large (0.36 a token in a chunk of 56)
+estimates nothing any more: it has no gradient until the next update starts from 1 again."""
 
 
 def probability_ratio(
@@ -19,7 +20,7 @@ def probability_ratio(
 ) -> torch.Tensor:
     """[N, T] how much likelier the policy has become to do what it did, from log-ratios [N, T] that are 0 where masked.
 
-    Beyond `LARGEST_LOG_RATIO` the ratio is constant, hence without a gradient.
+    Beyond `LARGEST_LOG_RATIO` the ratio is constant, hence without a gradient; a sequence's keeps its tokens' own.
 
     The ratio is that of a token; of an action or a chunk as a whole, which all their tokens share; or the
     length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071), given as the mean log-ratio [N] of each

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vlarl.errors import MissingExtraError, UsageError, VlarlError
+from vlarl.errors import DivergedError, MissingExtraError, UsageError, VlarlError
 from vlarl.policies import DTYPES
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
@@ -119,7 +119,7 @@ class VllmEngine:
             dtype=torch.float32,
         )
         if not logprobs.isfinite().all():
-            raise VlarlError(
+            raise DivergedError(
                 f"the policy's action probabilities are not finite (weights of version {self.version}): it diverged. "
                 "Lower optim.lr and start again from an earlier checkpoint."
             )

@@ -126,7 +126,8 @@ def _part_from_others(policy: Policy) -> None:
     for module in policy.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad:
-                alias = aliases.setdefault(id(parameter), nn.Parameter(parameter.detach(), requires_grad=False))
+                own = parameter.detach().contiguous()  # beside an adapter that has run, it is part of a wider one
+                alias = aliases.setdefault(id(parameter), nn.Parameter(own, requires_grad=False))
                 module._parameters[name] = alias
 
 

@@ -231,8 +231,9 @@ class Learner:
             else:
                 num_skipped += 1
             yield num_steps + num_skipped, len(schedule)
-        self.version += 1
-        self.policy_updates += train_policy
+        if num_steps or not num_skipped:  # an update whose steps were all refused did not happen
+            self.version += 1
+            self.policy_updates += train_policy
         results = metrics.reduce() | {"lr": lr} | critic_metrics(batch)
         if self.reference is not None:
             results["kl_coef"] = self.kl.coef

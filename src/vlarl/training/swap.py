@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,19 +21,22 @@ def trained_weights(policy: Policy) -> dict[str, nn.Parameter]:
 @contextmanager
 def swapped(policy: Policy, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside the block the policy has these weights, and `weights` holds the policy's; afterwards all is as before."""
-    _exchange(policy, weights)
+    exchanged: list[str] = []
     try:
+        _exchange(policy, weights, weights, exchanged)
         yield
     finally:
-        _exchange(policy, weights)
+        _exchange(policy, weights, exchanged, [])  # where memory ran out on the way in, those that had changed places
 
 
 @torch.no_grad()
-def _exchange(policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:
-    """Values change places, memory does not: engines may have noted where the weights are."""
+def _exchange(policy: Policy, weights: Mapping[str, torch.Tensor], names: Iterable[str], exchanged: list[str]) -> None:
+    """Values change places, memory does not: engines may have noted where the weights are. `exchanged` gets the names
+    of those that have, one by one."""
     parameters = dict(policy.named_parameters())
-    for name, tensor in weights.items():
+    for name in names:
         own = parameters[name].detach().clone()
-        parameters[name].copy_(tensor)
-        tensor.copy_(own)
+        parameters[name].copy_(weights[name])
+        weights[name].copy_(own)
+        exchanged.append(name)
     policy.weights_changed()

@@ -144,5 +144,10 @@ def test_the_clip_range_follows_from_the_ratio_unless_it_is_set(algorithm, expec
     assert clip_range(config.algorithm) == expected
     assert f"clip_low: {expected[0]:g}" in derived_lines(derive(config))
     assert f"clip_high: {expected[1]:g}" in derived_lines(derive(config))
-    kept = load_config("tabletop_grpo", {"algorithm.ratio_level": "sequence"}).algorithm
-    assert clip_range(kept) == (0.2, 0.28), "the preset sets it"
+
+
+def test_presets_that_have_the_default_range_get_the_sequences_with_its_ratio():
+    config = load_config("tabletop_grpo", {"algorithm.ratio_level": "sequence"})
+    assert clip_range(config.algorithm) == (3e-4, 4e-4)
+    published = load_config("simplevla_rl", {"algorithm.ratio_level": "sequence"})
+    assert clip_range(published.algorithm) == (0.2, 0.28), "a published recipe keeps its own"

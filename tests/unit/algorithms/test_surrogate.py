@@ -11,6 +11,7 @@ from loss_problem import ACTOR, BINS, ROWS, STEPS, TEMPERATURE, TOKENS, compute,
 
 from vlarl.algorithms import bin_values, build_algorithm
 from vlarl.algorithms.base import Setting
+from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.surrogate import clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
 from vlarl.policies import distribution
@@ -305,3 +306,14 @@ def test_the_first_ratio_is_one_and_says_so():
     fresh = replace(batch, old_logprobs=distribution.token_logprobs(logits, batch.places, TEMPERATURE))
     loss = compute(Config(), logits, fresh)
     assert float(loss.maxima["ratio_error"]) == 0 and float(loss.maxima["ratio_max"]) == 1
+
+
+def test_cpgds_drift_pulls_back_through_the_algorithm():
+    """For a good action far beyond the clip it is the only force that does."""
+    _, batch = make()
+    batch = replace(batch, advantages=torch.ones_like(batch.advantages))
+    logprobs = (batch.old_logprobs + 5.5).requires_grad_()
+    options = AlgorithmConfig(name="cpgd", policy_drift_coef=1.0)
+    setting = Setting(options, KlConfig(), TEMPERATURE)
+    clipped_gradient(logprobs, batch.old_logprobs, batch, setting).loss.sum().backward()
+    assert (logprobs.grad > 1).all()

@@ -13,6 +13,7 @@ from vlarl.policies import load_policy
 from vlarl.policies.openvla import adapters, lora
 from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.rollout.weight_stream import policy_weights
+from vlarl.training.fsdp import _part_from_others
 from vlarl.training.optim import build_adamw
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -180,6 +181,28 @@ def test_adapters_on_the_same_weight_each_have_their_own_say():
         assert float((other.plain(x).double() - own + delta).abs().max()) <= allowed
         assert torch.equal(model.plain(x), first)
     assert other.plain.base_layer.weight.data_ptr() == model.plain.base_layer.weight.data_ptr()
+
+
+def test_another_type_of_computation_in_between_changes_nothing():
+    layer = adapted(8, 4, torch.bfloat16, 0.05).plain
+    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    first = layer(x)
+    layer.operands(torch.float16)
+    assert torch.equal(layer(x), first)
+    with torch.no_grad():
+        layer.lora_B["default"].weight.add_(1.0)
+    own, delta = exact(layer, x, 0.5)
+    assert float((layer(x).double() - own - delta).abs().max()) <= 4 * 2**-7 * float((own.abs() + delta.abs()).max())
+
+
+def test_weights_can_be_sharded_after_a_pass():
+    """FSDP takes contiguous ones only."""
+    model = adapted(8, 4, torch.bfloat16, 0.05)
+    model.plain(torch.ones(1, 96, dtype=torch.bfloat16))
+    weight = model.plain.base_layer.weight.clone()
+    assert not model.plain.base_layer.weight.is_contiguous()
+    _part_from_others(model)
+    assert model.plain.base_layer.weight.is_contiguous() and torch.equal(model.plain.base_layer.weight, weight)
 
 
 def test_a_layer_that_moves_computes_the_same():

@@ -62,6 +62,7 @@ def test_folder_has_the_original_layout_and_no_pickle(saved):
         "proprio_projector.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
+        "training_data.json",
         "value_head.safetensors",
     }
     keys = set(load_file(folder / "model.safetensors"))

@@ -58,6 +58,7 @@ def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, teach,
     broken = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan))
     result = learner.update(broken, 1, nothing)
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
+    assert (learner.version, learner.policy_updates) == (0, 0), "an update without a step did not happen"
     assert learner.kl.coef == 0.1 and "kl_ref" not in result.metrics
     assert all(torch.equal(learner.average.weights[name], averages[name]) for name in averages)
     learner.update(batch, 2, nothing)

@@ -141,12 +141,14 @@ class LoraLinear(PeftLinear):
         if into.dtype == dtype:  # float32; or gathered by FSDP for this pass, and not to be kept
             return Operands(weight, bias, into, out, None)
         known = self.__dict__.get("_kept")  # past nn.Module: no parameter, no buffer
-        if known is None or (known.wide is not None and known.wide.data_ptr() != weight.data_ptr()):  # moved elsewhere
+        if known is None or (known.wide is not None and not _same_place(known.wide, weight, dtype)):
             known = self.__dict__["_kept"] = _Kept()
         padding = -into.shape[0] % WIDTH_STEP
         if known.wide is None and weight.dtype == dtype and weight.is_contiguous():
             self._widen(known, into.shape[0] + padding)
             weight = frozen.weight.detach()
+            if weight.is_cuda:
+                torch.cuda.empty_cache()  # or the narrow weights' memory stays reserved: nothing else is of their size
         versions = (into._version, out._version, into.data_ptr(), out.data_ptr(), dtype)
         if known.versions != versions:
             known.into = _updated(known.into, F.pad(into, (0, 0, 0, padding)).to(dtype))
@@ -162,6 +164,11 @@ class LoraLinear(PeftLinear):
         wide[:, : weight.shape[1]] = weight
         weight.data = wide[:, : weight.shape[1]]
         known.wide, known.out, known.versions = wide, wide[:, weight.shape[1] :], None
+
+
+def _same_place(wide: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the weight still lives in `wide`, and is computed with in its type."""
+    return wide.data_ptr() == weight.data_ptr() and wide.dtype == dtype
 
 
 def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
