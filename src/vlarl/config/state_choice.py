@@ -82,15 +82,17 @@ def state_warnings(
             f"{seen} of {len(episodes)} episodes begin from initial states that this checkpoint was trained on: the "
             "success rate says little about states that it has never seen."
         )
-    if any(run.states is None for run in training.on(suite, gym_env)):
+    tasks = {task_id for task_id, _ in episodes}
+    runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]
+    if vague := sorted({run.suite for run in runs if run.states is None}):
         warnings.append(
-            f"this checkpoint was trained on demonstrations of {suite} whose initial states are not known: they may be "
-            "those of this evaluation."
+            f"this checkpoint was trained on demonstrations of {', '.join(vague)} whose initial states are not known: "
+            "they may be those of this evaluation."
         )
     if training.unknown:
         warnings.append(
-            f"this checkpoint comes from {', '.join(training.unknown)}, which does not say what it was trained on: it "
-            "may be the initial states of this evaluation."
+            f"this checkpoint comes from {', '.join(training.unknown)}, and it is not known which initial states that "
+            "was trained on or recorded from: they may be those of this evaluation."
         )
     return tuple(warnings)
 

@@ -75,7 +75,7 @@ def test_what_is_not_known_is_said():
     (warning,) = state_warnings(trained(states=None), "s", None, EPISODES)
     assert warning.startswith("this checkpoint was trained on demonstrations of s whose initial states are not known")
     (warning,) = state_warnings(TrainingData(unknown=("a/b", "c")), "s", None, EPISODES)
-    assert warning.startswith("this checkpoint comes from a/b, c, which does not say what it was trained on")
+    assert warning.startswith("this checkpoint comes from a/b, c, and it is not known which initial states")
 
 
 def test_states_that_were_trained_on_are_counted():
