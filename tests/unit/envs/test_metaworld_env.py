@@ -10,13 +10,13 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
 os.environ.setdefault("LP_NUM_THREADS", "1")
 
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import EnvConfig
 from vlarl.envs.metaworld import env as module
 from vlarl.envs.metaworld import metaworld_factory
 from vlarl.envs.metaworld.env import MetaWorldEnv, from_metaworld, to_metaworld
 from vlarl.envs.metaworld.render import Drawing
 from vlarl.envs.metaworld.simulator import Simulator
-from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.types import Task
 
 REACH, PUSH, PICK_PLACE, DRAWER_OPEN, WINDOW_CLOSE = 0, 1, 2, 4, 9

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Camera
 from vlarl.envs.base import RewardMode, StepOutcome, SuiteSpec
 from vlarl.envs.metaworld.render import Canvas, Drawing
 from vlarl.envs.metaworld.simulator import Simulator, State
-from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.envs.metaworld.views import view_of
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
