@@ -75,7 +75,10 @@ def test_a_merged_and_a_copied_checkpoint_are_measured_as_in_their_run(run, tmp_
         assert (results["init_states"], results["num_trained_states"]) == ([30, 31], 2)
         assert results["training_data_from"] == f"{checkpoint}/{FILE_NAME}"
         assert [f"warning: {text}" for text in results["warnings"]] == [warning]
-        assert lines[-3] == f"states: 30 to 31 of each task; 2 of them were trained on, says {checkpoint}/{FILE_NAME}"
+        assert (
+            lines[-3]
+            == f"initial states: indices 30 to 31 of task 3; 2 of them were trained on, says {checkpoint}/{FILE_NAME}"
+        )
         assert lines[-2] == warning
 
 
@@ -84,7 +87,7 @@ def test_a_checkpoint_that_lost_its_file_is_measured_with_a_warning(run, tmp_pat
     (copied / FILE_NAME).unlink()
     results, lines = evaluated(copied, tmp_path / "x", capsys, "--suite", "tabletop_goal")
     assert (results["num_trained_states"], results["training_data_from"]) == (None, None)
-    assert lines[-3] == "states: 30 to 31 of each task; whether they were trained on is not known"
+    assert lines[-3] == "initial states: indices 30 to 31 of task 3; whether they were trained on is not known"
     assert lines[-2].startswith(
         "warning: this checkpoint does not say which initial states it was trained on (it has no"
     )

@@ -15,7 +15,14 @@ from rich.console import Console
 
 from vlarl.cli import main
 from vlarl.cli.compare import compare
-from vlarl.cli.eval_display import EpisodeCounter, closing_lines, comparison_lines, comparison_table, success_table
+from vlarl.cli.eval_display import (
+    EpisodeCounter,
+    closing_lines,
+    comparison_lines,
+    comparison_table,
+    states_lines,
+    success_table,
+)
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.comparison import compare as compare_records
@@ -73,7 +80,7 @@ def test_an_evaluation_and_its_episodes_again(work, capsys):
         "   0  0/1     0.0%    0.0 - 79.3%   32.0  put the bowl on the plate",
         "   3  1/1   100.0%  20.7 - 100.0%    7.0  turn on the stove",
         " all  1/2    50.0%    9.5 - 90.5%   19.5",
-        f"states: 30 of each task; none of them was trained on, says {BUILTIN}/training_data.json",
+        f"initial state: index 30 of each task; it was not trained on, says {BUILTIN}/training_data.json",
         "results: evals/a",
     ]
     assert captured.err.startswith(f"evaluating {BUILTIN} on tabletop_goal, protocol benchmark, into evals/a\n")
@@ -108,8 +115,8 @@ def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
         f"A: {checkpoint}",
         f"B: {BUILTIN}",
         "B wins 1, A wins 0 of 1 episodes on which they differ (2 compared): p = 1.0000, that may be chance.",
-        f"A: states: 30 of each task; none of them was trained on, says {checkpoint}/training_data.json",
-        f"B: states: 30 of each task; none of them was trained on, says {BUILTIN}/training_data.json",
+        f"A: initial state: index 30 of each task; it was not trained on, says {checkpoint}/training_data.json",
+        f"B: initial state: index 30 of each task; it was not trained on, says {BUILTIN}/training_data.json",
         "results: both/A",
         "results: both/B",
     ]
@@ -127,8 +134,12 @@ def test_against_leaves_out_what_either_was_trained_on(work, capsys, checkpoint)
     flags = ["--tasks", "3", "--episodes", "2", "--device", "cpu"]
     assert main(["eval", "a", "--against", "b", *flags, "--out", "both"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "A: states: 32, 35 of each task; none of them was trained on, says a/training_data.json" in lines
-    assert "B: states: 32, 35 of each task; none of them was trained on, says b/training_data.json" in lines
+    assert (
+        "A: initial states: indices 32, 35 of task 3; none of them was trained on, says a/training_data.json" in lines
+    )
+    assert (
+        "B: initial states: indices 32, 35 of task 3; none of them was trained on, says b/training_data.json" in lines
+    )
     for name in "AB":
         content = json.loads(Path(f"both/{name}/results.json").read_text())
         assert ([e["init_state"] for e in content["episodes"]], content["warnings"]) == ([32, 35], [])
@@ -171,7 +182,7 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
     ]
     assert closing_lines(made) == [
         "2 of 6 episodes could not be run: their simulator failed. They count neither as won nor as lost.",
-        "states: 1 to 3 of each task; 2 of them were trained on, says x/training_data.json",
+        "initial states: indices 1 to 3 of each task; 2 of them were trained on, says x/training_data.json",
         "warning: mind this.",
         "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
         "results: somewhere",
@@ -179,6 +190,33 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
     redone = replace(made.result.episodes[0], redone=2)
     again = replace(made, result=replace(made.result, episodes=(redone,), complete=True), folder=None)
     assert closing_lines(again)[0] == "2 times an episode was run again because its simulator had died."
+
+
+@pytest.mark.parametrize(
+    ("states", "tasks", "trained", "line"),
+    [
+        ((0,), (0, 1), 1, "initial state: index 0 of each task; it was trained on, says x"),
+        ((7,), (4,), 0, "initial state: index 7 of task 4; it was not trained on, says x"),
+        ((7,), (4,), None, "initial state: index 7 of task 4; whether it was trained on is not known"),
+        (
+            (3, 4),
+            (0, 1),
+            None,
+            "initial states: indices 3 to 4 of each task; whether they were trained on is not known",
+        ),
+        ((3, 4), (2,), 1, "initial states: indices 3 to 4 of task 2; 1 of them was trained on, says x"),
+        (
+            range(30, 50),
+            (0, 1),
+            0,
+            "initial states: indices 30 to 49 of each task; none of them was trained on, says x",
+        ),
+    ],
+)
+def test_initial_states_in_words(states, tasks, trained, line):
+    knowledge = {"num_trained_states": trained, "init_states": tuple(states), "training_data_from": "x"}
+    made = record(OUTCOMES, **knowledge)
+    assert states_lines(replace(made.settings, task_ids=tasks)) == [line]
 
 
 def test_a_comparison_names_what_it_leaves_out():

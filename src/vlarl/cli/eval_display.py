@@ -99,12 +99,17 @@ def states_lines(settings: EvalSettings) -> list[str]:
     """Which initial states were used, where it is known from whether they were trained on, and what to mind."""
     lines = []
     if settings.init_states:
-        trained = settings.num_trained_states
-        known = f"{trained or 'none'} of them {'was' if trained in (0, 1) else 'were'} trained on"
-        said = f"{known}, says {settings.training_data_from}"
-        unknown = "whether they were trained on is not known"
-        seen = unknown if trained is None else said
-        lines.append(f"states: {in_ranges(settings.init_states)} of each task; {seen}")
+        trained, is_one = settings.num_trained_states, len(settings.init_states) == 1
+        if trained is None:
+            seen = f"whether {'it was' if is_one else 'they were'} trained on is not known"
+        elif is_one:
+            seen = f"it was {'' if trained else 'not '}trained on, says {settings.training_data_from}"
+        else:
+            verb = "was" if trained in (0, 1) else "were"
+            seen = f"{trained or 'none'} of them {verb} trained on, says {settings.training_data_from}"
+        kind = "initial state: index" if is_one else "initial states: indices"
+        tasks = "each task" if len(settings.task_ids) > 1 else f"task {settings.task_ids[0]}"
+        lines.append(f"{kind} {in_ranges(settings.init_states)} of {tasks}; {seen}")
     return [*lines, *(f"warning: {warning}" for warning in settings.warnings)]
 
 

@@ -57,13 +57,15 @@ def _parser() -> args.Parser:
     add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
     add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")
     suites = (
-        f"one of {', '.join(KNOWN_SUITES)}; what the checkpoint was trained on by default, else {Config().env.suite}"
+        f"the suite to evaluate on: one of {', '.join(KNOWN_SUITES)}. Without this flag it is the suite that the "
+        f"checkpoint was trained on, or {Config().env.suite} if the checkpoint does not say"
     )
     add("--suite", type=args.suite, metavar="S", help=suites)
     protocols = (
-        "which initial states: disjoint, those that training leaves out, or benchmark, those of published results; by "
-        "default the checkpoint's own, else benchmark, and never states that it was trained on, which a protocol that "
-        "is named here may have"
+        "the initial states to use. disjoint: those that training leaves out. benchmark: those of published results. "
+        "With this flag the first ones are used, even if the checkpoint was trained on them. Without it the protocol "
+        "is the checkpoint's own, or benchmark if it has none, and states that the checkpoint was trained on are left "
+        "out (unless its own run was configured with env.protocol benchmark)"
     )
     add("--protocol", choices=("disjoint", "benchmark"), help=protocols)
     add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")

@@ -6,7 +6,7 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from vlarl.config.env_checks import check_gym, check_suite, check_task_ids
 from vlarl.config.known import GYM
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Section
-from vlarl.config.state_choice import choose_states, missing_states, too_few_unseen
+from vlarl.config.state_choice import Used, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.training_data import TrainingData, run_of, training_data_of
 from vlarl.config.yaml_source import read_document
@@ -47,7 +47,7 @@ class EvalRequest:
     training: TrainingData | None  # what it was trained on; None: not known
     init_states: tuple[int, ...]  # of each task, to evaluate on
     states_per_task: int | None = None  # as asked for; None: as many as there are, up to DEFAULT_EPISODES
-    on_trained_states: bool = False  # whether states that were trained on may be used: their protocol was asked for
+    as_published: bool = False  # the protocol's first states, whether or not they were trained on: it was asked for
     temperature: float = 0.0
     seed: int = 0
     videos: Videos = 0
@@ -95,7 +95,7 @@ def eval_request(
         init_states=() if replay is None else (replay.init_state,),
         states_per_task=states_per_task,
         # A run that was configured to train on the benchmark's states measures itself on them.
-        on_trained_states="protocol" in asked["env"] or own_protocol == "benchmark",
+        as_published="protocol" in asked["env"] or own_protocol == "benchmark",
         temperature=temperature,
         seed=seed,
         videos=videos,
@@ -104,12 +104,12 @@ def eval_request(
     )
     if problems := list(_problems(request)):
         raise ConfigError(problems)
-    return request if replay is not None else replace(request, init_states=_states(request, [training]))
+    return request if replay is not None else replace(request, init_states=_states(request, [request]))
 
 
 def on_the_same_states(a: EvalRequest, b: EvalRequest) -> tuple[EvalRequest, EvalRequest]:
     """Two requests that differ in their checkpoint, on initial states that neither of them was trained on."""
-    states = _states(a, [a.training, b.training])
+    states = _states(a, [a, b])
     return replace(a, init_states=states), replace(b, init_states=states)
 
 
@@ -136,22 +136,40 @@ def _problems(request: EvalRequest) -> Iterator[Problem]:
             yield Problem(f"--episodes = {request.states_per_task}", message)
 
 
-def _states(request: EvalRequest, trainings: Sequence[TrainingData | None]) -> tuple[int, ...]:
+def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int, ...]:
     """The initial states to evaluate on, the same ones of every task; ConfigError where too few are left."""
     env, gym = request.env, request.gym
     facts = suite_facts(env, gym)
     assert facts is not None, "a checked request names a suite that exists"
-    task_ids = range(facts.num_tasks) if env.task_ids is None else env.task_ids
-    known = [training for training in trainings if training is not None]
-    trained = {state for training in known for task in task_ids for state in training.states(env.suite, gym.env, task)}
     states = SuiteStates.of(facts)
-    count, allowed = request.states_per_task, request.on_trained_states
     candidates = states.evaluated(env.protocol)
-    unseen = len(candidates) - len(trained.intersection(candidates))
-    message = None if allowed else too_few_unseen(count, unseen, len(candidates), env.suite, env.protocol)
+    used = _used(compared, range(facts.num_tasks), env.task_ids or range(facts.num_tasks), candidates)
+    count, as_published = request.states_per_task, request.as_published
+    message = None if as_published else too_few_unseen(count, used, len(candidates), env.suite, env.protocol)
     if message is not None:
         raise ConfigError([Problem("--protocol" if count is None else f"--episodes = {count}", message)])
-    return choose_states(states, env.protocol, trained, count, allowed)
+    return choose_states(states, env.protocol, used.states, count, as_published)
+
+
+def _used(
+    compared: Sequence[EvalRequest], all_task_ids: Sequence[int], task_ids: Sequence[int], candidates: Collection[int]
+) -> Used:
+    """Which of the candidates training has used in these tasks, and where."""
+    env, gym_env = compared[0].env, compared[0].gym.env
+    by_task: dict[int, set[int]] = {task_id: set() for task_id in all_task_ids}
+    by: list[str] = []
+    for request in compared:
+        for task_id in all_task_ids if request.training is not None else ():
+            states = request.training.states(env.suite, gym_env, task_id).intersection(candidates)
+            by_task[task_id] |= states
+            if states and task_id in task_ids:
+                by.append(request.checkpoint)
+    return Used(
+        states=frozenset(state for task_id in task_ids for state in by_task[task_id]),
+        task_ids=tuple(task_id for task_id in task_ids if by_task[task_id]),
+        free_task_ids=tuple(task_id for task_id in all_task_ids if not by_task[task_id]),
+        by=tuple(dict.fromkeys(by)) if len(compared) > 1 else (),
+    )
 
 
 def _sections_of_run(checkpoint: str) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
@@ -10,16 +11,15 @@ from vlarl.config.training_data import FILE_NAME, TrainingData
 DEFAULT_EPISODES = 20  # a task, where so many initial states exist
 
 
-def by_preference(states: SuiteStates, protocol: StateProtocol, trained: Collection[int]) -> tuple[int, ...]:
-    """A protocol's states, the best to evaluate on first.
+def by_preference(states: SuiteStates, protocol: StateProtocol) -> tuple[int, ...]:
+    """A protocol's states, the best to evaluate on first where the protocol was not named.
 
-    States that were not trained on come before all others. Among these the held-out ones come first, then the others
-    from the end of the list: where it is not known what was trained on, runs mostly take the first ones.
+    The held-out ones come first, then the others from the end of the list: where it is not known what was trained on,
+    runs mostly take the first ones.
     """
     candidates = states.evaluated(protocol)
     held_out = [state for state in candidates if state in states.eval]
-    ordered = [*held_out, *(state for state in reversed(candidates) if state not in states.eval)]
-    return tuple(sorted(ordered, key=lambda state: state in trained))  # the order of equals is kept
+    return (*held_out, *(state for state in reversed(candidates) if state not in states.eval))
 
 
 def choose_states(
@@ -27,17 +27,18 @@ def choose_states(
     protocol: StateProtocol,
     trained: Collection[int],
     count: int | None,
-    may_be_trained_on: bool,
+    as_published: bool,
 ) -> tuple[int, ...]:
     """The initial states of each task to evaluate on, in ascending order; fewer than `count` where there are not more.
 
-    `count` is DEFAULT_EPISODES where it is None. Of states that were `trained` on none is taken, unless
-    `may_be_trained_on` says so and the others are too few.
+    `count` is DEFAULT_EPISODES where it is None. With `as_published` they are the protocol's first ones, as in
+    published results and in the training loop's own evaluation, whether or not they were trained on. Without it none
+    that was `trained` on is taken.
 
-    LIBERO after a run that trained on 0 to 29: 30 to 49 by default; of 50 that protocol benchmark was asked for, all.
+    LIBERO after a run that trained on 0 to 29, protocol benchmark: 0 to 19 as published, else 30 to 49.
     """
-    ordered = by_preference(states, protocol, trained)
-    usable = [state for state in ordered if may_be_trained_on or state not in trained]
+    ordered = states.evaluated(protocol) if as_published else by_preference(states, protocol)
+    usable = [state for state in ordered if as_published or state not in trained]
     return tuple(sorted(usable[: DEFAULT_EPISODES if count is None else count]))
 
 
@@ -56,14 +57,32 @@ def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: i
     )
 
 
-def too_few_unseen(wanted: int | None, unseen: int, total: int, suite: str, protocol: StateProtocol) -> str | None:
+@dataclass(frozen=True)
+class Used:
+    """What training has used of the initial states that an evaluation could take."""
+
+    states: frozenset[int]  # in one of the tasks at least
+    task_ids: tuple[int, ...]  # the evaluated tasks that they are of
+    free_task_ids: tuple[int, ...]  # tasks of the suite that it has not used at all
+    by: tuple[str, ...] = ()  # which checkpoints' training, where there are several
+
+
+def too_few_unseen(wanted: int | None, used: Used, total: int, suite: str, protocol: StateProtocol) -> str | None:
     """What to say where too few initial states are left that were not trained on; None: there are enough."""
+    unseen = total - len(used.states)
     if unseen >= (1 if wanted is None else wanted):
         return None
-    fewer = f"ask for {unseen} or fewer, or " if unseen else ""
+    tasks = f"task{'s' if len(used.task_ids) > 1 else ''} {in_ranges(used.task_ids)}"
+    remedies = [f"ask for {unseen} or fewer"] if unseen else []
+    if used.free_task_ids:
+        remedies.append(
+            f"take tasks that were not trained on with --tasks (of {suite}: {in_ranges(used.free_task_ids)})"
+        )
+    remedies.append(f"name the protocol (--protocol {protocol}) to evaluate on states that were trained on, too")
+    of = f" of {' and of '.join(used.by)}" if used.by else ""
     return (
-        f"training has used {total - unseen} of the {total} initial states that a task of {suite} has under protocol "
-        f"{protocol}; {fewer}name the protocol (--protocol {protocol}) to evaluate on states that were trained on, too"
+        f"training{of} has used {len(used.states)} of the {total} initial states that a task of {suite} has under "
+        f"protocol {protocol}, in {tasks}; {', or '.join(remedies)}"
     )
 
 
@@ -82,15 +101,17 @@ def state_warnings(
             f"{seen} of {len(episodes)} episodes begin from initial states that this checkpoint was trained on: the "
             "success rate says little about states that it has never seen."
         )
-    if any(run.states is None for run in training.on(suite, gym_env)):
+    tasks = {task_id for task_id, _ in episodes}
+    runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]
+    if vague := sorted({run.suite for run in runs if run.states is None}):
         warnings.append(
-            f"this checkpoint was trained on demonstrations of {suite} whose initial states are not known: they may be "
-            "those of this evaluation."
+            f"this checkpoint was trained on demonstrations of {', '.join(vague)} whose initial states are not known: "
+            "they may be those of this evaluation."
         )
     if training.unknown:
         warnings.append(
-            f"this checkpoint comes from {', '.join(training.unknown)}, which does not say what it was trained on: it "
-            "may be the initial states of this evaluation."
+            f"this checkpoint comes from {', '.join(training.unknown)}, and it is not known which initial states that "
+            "was trained on or recorded from: they may be those of this evaluation."
         )
     return tuple(warnings)
 

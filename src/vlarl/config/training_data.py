@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vlarl.config.finetune import DemoConfig
 from vlarl.config.known import BUILTIN_DECODERS, GYM, SUITES
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.suites import StateProtocol, SuiteStates, suite_facts
 from vlarl.config.yaml_source import read_document
@@ -45,13 +46,22 @@ class TrainedOn(BaseModel):
     task_ids: tuple[Index, ...] | None = None  # None: not known, it may be any
     states: tuple[Index, ...] | None = None  # initial states of each task; None: not known
 
+    def has_task(self, suite: str, gym_env: str | None, task_id: int) -> bool:
+        """Whether the run may have trained on a task. Suites of Meta-World share tasks and their initial states."""
+        names, own = METAWORLD_TASKS.get(suite, ()), METAWORLD_TASKS.get(self.suite, ())
+        if names and own:
+            trained = own if self.task_ids is None else [own[i] for i in self.task_ids if i < len(own)]
+            return task_id < len(names) and names[task_id] in trained
+        is_suite = self.suite == suite and (suite != GYM or self.gym_env == gym_env)
+        return is_suite and (self.task_ids is None or task_id in self.task_ids)
+
 
 class _Content(BaseModel):
     """The content of training_data.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal[1]
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]  # Literal[1] would take true and 1.0, which equal it
     trained_on: tuple[TrainedOn, ...]
     unknown: tuple[Name, ...]
 
@@ -61,8 +71,18 @@ class TrainingData:
     """What a policy was trained on, run by run; without any entry: on nothing, it is fresh."""
 
     runs: tuple[TrainedOn, ...] = ()  # the newest is the last
-    unknown: tuple[str, ...] = ()  # checkpoints it started from that do not say what they were trained on
+    unknown: tuple[str, ...] = ()  # checkpoints and datasets it comes from that do not say which states they have
     said_by: str = field(default="", compare=False)  # the file that says so
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be read back from the file: at the start of a run, not when it is saved."""
+        try:
+            _Content(format=FORMAT, trained_on=self.runs, unknown=self.unknown)
+        except ValidationError as error:
+            raise UsageError(
+                f"{FILE_NAME} cannot hold what the policy was trained on ({_reason(error)}): rename the checkpoint or "
+                "dataset, without control characters."
+            ) from error
 
     def plus(self, runs: Iterable[TrainedOn], unknown: Iterable[str] = ()) -> TrainingData:
         """With further runs. What is there already is moved to the end, and not repeated."""
@@ -74,14 +94,13 @@ class TrainingData:
         """What both were trained on, the other one later."""
         return self.plus(other.runs, other.unknown)
 
-    def on(self, suite: str, gym_env: str | None = None) -> tuple[TrainedOn, ...]:
-        """The runs on a suite."""
-        return tuple(run for run in self.runs if run.suite == suite and (suite != GYM or run.gym_env == gym_env))
+    def on(self, suite: str, gym_env: str | None, task_id: int) -> tuple[TrainedOn, ...]:
+        """The runs on a task."""
+        return tuple(run for run in self.runs if run.has_task(suite, gym_env, task_id))
 
     def states(self, suite: str, gym_env: str | None, task_id: int) -> frozenset[int]:
         """The initial states of a task that were trained on, as far as that is known."""
-        runs = (run for run in self.on(suite, gym_env) if run.task_ids is None or task_id in run.task_ids)
-        return frozenset(state for run in runs for state in run.states or ())
+        return frozenset(state for run in self.on(suite, gym_env, task_id) for state in run.states or ())
 
     def protocol(self, suite: str) -> StateProtocol | None:
         """The protocol of the newest run on a suite that had one."""
@@ -108,17 +127,19 @@ def by_training(env: EnvConfig, gym: GymConfig) -> TrainedOn:
     )
 
 
-def by_demonstrations(demos: DemoConfig, dataset: str | None = None) -> tuple[TrainedOn, ...]:
-    """What `vlarl finetune` trains on; `dataset` is the suite of recorded episodes.
+def by_demonstrations(demos: DemoConfig, dataset: str | None = None) -> TrainingData:
+    """What `vlarl finetune` trains on; `dataset` is the name of recorded episodes, mostly that of their suite.
 
-    Their states are not known, except those of the tabletop, which `vlarl data record` alone records.
+    Their states are not known, except those of the tabletop, which `vlarl data record` alone records. A dataset by any
+    other name may be of any suite.
     """
-    if dataset is not None:
-        facts = SUITES.get(dataset)
-        is_tabletop = facts is not None and not facts.in_processes
-        states = SuiteStates.of(facts).train if facts is not None and is_tabletop else None
-        return (TrainedOn(by="finetune", suite=dataset, states=states),)
-    return tuple(_demonstrated(demos, suite) for suite in demos.suites if suite in SUITES)
+    if dataset is None:
+        return TrainingData(tuple(_demonstrated(demos, suite) for suite in demos.suites if suite in SUITES))
+    facts = SUITES.get(dataset)
+    if facts is None:
+        return TrainingData(unknown=(dataset,))
+    states = None if facts.in_processes else SuiteStates.of(facts).train
+    return TrainingData((TrainedOn(by="finetune", suite=dataset, states=states),))
 
 
 def _demonstrated(demos: DemoConfig, suite: str) -> TrainedOn:
@@ -150,14 +171,18 @@ def read_training_data(folder: Path) -> TrainingData | None:
     except OSError as error:
         raise UsageError(f"{path} can't be read ({error.strerror}): check its permissions.") from error
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in detail["loc"])
-        reason = f"{place}: {detail['msg']}" if place else detail["msg"]
         raise UsageError(
-            f"{path} does not say what the checkpoint was trained on ({reason}): copy the file again from the "
+            f"{path} does not say what the checkpoint was trained on ({_reason(error)}): copy the file again from the "
             "checkpoint's origin, or move it away to evaluate without that knowledge."
         ) from error
     return TrainingData(content.trained_on, content.unknown, said_by=str(path))
+
+
+def _reason(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    detail = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in detail["loc"])
+    return f"{place}: {detail['msg']}" if place else detail["msg"]
 
 
 def training_data_of(checkpoint: str | Path) -> TrainingData | None:
@@ -194,6 +219,7 @@ def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
         return data
     path = run / "config.yaml"
     sections = {name: content for name, content in read_document(path).data.items() if isinstance(content, dict)}
+    has_file = data is not None
     if data is None:  # saved before there was such a file
         data = _of_starts(sections, seen | {run}, str(path))
     try:
@@ -204,8 +230,8 @@ def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
         place = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
         raise UsageError(f"{path} does not say what its run was trained on: {place} is not valid.") from error
     if demos.path is None:
-        return data.plus(by_demonstrations(demos))
-    return data if data.runs else data.plus((), [demos.path])  # only the dataset knows its suite
+        return data.joined(by_demonstrations(demos))
+    return data if has_file else data.plus((), [demos.path])  # only the dataset knows its suite
 
 
 def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], said_by: str) -> TrainingData:

@@ -106,7 +106,7 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, 
         policy.acts_by_regression = True
     policy.prepare_training(settings, config.lora, seed)
     recorded = [source.suite for source in sources if isinstance(source, RldsSource)]
-    policy.training_data = policy.training_data.plus(by_demonstrations(config.demos, *recorded))
+    policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))
     return policy, sources
 
 

@@ -9,8 +9,10 @@ from vlarl.config.eval_request import eval_request, on_the_same_states, task_of
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import EnvConfig, GymConfig, PolicyConfig
 from vlarl.config.state_choice import missing_states
-from vlarl.config.training_data import TrainedOn, TrainingData, run_of, write_training_data
+from vlarl.config.training_data import TrainedOn, TrainingData, by_training, run_of, write_training_data
+from vlarl.envs.libero.suites import libero_spec
 from vlarl.errors import UsageError
+from vlarl.rollout.tasks import evaluation_tasks, tasks_from_states
 from vlarl.types import Task
 
 
@@ -187,12 +189,13 @@ def test_states_that_were_trained_on_have_to_be_asked_for(elsewhere):
         eval_request(path, {"env.suite": LIBERO}, states_per_task=21)
     assert str(error.value) == (
         "--episodes = 21: training has used 30 of the 50 initial states that a task of libero_spatial has under "
-        "protocol benchmark; ask for 20 or fewer, or name the protocol (--protocol benchmark) to evaluate on states "
+        "protocol benchmark, in tasks 0 to 9; ask for 20 or fewer, or name the protocol (--protocol benchmark) to evaluate on states "
         "that were trained on, too"
     )
     asked = {"env.suite": LIBERO, "env.protocol": "benchmark"}
     assert eval_request(path, asked, states_per_task=50).init_states == ALL
-    assert eval_request(path, asked).init_states == tuple(range(30, 50)), "the others first, as long as they suffice"
+    assert eval_request(path, asked).init_states == tuple(range(20)), "those of published results, as they are"
+    assert eval_request(elsewhere("unknown"), asked, states_per_task=10).init_states == tuple(range(10))
 
 
 def test_a_base_that_was_trained_on_the_held_out_states_leaves_none(elsewhere):
@@ -205,8 +208,28 @@ def test_a_base_that_was_trained_on_the_held_out_states_leaves_none(elsewhere):
 
 
 def test_a_run_on_the_benchmarks_states_measures_itself_on_them(elsewhere):
-    request = eval_request(elsewhere("benchmark", by_train(ALL, "benchmark")), {}, states_per_task=50)
+    path = elsewhere("benchmark", by_train(ALL, "benchmark"))
+    request = eval_request(path, {}, states_per_task=50)
     assert request.env.protocol == "benchmark" and request.init_states == ALL
+    request = eval_request(path, {}, states_per_task=7)
+    in_the_loop = evaluation_tasks(libero_spec(LIBERO, None), None, 7, 0, "benchmark")
+    assert tasks_from_states(libero_spec(LIBERO, None), None, request.init_states, 0) == in_the_loop
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated"), [("metaworld_mt10", "metaworld_mt50"), ("metaworld_mt25", "metaworld_ml25")]
+)
+def test_states_of_a_task_that_another_suite_shares_are_left_out(elsewhere, trained, evaluated):
+    on_benchmark = by_training(EnvConfig(suite=trained, protocol="benchmark"), GymConfig())
+    with pytest.raises(ConfigError, match="training has used 50 of the 50 initial states") as error:
+        eval_request(elsewhere("all", on_benchmark), {"env.suite": evaluated})
+    assert ("take tasks that were not trained on with --tasks" in str(error.value)) == (evaluated == "metaworld_mt50")
+    run = by_training(EnvConfig(suite=trained), GymConfig())
+    first = run.model_copy(update={"states": tuple(range(25, 40))})
+    assert eval_request(elsewhere("some", first), {"env.suite": evaluated}).init_states == (
+        *range(15, 25),
+        *range(40, 50),
+    )
 
 
 def test_only_the_evaluated_tasks_count(elsewhere):
@@ -214,6 +237,10 @@ def test_only_the_evaluated_tasks_count(elsewhere):
     path = elsewhere("odd", odd)
     assert eval_request(path, {}).init_states == tuple(range(45, 50))
     assert eval_request(path, {"env.task_ids": (0, 1)}).init_states == tuple(range(30, 50))
+    with pytest.raises(
+        ConfigError, match=r"15 of the 20 .* in task 3; ask for 5 .* with --tasks \(of libero_spatial: 0 to 2, 4 to 9\)"
+    ):
+        eval_request(path, {}, states_per_task=6)
 
 
 def test_two_checkpoints_are_compared_on_states_that_neither_has_seen(elsewhere):
@@ -224,7 +251,7 @@ def test_two_checkpoints_are_compared_on_states_that_neither_has_seen(elsewhere)
     assert first.init_states == second.init_states == tuple(range(40, 48))
     assert (first.checkpoint, second.checkpoint) == (a, b)
     exam = elsewhere("exam", by_train(ALL, "benchmark"))
-    with pytest.raises(ConfigError, match="training has used 20 of the 20 initial states"):
+    with pytest.raises(ConfigError, match=rf"training of {a} and of {exam} has used 20 of the 20 initial states"):
         on_the_same_states(eval_request(a, {}), eval_request(exam, shared))
     asked = {"env.suite": LIBERO, "env.protocol": "benchmark"}
     first, second = on_the_same_states(eval_request(a, asked, states_per_task=50), eval_request(exam, asked))

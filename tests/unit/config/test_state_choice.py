@@ -3,7 +3,7 @@
 import pytest
 
 from vlarl.config.known import SUITES
-from vlarl.config.state_choice import by_preference, choose_states, in_ranges, state_warnings, too_few_unseen
+from vlarl.config.state_choice import Used, by_preference, choose_states, in_ranges, state_warnings, too_few_unseen
 from vlarl.config.suites import SuiteStates
 from vlarl.config.training_data import TrainedOn, TrainingData
 
@@ -17,7 +17,9 @@ FIRST, LAST, ALL = tuple(range(30)), tuple(range(30, 50)), tuple(range(50))
     [
         (LIBERO, "disjoint", FIRST, None, False, LAST),
         (LIBERO, "benchmark", FIRST, None, False, LAST),
-        (LIBERO, "benchmark", FIRST, None, True, LAST),
+        (LIBERO, "benchmark", FIRST, None, True, tuple(range(20))),  # as published: its first ones
+        (LIBERO, "benchmark", (), 10, True, tuple(range(10))),
+        (LIBERO, "benchmark", ALL, 3, True, (0, 1, 2)),
         (LIBERO, "benchmark", FIRST, 50, True, ALL),
         (LIBERO, "benchmark", FIRST, 50, False, LAST),
         (LIBERO, "benchmark", (), None, False, LAST),  # not known: from the end
@@ -36,19 +38,25 @@ def test_states_are_chosen(states, protocol, trained, count, allowed, chosen):
 
 
 def test_the_best_states_come_first():
-    assert by_preference(LIBERO, "benchmark", ()) == LAST + FIRST[::-1]
-    assert by_preference(LIBERO, "benchmark", {30, 29}) == (*range(31, 50), *range(28, -1, -1), 30, 29)
+    assert by_preference(LIBERO, "benchmark") == LAST + FIRST[::-1]
+    assert by_preference(LIBERO, "disjoint") == by_preference(TABLETOP, "benchmark") == LAST
 
 
 def test_too_few_states_that_were_never_seen():
-    assert (
-        too_few_unseen(20, 20, 50, "s", "benchmark") is None and too_few_unseen(None, 1, 50, "s", "benchmark") is None
+    def used(count: int, free: tuple[int, ...] = (), by: tuple[str, ...] = ()) -> Used:
+        return Used(frozenset(range(count)), (0, 1, 2, 5), free, by)
+
+    assert too_few_unseen(20, used(30), 50, "s", "benchmark") is None
+    assert too_few_unseen(None, used(49), 50, "s", "benchmark") is None
+    assert too_few_unseen(None, used(50), 50, "s", "benchmark") == (
+        "training has used 50 of the 50 initial states that a task of s has under protocol benchmark, in tasks 0 to 2, "
+        "5; name the protocol (--protocol benchmark) to evaluate on states that were trained on, too"
     )
-    assert too_few_unseen(None, 0, 50, "s", "benchmark") == (
-        "training has used 50 of the 50 initial states that a task of s has under protocol benchmark; name the "
-        "protocol (--protocol benchmark) to evaluate on states that were trained on, too"
+    assert too_few_unseen(4, used(17, (3, 4, 6), ("a/b", "c")), 20, "s", "disjoint") == (
+        "training of a/b and of c has used 17 of the 20 initial states that a task of s has under protocol disjoint, in "
+        "tasks 0 to 2, 5; ask for 3 or fewer, or take tasks that were not trained on with --tasks (of s: 3 to 4, 6), or "
+        "name the protocol (--protocol disjoint) to evaluate on states that were trained on, too"
     )
-    assert "ask for 3 or fewer, or name" in too_few_unseen(4, 3, 20, "s", "disjoint")
 
 
 def trained(**fields: object) -> TrainingData:
@@ -75,7 +83,7 @@ def test_what_is_not_known_is_said():
     (warning,) = state_warnings(trained(states=None), "s", None, EPISODES)
     assert warning.startswith("this checkpoint was trained on demonstrations of s whose initial states are not known")
     (warning,) = state_warnings(TrainingData(unknown=("a/b", "c")), "s", None, EPISODES)
-    assert warning.startswith("this checkpoint comes from a/b, c, which does not say what it was trained on")
+    assert warning.startswith("this checkpoint comes from a/b, c, and it is not known which initial states")
 
 
 def test_states_that_were_trained_on_are_counted():

@@ -23,7 +23,7 @@ from vlarl.config.training_data import (
 )
 from vlarl.data.demos import demonstration_tasks
 from vlarl.envs.base import SuiteSpec
-from vlarl.envs.libero.suites import libero_spec
+from vlarl.envs.libero.suites import libero_spec, task_names
 from vlarl.envs.metaworld.suites import metaworld_spec
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.errors import UsageError
@@ -47,7 +47,7 @@ def test_the_states_of_a_suite_are_known_without_its_simulator(suite):
         assert states.trained(protocol) == training_states(spec, protocol)
         assert states.evaluated(protocol) == evaluation_states(spec, protocol)
     demonstrated = {task.init_state for task in demonstration_tasks(spec, (0,), 45, seed=0)}
-    (run,) = by_demonstrations(DemoConfig(suites=(suite,), episodes_per_task=45))
+    (run,) = by_demonstrations(DemoConfig(suites=(suite,), episodes_per_task=45)).runs
     if suite not in TABLETOP_SUITES:  # whose demonstrations tabletop_demos.py makes, from fresh states alone
         assert demonstrated.intersection(range(50)) == set(run.states)
     assert SUITES[suite].demos_from_fresh_states == (run.states == ())
@@ -70,13 +70,64 @@ def test_what_runs_train_on():
     benchmark = by_training(EnvConfig(suite="libero_90", protocol="benchmark"), GymConfig())
     assert (benchmark.task_ids, benchmark.states) == (tuple(range(90)), tuple(range(50)))
     few = DemoConfig(suites=("libero_10", "tabletop_goal"), episodes_per_task=4, task_ids=(1,))
-    assert by_demonstrations(few) == (
-        TrainedOn(by="finetune", suite="libero_10", task_ids=(1,), states=(0, 1, 2, 3)),
-        TrainedOn(by="finetune", suite="tabletop_goal", task_ids=(1,), states=()),
+    assert by_demonstrations(few) == TrainingData(
+        (
+            TrainedOn(by="finetune", suite="libero_10", task_ids=(1,), states=(0, 1, 2, 3)),
+            TrainedOn(by="finetune", suite="tabletop_goal", task_ids=(1,), states=()),
+        )
     )
-    assert by_demonstrations(few, "libero_spatial") == (TrainedOn(by="finetune", suite="libero_spatial"),)
-    (recorded,) = by_demonstrations(few, "tabletop_goal")
+    assert by_demonstrations(few, "libero_spatial").runs == (TrainedOn(by="finetune", suite="libero_spatial"),)
+    (recorded,) = by_demonstrations(few, "tabletop_goal").runs
     assert recorded.states == tuple(range(30)), "vlarl data record takes the training states"
+
+
+@pytest.mark.parametrize("dataset", ["libero_4_task_suites", "my_libero_goal", "gym"])
+def test_a_recorded_dataset_of_an_unknown_name_may_be_of_any_suite(dataset):
+    assert by_demonstrations(DemoConfig(), dataset) == TrainingData(unknown=(dataset,))
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated"),
+    [
+        ("metaworld_mt10", "metaworld_mt50"),
+        ("metaworld_mt50", "metaworld_mt10"),
+        ("metaworld_mt25", "metaworld_ml25"),
+        ("metaworld_ml10", "metaworld_ml45"),
+        ("metaworld_mt25", "metaworld_ml25_test"),  # basketball
+        ("metaworld_mt10", "metaworld_ml45_test"),  # nothing in common
+    ],
+)
+def test_suites_of_meta_world_share_tasks_and_their_states(trained, evaluated):
+    instructions = {task.instruction for task in metaworld_spec(trained).tasks}
+    for run in (
+        by_training(EnvConfig(suite=trained), GymConfig()),
+        TrainedOn(by="train", suite=trained, protocol="disjoint", states=tuple(range(30))),
+    ):
+        data = TrainingData((run,))
+        for task in metaworld_spec(evaluated).tasks:
+            seen = set(range(30)) if task.instruction in instructions else set()
+            assert data.states(evaluated, None, task.task_id) == seen, task
+            assert data.on(evaluated, None, task.task_id) == ((run,) if seen else ())
+
+
+def test_one_task_of_meta_world_is_found_in_other_suites():
+    run = TrainedOn(by="finetune", suite="metaworld_mt10", task_ids=(0, 77), states=(4,))
+    data = TrainingData((run,))
+    (task_id,) = (task for task in range(50) if data.states("metaworld_mt50", None, task))
+    assert metaworld_spec("metaworld_mt50").tasks[task_id].instruction == "reach the red marker"
+    assert data.states("libero_spatial", None, 0) == data.states("metaworld_mt50", None, 50) == set()
+
+
+def test_suites_of_libero_share_no_task():
+    tasks = [name for suite in SUITES if suite.startswith("libero_") for name in task_names(suite)]
+    assert len(tasks) == len(set(tasks)) == 130
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 4097, "\udc80"])
+def test_what_the_file_could_not_give_back_is_refused_before_it_is_written(tmp_path, name):
+    with pytest.raises(UsageError, match=r"unknown\.1.*rename"):
+        write_training_data(tmp_path, TrainingData().plus((), ["fine", name]))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_file_holds_what_was_written_a_line_for_each_run(tmp_path):
@@ -126,6 +177,8 @@ def test_a_run_adds_to_what_its_base_was_trained_on():
         ("not json", "Invalid JSON"),
         ("[]", "Input should be an object"),
         ('{"format": 2, "trained_on": [], "unknown": []}', "format"),
+        ('{"format": true, "trained_on": [], "unknown": []}', "format: Input should be a valid integer"),
+        ('{"format": 1.0, "trained_on": [], "unknown": []}', "format: Input should be a valid integer"),
         ('{"format": 1, "unknown": []}', "trained_on: Field required"),
         ('{"format": 1, "trained_on": [], "unknown": [], "code": "os.system"}', "code: Extra inputs are not permitted"),
         ('{"format": 1, "trained_on": [{"by": "train", "suite": 3}], "unknown": []}', "trained_on.0.suite"),
@@ -192,6 +245,17 @@ def test_the_file_and_the_run_are_both_believed(tmp_path):
     data = training_data_of(final)
     assert data.runs == (SPATIAL, by_training(EnvConfig(suite="libero_goal"), GymConfig()))
     assert data.unknown == () and data.said_by == f"{final}/{FILE_NAME}"
+
+
+def test_a_dataset_is_not_forgotten_by_a_run_from_before_the_file(tmp_path):
+    final = tmp_path / "tuned" / "checkpoints" / "final"
+    final.mkdir(parents=True)
+    config = "policy:\n  path: builtin:tiny-oft\ndemos:\n  path: /data/libero_goal\n"
+    (tmp_path / "tuned" / "config.yaml").write_text(config)
+    data = training_data_of(final)
+    assert len(data.runs) == 4 and data.unknown == ("/data/libero_goal",), "its base tells, the dataset does not"
+    write_training_data(final, TrainingData((DEMOS,)))
+    assert training_data_of(final) == TrainingData((DEMOS,)), "the file knows the dataset"
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-oft", "builtin:tiny-openvla"])

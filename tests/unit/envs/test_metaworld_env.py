@@ -10,13 +10,13 @@ os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("PYOPENGL_PLATFORM", os.environ["MUJOCO_GL"])
 os.environ.setdefault("LP_NUM_THREADS", "1")
 
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import EnvConfig
 from vlarl.envs.metaworld import env as module
 from vlarl.envs.metaworld import metaworld_factory
 from vlarl.envs.metaworld.env import MetaWorldEnv, from_metaworld, to_metaworld
 from vlarl.envs.metaworld.render import Drawing
 from vlarl.envs.metaworld.simulator import Simulator
-from vlarl.envs.metaworld.suites import ENV_NAMES
 from vlarl.types import Task
 
 REACH, PUSH, PICK_PLACE, DRAWER_OPEN, WINDOW_CLOSE = 0, 1, 2, 4, 9
@@ -62,7 +62,7 @@ def fingerprint(env: MetaWorldEnv, chosen: Task, num_steps: int = 24) -> str:
 def test_every_task_of_mt10_starts_steps_and_is_seen(env, task_id):
     env.reset(task(task_id))
     first = env.observe()
-    assert env.env_name == ENV_NAMES["metaworld_mt10"][task_id]
+    assert env.env_name == METAWORLD_TASKS["metaworld_mt10"][task_id]
     assert first.images.shape == (2, 64, 64, 3)
     assert first.images.dtype == np.uint8
     assert min(image.std() for image in first.images) > 10

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from vlarl.config.known import SUITES
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import EnvConfig
 from vlarl.envs import metaworld as module
 from vlarl.envs.metaworld import metaworld_factory
-from vlarl.envs.metaworld.suites import ENV_NAMES, INSTRUCTIONS, metaworld_spec
+from vlarl.envs.metaworld.suites import INSTRUCTIONS, metaworld_spec
 from vlarl.envs.metaworld.views import FRONT, OPEN_TABLE, SIDE, STOCK, WRIST, view_of
 from vlarl.errors import MissingExtraError
 
@@ -19,7 +20,7 @@ from vlarl.errors import MissingExtraError
 def test_tasks_and_their_order_are_those_of_the_package():
     from metaworld import env_dict as package
 
-    assert {name: list(tasks) for name, tasks in ENV_NAMES.items()} == {
+    assert {name: list(tasks) for name, tasks in METAWORLD_TASKS.items()} == {
         "metaworld_mt10": list(package.MT10_V3),
         "metaworld_mt25": list(package.MT25_V3),
         "metaworld_mt50": list(package.MT50_V3),
@@ -35,11 +36,11 @@ def test_tasks_and_their_order_are_those_of_the_package():
 
 def test_the_configuration_knows_the_same_suites():
     known = {name: facts.num_tasks for name, facts in SUITES.items() if name.startswith("metaworld_")}
-    assert known == {name: len(tasks) for name, tasks in ENV_NAMES.items()}
+    assert known == {name: len(tasks) for name, tasks in METAWORLD_TASKS.items()}
 
 
 def test_every_task_has_an_instruction_of_its_own():
-    assert set(INSTRUCTIONS) == set(ENV_NAMES["metaworld_mt50"])
+    assert set(INSTRUCTIONS) == set(METAWORLD_TASKS["metaworld_mt50"])
     assert len(set(INSTRUCTIONS.values())) == 50
 
 

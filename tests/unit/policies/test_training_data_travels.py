@@ -114,7 +114,7 @@ def test_the_hub_is_asked_before_the_weights_are_downloaded(published, tmp_path,
     flags = ["--suite", "tabletop_goal", "--tasks", "3", "--episodes", "1", "--device", "cpu", "--out", "x"]
     assert main(["eval", "open/vla", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3] == "states: 30 of each task; whether they were trained on is not known"
-    assert lines[-2].startswith("warning: this checkpoint comes from some/hub-id, which does not say")
+    assert lines[-3] == "initial state: index 30 of task 3; whether it was trained on is not known"
+    assert lines[-2].startswith("warning: this checkpoint comes from some/hub-id, and it is not known")
     del published.repos["open/vla"].revisions["main"][FILE_NAME]
     assert hub_training_data("open/vla") is None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Camera
 from vlarl.envs.base import RewardMode, StepOutcome, SuiteSpec
 from vlarl.envs.metaworld.render import Canvas, Drawing
 from vlarl.envs.metaworld.simulator import Simulator, State
-from vlarl.envs.metaworld.suites import ENV_NAMES
 from vlarl.envs.metaworld.views import view_of
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
@@ -62,7 +62,7 @@ class MetaWorldEnv:
 
     def reset(self, task: Task) -> None:
         """Start the task's episode, which its initial state says all about."""
-        self._name = ENV_NAMES[self._spec.name][task.task_id]
+        self._name = METAWORLD_TASKS[self._spec.name][task.task_id]
         self._instruction = self._spec.tasks[task.task_id].instruction
         self._state = self._load(self._name).start(task.init_state)
 

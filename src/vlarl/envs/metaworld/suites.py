@@ -1,10 +1,11 @@
-"""Meta-World's benchmarks as suites: which tasks in which order, what each asks for in words, and its initial states.
+"""Meta-World's benchmarks as suites: what each task asks for in words, and its initial states.
 
 Nothing here loads the simulator. A test compares the tables with the package.
 """
 
 from __future__ import annotations
 
+from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.envs.base import SuiteSpec, TaskSpec
 
 NUM_STATES = 50
@@ -71,82 +72,13 @@ INSTRUCTIONS = {
 }
 """What each environment asks for. Markers that are named are drawn in its pictures."""
 
-_TEN = (
-    "reach-v3",
-    "push-v3",
-    "pick-place-v3",
-    "door-open-v3",
-    "drawer-open-v3",
-    "drawer-close-v3",
-    "button-press-topdown-v3",
-    "peg-insert-side-v3",
-    "window-open-v3",
-    "window-close-v3",
-)
-_TWENTY_FIVE = (
-    *_TEN,
-    "coffee-pull-v3",
-    "pick-out-of-hole-v3",
-    "disassemble-v3",
-    "pick-place-wall-v3",
-    "basketball-v3",
-    "stick-pull-v3",
-    "button-press-wall-v3",
-    "faucet-open-v3",
-    "door-lock-v3",
-    "lever-pull-v3",
-    "sweep-into-v3",
-    "faucet-close-v3",
-    "coffee-button-v3",
-    "button-press-topdown-wall-v3",
-    "dial-turn-v3",
-)
-_FIFTY = (
-    *("assembly-v3", "basketball-v3", "bin-picking-v3", "box-close-v3", "button-press-topdown-v3"),
-    *("button-press-topdown-wall-v3", "button-press-v3", "button-press-wall-v3", "coffee-button-v3", "coffee-pull-v3"),
-    *("coffee-push-v3", "dial-turn-v3", "disassemble-v3", "door-close-v3", "door-lock-v3", "door-open-v3"),
-    *("door-unlock-v3", "hand-insert-v3", "drawer-close-v3", "drawer-open-v3", "faucet-open-v3", "faucet-close-v3"),
-    *("hammer-v3", "handle-press-side-v3", "handle-press-v3", "handle-pull-side-v3", "handle-pull-v3"),
-    *("lever-pull-v3", "pick-place-wall-v3", "pick-out-of-hole-v3", "pick-place-v3", "plate-slide-v3"),
-    *("plate-slide-side-v3", "plate-slide-back-v3", "plate-slide-back-side-v3", "peg-insert-side-v3"),
-    *("peg-unplug-side-v3", "soccer-v3", "stick-push-v3", "stick-pull-v3", "push-v3", "push-wall-v3"),
-    *("push-back-v3", "reach-v3", "reach-wall-v3", "shelf-place-v3", "sweep-into-v3", "sweep-v3"),
-    *("window-open-v3", "window-close-v3"),
-)
-
-ENV_NAMES: dict[str, tuple[str, ...]] = {
-    "metaworld_mt10": _TEN,
-    "metaworld_mt25": _TWENTY_FIVE,
-    "metaworld_mt50": _FIFTY,
-    "metaworld_ml10": (
-        *("reach-v3", "push-v3", "pick-place-v3", "door-open-v3", "drawer-close-v3", "button-press-topdown-v3"),
-        *("peg-insert-side-v3", "window-open-v3", "sweep-v3", "basketball-v3"),
-    ),
-    "metaworld_ml10_test": ("drawer-open-v3", "door-close-v3", "shelf-place-v3", "sweep-into-v3", "lever-pull-v3"),
-    "metaworld_ml25": _TWENTY_FIVE,
-    "metaworld_ml25_test": ("basketball-v3", "door-close-v3", "shelf-place-v3", "sweep-v3", "button-press-v3"),
-    "metaworld_ml45": (
-        *("assembly-v3", "basketball-v3", "button-press-topdown-v3", "button-press-topdown-wall-v3"),
-        *("button-press-v3", "button-press-wall-v3", "coffee-button-v3", "coffee-pull-v3", "coffee-push-v3"),
-        *("dial-turn-v3", "disassemble-v3", "door-close-v3", "door-open-v3", "drawer-close-v3", "drawer-open-v3"),
-        *("faucet-open-v3", "faucet-close-v3", "hammer-v3", "handle-press-side-v3", "handle-press-v3"),
-        *("handle-pull-side-v3", "handle-pull-v3", "lever-pull-v3", "pick-place-wall-v3", "pick-out-of-hole-v3"),
-        *("push-back-v3", "pick-place-v3", "plate-slide-v3", "plate-slide-side-v3", "plate-slide-back-v3"),
-        *("plate-slide-back-side-v3", "peg-insert-side-v3", "peg-unplug-side-v3", "soccer-v3", "stick-push-v3"),
-        *("stick-pull-v3", "push-wall-v3", "push-v3", "reach-wall-v3", "reach-v3", "shelf-place-v3"),
-        *("sweep-into-v3", "sweep-v3", "window-open-v3", "window-close-v3"),
-    ),
-    "metaworld_ml45_test": ("bin-picking-v3", "box-close-v3", "hand-insert-v3", "door-lock-v3", "door-unlock-v3"),
-}
-"""Meta-World's name of each task, by suite and in the benchmark's own order."""
-
 
 def metaworld_spec(suite: str, max_steps: int | None = None) -> SuiteSpec:
     """Tasks and initial states of a Meta-World suite; the time limit is Meta-World's own by default."""
     limit = MAX_STEPS if max_steps is None else max_steps
     return SuiteSpec(
         name=suite,
-        tasks=tuple(TaskSpec(i, INSTRUCTIONS[name], limit) for i, name in enumerate(ENV_NAMES[suite])),
+        tasks=tuple(TaskSpec(i, INSTRUCTIONS[name], limit) for i, name in enumerate(METAWORLD_TASKS[suite])),
         train_states=tuple(range(NUM_TRAIN_STATES)),
         eval_states=tuple(range(NUM_TRAIN_STATES, NUM_STATES)),
         benchmark_states=tuple(range(NUM_STATES)),
