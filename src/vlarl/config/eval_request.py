@@ -159,7 +159,9 @@ def _used(
     by_task: dict[int, set[int]] = {task_id: set() for task_id in all_task_ids}
     by: list[str] = []
     for request in compared:
-        for task_id in all_task_ids if request.training is not None else ():
+        if request.training is None:
+            continue
+        for task_id in all_task_ids:
             states = request.training.states(env.suite, gym_env, task_id).intersection(candidates)
             by_task[task_id] |= states
             if states and task_id in task_ids:
