@@ -10,6 +10,7 @@ import pytest
 from vlarl import __version__
 from vlarl.cli import COMMANDS, Command, configured, main
 from vlarl.config import Config, load_config, to_yaml
+from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
 
 
@@ -70,7 +71,7 @@ def test_unknown_command(capsys):
 
 
 def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys):
-    (work / "run" / "checkpoints" / "final").mkdir(parents=True)
+    trained_on(work, TrainingData())
     training = FakeTraining(Summary(work / "run"))
     assert configured.train(["tabletop_ppo", "--optim.lr", "1e-5", "--seed", "3"], training) == 0
     ((config, resume),) = training.calls
@@ -82,10 +83,48 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
     ]
 
 
+def trained_on(work: Path, data: TrainingData) -> None:
+    folder = work / "run" / "checkpoints" / "final"
+    folder.mkdir(parents=True)
+    write_training_data(folder, data)
+
+
 def test_the_last_line_says_what_was_measured(work, capsys):
     flags = ["--eval.temperature", "1", "--env.protocol", "benchmark"]
+    own = TrainedOn(by="train", suite="tabletop_spatial", protocol="benchmark", states=tuple(range(30, 50)))
+    trained_on(work, TrainingData((own,)))
     assert configured.train(flags, FakeTraining(Summary(work / "run"))) == 0
-    assert capsys.readouterr().out == "sampled success on the training's own initial states: 55.0% → 92.5%\n"
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "sampled success on the training's own initial states: 55.0% → 92.5%"
+    assert second.startswith(
+        "warning: 200 of 200 episodes begin from initial states that this run's policy was trained"
+    )
+
+
+def demonstrated(**fields: object) -> TrainingData:
+    return TrainingData((TrainedOn(by="finetune", suite="tabletop_spatial", **fields),))
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "warning"),
+    [
+        (demonstrated(task_ids=(0,), states=(30, 31)), "initial states, some of which were trained on", "2 of 200"),
+        (demonstrated(states=tuple(range(50))), "the training's own initial states", "200 of 200"),
+        (demonstrated(), "initial states that may have been trained on", "this run's policy was trained on demonstr"),
+        (
+            TrainingData(unknown=("a/b",)),
+            "initial states that may have been trained on",
+            "this run's policy comes from",
+        ),
+        (None, "initial states that may have been trained on", "this run's policy does not say which initial states"),
+    ],
+)
+def test_states_are_called_unseen_only_where_that_is_known(work, capsys, data, where, warning):
+    if data is not None:
+        trained_on(work, data)
+    assert configured.train([], FakeTraining(Summary(work / "run"))) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == f"greedy success on {where}: 55.0% → 92.5%" and second.startswith(f"warning: {warning}")
 
 
 def test_a_given_name_and_a_file_are_kept(work):

@@ -18,6 +18,8 @@ from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.presets import DEFAULT_PRESET, presets_of
 from vlarl.config.schema import Config
+from vlarl.config.state_choice import Seen, seen_by_run
+from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
 FINETUNE_PRESET = "tabletop_base"
 RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weights come from the run's own checkpoint
+
+
+WHERE = {
+    "unseen": "unseen initial states",
+    "trained": "the training's own initial states",
+    "partly trained": "initial states, some of which were trained on",
+    "not known": "initial states that may have been trained on",
+}
 
 
 @dataclass(frozen=True)
@@ -170,8 +180,9 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
         how = "greedy" if config.eval.temperature == 0 else "sampled"
-        where = "unseen" if config.env.protocol == "disjoint" else "the training's own"
-        lines.append(f"{how} success on {where} initial states: {change}")
+        seen = _seen(run, config)
+        lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
+        lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
         lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
     places = {
@@ -181,6 +192,17 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     }
     lines += [f"{name + ':':<12}{path}" for name, path in places.items() if path is not None and path.exists()]
     return lines
+
+
+def _seen(run: Path, config: Config) -> Seen:
+    """Whether the run or its base was trained on the initial states that its loop evaluates on."""
+    from vlarl.observability.report.data import newest_training_data
+
+    env, facts = config.env, suite_facts(config.env, config.gym)
+    assert facts is not None, "a run has trained on it"
+    states = SuiteStates.of(facts).evaluated(env.protocol)[: config.eval.states_per_task]
+    episodes = [(task, state) for task in env.task_ids or range(facts.num_tasks) for state in states]
+    return seen_by_run(newest_training_data(run / "checkpoints"), env.suite, config.gym.env, env.protocol, episodes)
 
 
 def _help(command: str, default_preset: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
@@ -87,33 +88,71 @@ def too_few_unseen(wanted: int | None, used: Used, total: int, suite: str, proto
 
 
 def state_warnings(
-    training: TrainingData | None, suite: str, gym_env: str | None, episodes: Sequence[tuple[int, int]]
+    training: TrainingData | None,
+    suite: str,
+    gym_env: str | None,
+    episodes: Collection[tuple[int, int]],
+    who: str = "this checkpoint",
 ) -> tuple[str, ...]:
     """What has to be said beside the number of an evaluation on these (task, initial state) pairs."""
     if training is None:
         return (
-            f"this checkpoint does not say which initial states it was trained on (it has no {FILE_NAME}): it may have "
+            f"{who} does not say which initial states it was trained on (it has no valid {FILE_NAME}): it may have "
             "been trained on those of this evaluation, and the success rate may be too high.",
         )
     warnings = []
-    if seen := sum(state in training.states(suite, gym_env, task_id) for task_id, state in episodes):
+    if seen := _num_seen(training, suite, gym_env, episodes):
         warnings.append(
-            f"{seen} of {len(episodes)} episodes begin from initial states that this checkpoint was trained on: the "
-            "success rate says little about states that it has never seen."
+            f"{seen} of {len(episodes)} episodes begin from initial states that {who} was trained on: the success rate "
+            "says little about states that it has never seen."
         )
     tasks = {task_id for task_id, _ in episodes}
     runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]
     if vague := sorted({run.suite for run in runs if run.states is None}):
         warnings.append(
-            f"this checkpoint was trained on demonstrations of {', '.join(vague)} whose initial states are not known: "
-            "they may be those of this evaluation."
+            f"{who} was trained on demonstrations of {', '.join(vague)} whose initial states are not known: they may "
+            "be those of this evaluation."
         )
     if training.unknown:
         warnings.append(
-            f"this checkpoint comes from {', '.join(training.unknown)}, and it is not known which initial states that "
-            "was trained on or recorded from: they may be those of this evaluation."
+            f"{who} comes from {', '.join(training.unknown)}, and it is not known which initial states that was "
+            "trained on or recorded from: they may be those of this evaluation."
         )
     return tuple(warnings)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of whether a run was trained on the initial states that its own evaluation begins from."""
+
+    num_seen: int
+    num_episodes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def kind(self) -> Literal["unseen", "trained", "partly trained", "not known"]:
+        """In one word; `unseen` only where nothing is left unknown."""
+        if self.num_seen:
+            return "trained" if self.num_seen == self.num_episodes else "partly trained"
+        return "not known" if self.warnings else "unseen"
+
+
+def seen_by_run(
+    training: TrainingData | None,
+    suite: str,
+    gym_env: str | None,
+    protocol: str | None,
+    episodes: Collection[tuple[int, int]],
+) -> Seen:
+    """For the report and the last lines of `vlarl train`; `training` is what the run's newest checkpoint says."""
+    warnings = state_warnings(training, suite, gym_env, episodes, who="this run's policy")
+    if protocol == "benchmark":  # a run that was configured so trains on what it evaluates on
+        return Seen(len(episodes), len(episodes), warnings)
+    return Seen(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)
+
+
+def _num_seen(training: TrainingData, suite: str, gym_env: str | None, episodes: Collection[tuple[int, int]]) -> int:
+    return sum(state in training.states(suite, gym_env, task_id) for task_id, state in episodes)
 
 
 def in_ranges(states: Iterable[int]) -> str:

@@ -77,8 +77,8 @@ def test_nothing_is_said_where_nothing_was_trained_on():
 def test_what_is_not_known_is_said():
     (warning,) = state_warnings(None, "s", None, EPISODES)
     assert warning == (
-        "this checkpoint does not say which initial states it was trained on (it has no training_data.json): it may "
-        "have been trained on those of this evaluation, and the success rate may be too high."
+        "this checkpoint does not say which initial states it was trained on (it has no valid training_data.json): it "
+        "may have been trained on those of this evaluation, and the success rate may be too high."
     )
     (warning,) = state_warnings(trained(states=None), "s", None, EPISODES)
     assert warning.startswith("this checkpoint was trained on demonstrations of s whose initial states are not known")

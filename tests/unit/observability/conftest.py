@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vlarl.config.training_data import TrainingData, write_training_data
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
 from vlarl.rollout.recorder import EpisodeRecorder
@@ -98,6 +99,8 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
             sink.write(i, row)
         sink.close()
         recorder.close()
+        (run.checkpoints / "final").mkdir()
+        write_training_data(run.checkpoints / "final", TrainingData())
         run.write_status(state, last, ITERATIONS, "" if state == "finished" else "stopped by Ctrl-C")  # type: ignore[arg-type]
         return run
 

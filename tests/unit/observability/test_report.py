@@ -226,15 +226,55 @@ def test_states_that_the_base_was_trained_on_are_admitted(
     run = make_run(videos=0)
     base = TrainedOn(by="train", suite="tabletop_spatial", protocol="disjoint", task_ids=None, states=tuple(states))
     other = TrainedOn(by="train", suite="tabletop_goal", protocol="benchmark", states=tuple(range(30, 50)))
-    (run.checkpoints / "final").mkdir()
-    write_training_data(run.checkpoints / "final", TrainingData((base, other), unknown=("some/<base>",)))
+    write_training_data(run.checkpoints / "final", TrainingData((base, other)))
     html = write_report(run.path).read_text()
     assert claim in verdict_of(html)
-    assert "The run comes from some/&lt;base&gt;, which does not say what it was trained on" in _text(html)
+    assert ("begin from initial states that this run" in _text(html)) == (in_picture != "unseen")
     picture = write_curve(run.path, tmp_path / "curve.svg").read_text()
     assert f"Greedy success on {in_picture} initial states: 48.5% to 93.0%" in picture
-    (run.checkpoints / "final" / "training_data.json").write_text("{}")
-    assert "training never saw" in _text(write_report(run.path).read_text()), "what can't be read is left out"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (TrainingData(unknown=("some/<base>",)), "comes from some/&lt;base&gt;, and it is not known which"),
+        (
+            TrainingData((TrainedOn(by="finetune", suite="tabletop_spatial"),)),
+            "demonstrations of tabletop_spatial whose initial states are not known",
+        ),
+        ("{}", "it has no valid training_data.json"),
+        (None, "it has no valid training_data.json"),
+    ],
+)
+def test_what_is_not_known_is_not_called_unseen(
+    make_run: MakeRun, tmp_path: Path, content: TrainingData | str | None, reason: str
+) -> None:
+    run = make_run(videos=0)
+    file = run.checkpoints / "final" / "training_data.json"
+    if isinstance(content, TrainingData):
+        write_training_data(run.checkpoints / "final", content)
+    else:
+        file.unlink() if content is None else file.write_text(content)
+    html = write_report(run.path).read_text()
+    assert "never saw" not in html and reason in _text(html)
+    assert "measured on 200 episodes from initial states of which it is not known whether they were trained on." in (
+        re.sub(r"<[^>]+>", "", verdict_of(html))
+    )
+    picture = write_curve(run.path, tmp_path / "curve.svg").read_text()
+    assert "Greedy success on possibly trained initial states: 48.5% to 93.0%" in picture
+
+
+def test_a_checkpoint_that_is_deleted_while_the_report_reads_is_passed_over(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, listed = make_run(videos=0), Path.glob
+    deleted = run.checkpoints / "step_000001" / "training_data.json"  # between the listing and the reading
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        return [*listed(folder, pattern), *([deleted] if folder == run.checkpoints else [])]
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert load_run(run.path).training == TrainingData()
 
 
 def test_episodes_that_crashed_are_no_part_of_a_score(make_run: MakeRun) -> None:

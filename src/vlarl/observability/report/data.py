@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl
@@ -87,7 +88,7 @@ class RunData:
     evaluations: tuple[Evaluation, ...]
     videos: tuple[Video, ...]
     training_episodes: Mapping[int, int]  # task_id -> episodes of training
-    training: TrainingData  # what the run and its base were trained on, as its newest checkpoint says
+    training: TrainingData | None  # what the run and its base were trained on; None: not known
 
     @property
     def first(self) -> Evaluation | None:
@@ -141,13 +142,13 @@ class RunData:
         """How evaluated episodes chose their actions: greedy or sampled."""
         return "sampled" if self.option("eval", "temperature") else "greedy"
 
-    def num_trained_on(self, evaluation: Evaluation) -> int:
-        """How many episodes of an evaluation begin from initial states that the run or its base was trained on."""
-        episodes = evaluation.outcomes()
-        if self.option("env", "protocol") == "benchmark":
-            return len(episodes)
-        suite, gym_env = str(self.option("env", "suite")), self.option("gym", "env")
-        return sum(state in self.training.states(suite, gym_env, task) for task, state in episodes)
+    @property
+    def seen(self) -> Seen:
+        """Whether the run or its base was trained on the initial states of its newest evaluation."""
+        evaluation = self.last or self.first
+        suite, protocol = str(self.option("env", "suite")), self.option("env", "protocol")
+        episodes = evaluation.outcomes() if evaluation is not None else ()
+        return seen_by_run(self.training, suite, self.option("gym", "env"), protocol, episodes)
 
     def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
         """Films of the same task and initial state before training and at the end."""
@@ -170,7 +171,7 @@ def load_run(path: Path) -> RunData:
         evaluations=_evaluations(run.episodes_file),
         videos=_videos(run.videos),
         training_episodes=_training_episodes(run.episodes_file),
-        training=_training(run.checkpoints),
+        training=newest_training_data(run.checkpoints),
     )
 
 
@@ -197,13 +198,23 @@ def _training_episodes(path: Path) -> dict[int, int]:
     return dict(Counter(int(row["task_id"]) for row in rows))
 
 
-def _training(checkpoints: Path) -> TrainingData:
-    """What the newest checkpoint says; nothing where there is none, or none that can be read."""
-    found = sorted(checkpoints.glob(f"[!.]*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime)
+def newest_training_data(checkpoints: Path) -> TrainingData | None:
+    """What the newest checkpoint of a run says; None where there is none, or what it says is not valid."""
+    for path in sorted(checkpoints.glob(f"[!.]*/{FILE_NAME}"), key=_time_written, reverse=True):
+        try:
+            if (data := read_training_data(path.parent)) is not None:
+                return data
+        except UsageError:
+            return None
+    return None
+
+
+def _time_written(path: Path) -> float:
+    """0 for a file of a checkpoint that the run has deleted in the meantime."""
     try:
-        return (read_training_data(found[-1].parent) if found else None) or TrainingData()
-    except UsageError:
-        return TrainingData()
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _videos(folder: Path) -> tuple[Video, ...]:

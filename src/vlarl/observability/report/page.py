@@ -110,24 +110,20 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
 
 
 def _states(data: RunData) -> str:
-    known = data.last or data.first
-    seen = 0 if known is None else data.num_trained_on(known)
-    if known is not None and seen == len(known.episodes):
-        return "episodes whose initial states were also trained on"
-    if seen:
-        return f"episodes, {seen} of which begin from initial states that were also trained on"
-    return "episodes from initial states that training never saw"
+    seen = data.seen
+    return {
+        "unseen": "episodes from initial states that training never saw",
+        "trained": "episodes whose initial states were also trained on",
+        "partly trained": f"episodes, {seen.num_seen} of which begin from initial states that were also trained on",
+        "not known": "episodes from initial states of which it is not known whether they were trained on",
+    }[seen.kind]
 
 
 def _doubts(data: RunData) -> str:
-    """What is not known of the checkpoint that the run started from."""
-    if not data.training.unknown:
+    """What has to be said beside the success rate about the initial states."""
+    if data.first is None and data.last is None:
         return ""
-    names = ", ".join(f"<code>{escape(name)}</code>" for name in data.training.unknown)
-    return (
-        f'<p class="notice">The run comes from {names}, which does not say what it was trained on: it may be the '
-        "initial states of this evaluation.</p>"
-    )
+    return "".join(f'<p class="notice">Warning: {escape(warning)}</p>' for warning in data.seen.warnings)
 
 
 def _notice(data: RunData, state: str) -> str:

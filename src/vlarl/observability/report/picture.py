@@ -81,8 +81,8 @@ def _heading(data: RunData) -> str:
     first, last = data.first, data.last
     title = "Success over iterations"
     if first and last:
-        seen = data.num_trained_on(last)
-        states = "unseen" if not seen else "trained" if seen == len(last.episodes) else "partly trained"
+        kind = data.seen.kind
+        states = "possibly trained" if kind == "not known" else kind
         change = f"{first.score.rate:.1%} to {last.score.rate:.1%}"
         title = f"{data.manner.capitalize()} success on {states} initial states: {change}"
     algorithm = str(data.option("algorithm", "name") or "").upper()
