@@ -180,9 +180,12 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
         how = "greedy" if config.eval.temperature == 0 else "sampled"
-        seen = _seen(run, config)
-        lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
-        lines += [f"warning: {warning}" for warning in seen.warnings]
+        if summary.interrupted:  # a sharded checkpoint on the way holds no policy that could say what it was trained on
+            lines.append(f"{how} success: {change}")
+        else:
+            seen = _seen(run, config)
+            lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
+            lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
         lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
     places = {
