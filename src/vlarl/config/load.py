@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from vlarl.config.checks import check
 from vlarl.config.describe import options
+from vlarl.config.effects import check_given
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.presets import find_source
@@ -56,6 +57,9 @@ def load_config(
     if config is not None:
         wrong = {path for problem in problems for path in problem.paths}
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
+        told = {path for problem in problems for path in problem.paths}
+        given = check_given(config, document, flags)
+        problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
     if problems or config is None:
         raise ConfigError(problems)
     return config

@@ -25,6 +25,13 @@ def presets_of(schema: type[Section]) -> dict[str, str]:
     return {name: text for name, text in presets().items() if set(read_document(_file(name)).data) <= names}
 
 
+def presets_for_suite(suite: str) -> list[str]:
+    """Presets of training whose suite is of the same family, such as libero."""
+    family = suite.partition("_")[0]
+    sections = ((name, read_document(_file(name)).data.get("env")) for name in presets())
+    return [name for name, env in sections if isinstance(env, dict) and str(env.get("suite")).startswith(f"{family}_")]
+
+
 def find_source(source: str | Path | None) -> Path:
     """The file that a preset's name or a path stands for; None is the default preset."""
     name = DEFAULT_PRESET if source is None else str(source)

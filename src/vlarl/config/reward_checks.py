@@ -45,7 +45,7 @@ STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 def check_reward(config: Config) -> Problems:
     """Everything that is wrong with the section."""
     reward = config.reward
-    names = [name for name in _used(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)]
+    names = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
         message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"
@@ -58,7 +58,7 @@ def check_reward(config: Config) -> Problems:
         yield from _shaping(config)
 
 
-def _used(reward: RewardConfig) -> list[str]:
+def used_rewards(reward: RewardConfig) -> list[str]:
     """Names of the rewards that are in use."""
     return [reward.source, *(reward.sources if reward.source == "combined" else ())]
 
@@ -105,7 +105,7 @@ def _recipe(reward: RewardConfig) -> Problems:
 
 def _unread(reward: RewardConfig) -> Problems:
     """Options that were set and that no reward in use reads."""
-    used, defaults = _used(reward), RewardConfig()
+    used, defaults = used_rewards(reward), RewardConfig()
     for option, readers in READ_BY.items():
         value = getattr(reward, option)
         if value != getattr(defaults, option) and not set(readers) & set(used):
@@ -114,7 +114,7 @@ def _unread(reward: RewardConfig) -> Problems:
 
 
 def _needs(reward: RewardConfig) -> Problems:
-    used = _used(reward)
+    used = used_rewards(reward)
     if "model" in used and reward.model is None:
         remedy = "name a folder or hub id of a reward model"
         yield Problem("reward.model = null with the reward model", remedy, ("reward.model", "reward.source"))
@@ -136,7 +136,7 @@ def _is_address(url: str | None) -> bool:
 
 def _rule_values(config: Config) -> Problems:
     reward = config.reward
-    if "rules" not in _used(reward):
+    if "rules" not in used_rewards(reward):
         return
     if reward.success_value <= reward.failure_value:
         subject = f"reward.success_value = {reward.success_value}"
@@ -154,7 +154,7 @@ def _rule_values(config: Config) -> Problems:
 
 def _shaping(config: Config) -> Problems:
     name = config.algorithm.name
-    if "shaped" in _used(config.reward) and name not in STEPWISE_METHODS:
+    if "shaped" in used_rewards(config.reward) and name not in STEPWISE_METHODS:
         subject = f"reward.source = '{config.reward.source}' with algorithm.name = '{name}'"
         remedy = (
             f"{name} learns from returns of whole episodes, which potential-based shaping leaves as they are; set "

@@ -1,0 +1,84 @@
+"""What a user asked for and the resolved configuration would not do: options without effect, weights of another robot.
+
+Only what the user gave counts: flags, overrides in Python, and a configuration file of their own. The values of a
+shipped preset don't, nor do those of a saved configuration (a run's config.yaml, the output of --dry-run), which names
+every section whatever is in use; and an option that is given its default is as good as left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vlarl.config.effects_table import FINETUNE, TRAIN, Condition
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.flags import Flags
+from vlarl.config.known import GYM, KNOWN_SUITES
+from vlarl.config.presets import PRESET_FOLDER, presets_for_suite
+from vlarl.config.problems import Problem, shown
+from vlarl.config.schema import Config
+from vlarl.config.yaml_source import Document
+
+
+def check_given(config: Config | FinetuneConfig, document: Document, flags: Flags) -> list[Problem]:
+    """Problems of what the user gave, each with the option first in its paths and the switches after it."""
+    problems = list(_without_effect(config, document, flags))
+    if isinstance(config, Config):
+        problems += _foreign_weights(config, document, flags)
+    return problems
+
+
+def _without_effect(config: Config | FinetuneConfig, document: Document, flags: Flags) -> Iterator[Problem]:
+    table: Sequence[Condition[Any]] = TRAIN if isinstance(config, Config) else FINETUNE
+    defaults = type(config)()
+    given = _written(document) if _is_own(document) and not _is_saved(document, config) else []
+    for path in dict.fromkeys([*given, *flags.values]):
+        section, _, name = path.partition(".")
+        if section not in type(config).model_fields or name not in type(getattr(config, section)).model_fields:
+            continue  # an unknown option, which is refused already
+        value = getattr(getattr(config, section), name)
+        if value == getattr(getattr(defaults, section), name):
+            continue
+        failed = next((c for c in table if c.concerns(path) and not c.holds(config)), None)
+        if failed is not None:
+            place = flags.spelled.get(path) or ("" if path in flags.values else document.place(path))
+            subject = f"{path} = {shown(value)}" + (f" ({place})" if place else "")
+            message = f"has no effect {failed.otherwise}; change that, or leave {path} out"
+            yield Problem(subject, message, (path, *failed.switches))
+
+
+def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterator[Problem]:
+    """Built-in weights were trained on the tabletop; elsewhere they act only where the user named them."""
+    path, suite = config.policy.path, config.env.suite
+    named = "policy.path" in flags.values or (_is_own(document) and "policy.path" in _written(document))
+    is_foreign = suite in KNOWN_SUITES and not suite.startswith("tabletop_")
+    if not path.startswith("builtin:") or not is_foreign or named:
+        return
+    fitting = [] if suite == GYM else presets_for_suite(suite)
+    start = f", start from the preset {' or '.join(fitting)}" if fitting else ""
+    remedy = (
+        f"these weights were trained on the tabletop's robot and know nothing of {suite}; name a checkpoint made for it "
+        f"with --policy.path{start}, or say --policy.path {path} to train them here all the same"
+    )
+    yield Problem(f"policy.path = {shown(path)} with env.suite = {shown(suite)}", remedy, ("policy.path", "env.suite"))
+
+
+def _is_own(document: Document) -> bool:
+    """Whether a configuration file is the user's and not a shipped preset."""
+    return Path(document.name).resolve().parent != PRESET_FOLDER.resolve()
+
+
+def _is_saved(document: Document, config: Config | FinetuneConfig) -> bool:
+    """Whether a file was written by vlarl: it names every section."""
+    return set(type(config).model_fields) <= set(document.data)
+
+
+def _written(document: Document) -> list[str]:
+    """The options that a file gives a value, as section.field."""
+    return [
+        f"{section}.{name}"
+        for section, content in document.data.items()
+        if isinstance(content, dict)
+        for name in content
+    ]
