@@ -44,7 +44,8 @@ def _without_effect(config: Config | FinetuneConfig, document: Document, flags: 
         if failed is not None:
             place = flags.spelled.get(path) or ("" if path in flags.values else document.place(path))
             subject = f"{path} = {shown(value)}" + (f" ({place})" if place else "")
-            message = f"has no effect {failed.otherwise}; change that, or leave {path} out"
+            remedy = "set that, or leave" if "without" in failed.otherwise and failed.switches else "leave"
+            message = f"has no effect {failed.otherwise}; {remedy} {path} out"
             yield Problem(subject, message, (path, *failed.switches))
 
 
@@ -55,11 +56,11 @@ def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterat
     is_foreign = suite in KNOWN_SUITES and not suite.startswith("tabletop_")
     if not path.startswith("builtin:") or not is_foreign or named:
         return
-    fitting = [] if suite == GYM else presets_for_suite(suite)
+    world, fitting = (config.gym.env, []) if suite == GYM else (suite, presets_for_suite(suite))
     start = f", start from the preset {' or '.join(fitting)}" if fitting else ""
     remedy = (
-        f"these weights were trained on the tabletop's robot and know nothing of {suite}; name a checkpoint made for it "
-        f"with --policy.path{start}, or say --policy.path {path} to train them here all the same"
+        f"these weights were trained on the tabletop's robot and know nothing of {world}; name a checkpoint made for "
+        f"it with --policy.path{start}, or say --policy.path {path} to train them here all the same"
     )
     yield Problem(f"policy.path = {shown(path)} with env.suite = {shown(suite)}", remedy, ("policy.path", "env.suite"))
 

@@ -1,8 +1,8 @@
 """When each option is read: one table for `vlarl train`, one for `vlarl finetune`.
 
-`ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only where something else is
-set, and the words that say what: `lora.rank has no effect without lora.enabled true`. An option may have several
-conditions; all of them must hold. A test sees to it that every option of the schemas is in one of the two.
+`ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only where something else
+is set, and the words that say what: `lora.rank has no effect without lora.enabled true`. An option may have several
+conditions; all of them must hold. A test fails for an option of the schemas that is in neither.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Condition(Generic[AnyConfig]):
     def concerns(self, path: str) -> bool:
         """Whether an option is one of those; a switch of its own section is not."""
         return path not in self.switches and any(fnmatchcase(path, option) for option in self.options)
+
+
+def _paths(by_section: dict[str, str]) -> frozenset[str]:
+    """section.field for each name."""
+    return frozenset(f"{section}.{name}" for section, names in by_section.items() for name in names.split())
 
 
 FRESH_ADAPTER = ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules")
@@ -87,7 +92,7 @@ def _is_builtin(path: str) -> bool:
 def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
     return Condition(
         (f"reward.{option}",),
-        ("reward.source", "reward.sources"),
+        ("reward.source",) if option == "sources" else ("reward.source", "reward.sources"),
         lambda c: bool(set(readers) & set(used_rewards(c.reward))),
         f"without reward.source {' or '.join(readers)}",
     )
@@ -95,7 +100,10 @@ def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
 
 MODEL: tuple[Condition[Any], ...] = (
     Condition(
-        ("policy.base",), ("policy.path",), lambda c: not _is_builtin(c.policy.path), "without an adapter as policy.path"
+        ("policy.base",),
+        ("policy.path",),
+        lambda c: not _is_builtin(c.policy.path),
+        "without an adapter as policy.path",
     ),
     Condition(
         FRESH_ADAPTER,
@@ -163,9 +171,7 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: c.algorithm.name in GROUP_METHODS,
         f"without a method that compares groups (algorithm.name {', '.join(GROUP_METHODS)})",
     ),
-    Condition(
-        ("rollout.max_refills",), ("rollout.refill",), lambda c: c.rollout.refill, "without rollout.refill true"
-    ),
+    Condition(("rollout.max_refills",), ("rollout.refill",), lambda c: c.rollout.refill, "without rollout.refill true"),
     Condition(
         ("curriculum.weights",),
         ("curriculum.mode",),
@@ -257,8 +263,12 @@ TRAIN: tuple[Condition[Config], ...] = (
     Condition(
         ("vllm.*",), ("vllm.num_engines",), lambda c: c.vllm.num_engines > 0, "without vLLM engines (vllm.num_engines)"
     ),
-    Condition(("vllm.num_engines", "distributed.*"), ("distributed.backend",), lambda c: c.distributed.backend == "ray",
-              "without distributed.backend ray"),
+    Condition(
+        ("vllm.num_engines", "distributed.*"),
+        ("distributed.backend",),
+        lambda c: c.distributed.backend == "ray",
+        "without distributed.backend ray",
+    ),
     Condition(
         ("distributed.cpu_offload", "distributed.compute_dtype"),
         ("distributed.sharding",),
@@ -304,29 +314,34 @@ TRAIN: tuple[Condition[Config], ...] = (
     ),
 )
 
-ALWAYS_TRAIN = frozenset(
-    """
-    run.name run.root run.seed run.device run.num_threads run.iterations run.total_env_steps
-    env.suite env.task_ids env.num_envs env.image_size env.max_steps env.protocol
-    policy.path policy.decoder policy.unnorm_key policy.actions policy.chunk_length policy.num_images policy.use_proprio
-    policy.resize policy.center_crop policy.dtype policy.quantize policy.attention policy.gradient_checkpointing
-    policy.freeze
-    lora.enabled lora.adapter
-    rollout.num_groups rollout.group_size rollout.temperature
-    curriculum.mode curriculum.persist
-    reward.source reward.retries reward.fallback reward.max_failure_rate
-    algorithm.name algorithm.epochs algorithm.clip_low algorithm.clip_high algorithm.ratio_level algorithm.aggregate
-    algorithm.entropy_coef algorithm.entropy_top_share algorithm.action_reconstruction_coef algorithm.max_approx_kl
-    algorithm.old_logprobs algorithm.importance algorithm.normalize_advantages algorithm.advantage_clamp
-    kl.coef
-    optim.lr optim.schedule optim.warmup_iterations optim.weight_decay optim.betas optim.max_grad_norm
-    optim.minibatches optim.microbatch_size optim.rollouts_per_update optim.sort_by_length
-    ema.beta
-    eval.interval eval.states_per_task eval.temperature eval.videos
-    checkpoint.interval checkpoint.keep checkpoint.best_return
-    logging.tensorboard logging.wandb logging.report logging.trace
-    distributed.backend
-    """.split()
+ALWAYS_TRAIN = _paths(
+    {
+        "run": "name root seed device num_threads iterations total_env_steps",
+        "env": "suite task_ids num_envs image_size max_steps protocol",
+        "policy": (
+            "path decoder unnorm_key actions chunk_length num_images use_proprio resize center_crop dtype "
+            "quantize attention gradient_checkpointing freeze"
+        ),
+        "lora": "enabled adapter",
+        "rollout": "num_groups group_size temperature",
+        "curriculum": "mode persist",
+        "reward": "source retries fallback max_failure_rate",
+        "algorithm": (
+            "name epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_share "
+            "action_reconstruction_coef max_approx_kl old_logprobs importance normalize_advantages "
+            "advantage_clamp"
+        ),
+        "kl": "coef",
+        "optim": (
+            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches microbatch_size "
+            "rollouts_per_update sort_by_length"
+        ),
+        "ema": "beta",
+        "eval": "interval states_per_task temperature videos",
+        "checkpoint": "interval keep best_return",
+        "logging": "tensorboard wandb report trace",
+        "distributed": "backend",
+    }
 )
 
 
@@ -386,14 +401,12 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
     ),
 )
 
-ALWAYS_FINETUNE = frozenset(
-    """
-    run.name run.root run.seed run.device run.num_threads
-    policy.path policy.actions policy.chunk_length policy.num_images policy.use_proprio policy.dtype policy.quantize
-    policy.gradient_checkpointing policy.freeze
-    lora.enabled lora.adapter
-    demos.path demos.only_successful
-    optim.steps optim.batch_size optim.lr optim.warmup_steps optim.weight_decay optim.max_grad_norm optim.autocast
-    optim.log_interval optim.save_dtype
-    """.split()
+ALWAYS_FINETUNE = _paths(
+    {
+        "run": "name root seed device num_threads",
+        "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
+        "lora": "enabled adapter",
+        "demos": "path only_successful",
+        "optim": "steps batch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval save_dtype",
+    }
 )

@@ -45,7 +45,9 @@ STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 def check_reward(config: Config) -> Problems:
     """Everything that is wrong with the section."""
     reward = config.reward
-    names = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)]
+    names = [
+        name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)
+    ]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
         message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"

@@ -113,7 +113,8 @@ def test_a_vllm_engine_fills_its_share_of_the_gpu_and_no_more():
 
 
 def test_a_simulator_is_a_worker_of_its_own():
-    libero = OVERRIDES | {"env": {"suite": "libero_10", "num_envs": 12}, "distributed": CLUSTER}
+    cluster = {name: value for name, value in CLUSTER.items() if name != "num_env_workers"}
+    libero = OVERRIDES | {"env": {"suite": "libero_10", "num_envs": 12}, "distributed": cluster}
     derived = derive(load_config(overrides=libero))
     assert (derived.num_env_workers, derived.episodes_per_iteration_and_env_worker) == (12, 2)
     libero["env"] = {"suite": "libero_10", "num_envs": None}  # one for each core, which only the machine knows

@@ -57,7 +57,10 @@ def test_every_option_is_classified(command):
         ({"curriculum.ema_alpha": 0.5}, "on which tasks are trained without curriculum.mode adaptive"),
         ({"kl.estimator": "k3"}, "without kl.coef above 0"),
         ({"kl.coef": 0.1, "kl.horizon": 5}, "without kl.target"),
-        ({"checkpoint.best_return": False, "checkpoint.best_return_patience": 2}, "without checkpoint.best_return true"),
+        (
+            {"checkpoint.best_return": False, "checkpoint.best_return_patience": 2},
+            "without checkpoint.best_return true",
+        ),
         ({"logging.wandb_project": "mine"}, "logging.wandb_project = 'mine': has no effect without logging.wandb true"),
         ({"vllm.max_num_seqs": 8}, "without vLLM engines"),
         ({"vllm.enforce_eager": True}, "without vLLM engines"),

@@ -66,6 +66,7 @@ def test_another_suite_than_the_runs_is_foreign_to_it(checkpoint):
 
 def test_a_gym_run_brings_its_environment(checkpoint):
     overrides = {"env.suite": "gym", "gym.env": "x-v0", "gym.instructions": ["go"], "gym.num_states": 10}
+    overrides["policy.path"] = "builtin:tiny-oft"
     path = checkpoint({**overrides, "eval.states_per_task": 4})
     assert eval_request(path, {}).gym.env == "x-v0"
     assert eval_request(path, {"env.suite": "tabletop_goal"}).gym == GymConfig()

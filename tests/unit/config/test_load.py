@@ -51,7 +51,8 @@ def test_whole_numbers_with_an_exponent_are_integers():
 
 def test_text_options_take_any_text_from_a_flag():
     config = load_config(
-        overrides=["--run.name", "12", "--logging.wandb_group", "no", "--logging.wandb_entity", "null"]
+        overrides=["--run.name", "12", "--logging.wandb", "--logging.wandb_group", "no"]
+        + ["--logging.wandb_entity", "null"]
     )
     assert (config.run.name, config.logging.wandb_group, config.logging.wandb_entity) == ("12", "no", None)
 
@@ -107,14 +108,18 @@ def test_every_alias_sets_its_option():
     assert load_config(overrides=["--model", "org/model"]).policy.path == "org/model"
     flags = ["--advantage-estimator", "cpgd", "--max-epochs", "5"]
     flags += ["--clip-ratio-low", "0.1", "--clip-ratio-high", "0.3"]
-    flags += ["--entropy-coef", "0.01", "--action-reconstruction-coef", "0.02", "--aux-loss-coef", "0.03"]
-    flags += ["--advantage-clamp", "10", "--verifier-gamma", "0.9", "--gamma", "0.8", "--gae-lambda", "0.7"]
-    flags += ["--vf-coef", "0.6", "--cliprange-value", "0.4"]
+    flags += ["--entropy-coef", "0.01", "--action-reconstruction-coef", "0.02"]
+    flags += ["--advantage-clamp", "10", "--verifier-gamma", "0.9"]
     algorithm = load_config(overrides=flags).algorithm
     assert (algorithm.name, algorithm.epochs, algorithm.clip_low, algorithm.clip_high) == ("cpgd", 5, 0.1, 0.3)
-    assert (algorithm.entropy_coef, algorithm.action_reconstruction_coef, algorithm.aux_loss_coef) == (0.01, 0.02, 0.03)
-    assert (algorithm.advantage_clamp, algorithm.verifier_gamma, algorithm.gamma) == (10, 0.9, 0.8)
-    assert (algorithm.gae_lambda, algorithm.vf_coef, algorithm.cliprange_value) == (0.7, 0.6, 0.4)
+    assert (algorithm.entropy_coef, algorithm.action_reconstruction_coef) == (0.01, 0.02)
+    assert (algorithm.advantage_clamp, algorithm.verifier_gamma) == (10, 0.9)
+    with pytest.raises(ConfigError, match=r"algorithm.aux_loss_coef = 0.03 \(--aux-loss-coef\)"):
+        load_config(overrides=["--aux-loss-coef", "0.03"])
+    flags = ["--gamma", "0.8", "--gae-lambda", "0.7", "--vf-coef", "0.6", "--cliprange-value", "0.4"]
+    algorithm = load_config("tabletop_ppo", flags).algorithm
+    assert (algorithm.gamma, algorithm.gae_lambda) == (0.8, 0.7)
+    assert (algorithm.vf_coef, algorithm.cliprange_value) == (0.6, 0.4)
     flags = ["--freezing-actor-steps", "2", "--lam", "0.5", "--value-loss-coef", "0.3", "--value-clip", "0.1"]
     algorithm = load_config("tabletop_ppo", flags).algorithm
     assert (algorithm.value_init_steps, algorithm.gae_lambda) == (2, 0.5)
@@ -123,10 +128,10 @@ def test_every_alias_sets_its_option():
     assert (kl.coef, kl.target, kl.horizon, kl.estimator) == (0.1, 1, 9, "k2")
     assert load_config(overrides=["--init-kl-coef", "0.2"]).kl.coef == 0.2
     flags = ["--actor-lr", "1e-6", "--critic-lr", "1e-5", "--max-norm", "2", "--micro-train-batch-size", "3"]
-    config = load_config(overrides=[*flags, "--ema-beta", "0.992"])
+    config = load_config("tabletop_ppo", [*flags, "--ema-beta", "0.992"])
     assert (config.optim.lr, config.optim.max_grad_norm, config.optim.microbatch_size) == (1e-6, 2, 3)
     assert (config.critic.lr, config.ema.beta) == (1e-5, 0.992)
-    config = load_config(overrides=["--value-learning-rate", "1e-4", "--max-grad-norm", "0.5"])
+    config = load_config("tabletop_ppo", ["--value-learning-rate", "1e-4", "--max-grad-norm", "0.5"])
     assert (config.critic.lr, config.optim.max_grad_norm) == (1e-4, 0.5)
     config = load_config(overrides=["--reward-fn", "remote", "--remote-rm-url", "http://localhost:8000/score"])
     assert (config.reward.source, config.reward.url) == ("remote", "http://localhost:8000/score")
@@ -137,13 +142,14 @@ def test_every_alias_sets_its_option():
     curriculum = load_config(overrides=flags).curriculum
     assert (curriculum.ema_alpha, curriculum.tau) == (0.9, 0.25)
     flags = ["--distributed.backend", "ray", "--actor-num-gpus-per-node", "4", "2", "--distributed.address", "auto"]
-    flags += ["--sharding-strategy", "full", "--offload", "--async-mode", "--env-gpu-id", "3"]
+    flags += ["--sharding-strategy", "full", "--offload", "--async-mode"]
     flags += ["--vllm-num-engines", "2", "--vllm-tensor-parallel-size", "4", "--vllm-enforce-eager"]
     flags += ["--vllm-sync-backend", "nccl", "--enable-prefix-caching", "--gpu-memory-utilization", "0.5"]
     config = load_config(overrides=flags)
     distributed, vllm = config.distributed, config.vllm
     assert (distributed.learners_per_node, distributed.sharding, distributed.cpu_offload) == ((4, 2), "full", True)
-    assert distributed.asynchronous and config.env.render_gpu == 3
+    assert distributed.asynchronous
+    assert load_config("libero_spatial_grpo_oft", ["--env-gpu-id", "3"]).env.render_gpu == 3
     assert (vllm.num_engines, vllm.tensor_parallel_size, vllm.enforce_eager) == (2, 4, True)
     assert (vllm.sync_backend, vllm.prefix_caching, vllm.gpu_memory_utilization) == ("nccl", True, 0.5)
     for flag in ("--n-epochs", "--num-epochs"):
