@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
 from vlarl.config.flags import parse_flags
-from vlarl.config.known import GYM, SUITES
+from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
 from vlarl.config.load import load_config
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from vlarl.envs.base import EnvFactory, Expert, RewardMode, SingleEnv, SuiteSpec
     from vlarl.envs.check import Subject
 
-IMAGE_SIZE = 224  # where env.image_size does not say: what OpenVLA reads
+IMAGE_SIZE = 224  # where env.image_size does not say: what OpenVLA reads; on the tabletop, what the built-in ones do
 WIDTH = 110
+INSTALL = "pip install -c constraints.txt -e '.[{}]'"  # as README says, in a clone
 LABELS = {"passed": "ok", "breach": "BREACH", "note": "note"}
 
 HELP = """\
 usage: vlarl env list
        vlarl env tasks SUITE
-       vlarl env check [PRESET|FILE] [--section.field value …] [--out DIR]
+       vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR]
 
   list    suites, their tasks and limits, and what to install for them
   tasks   ids and instructions of a suite's tasks
@@ -55,7 +56,7 @@ def list_suites(arguments: Sequence[str]) -> int:
     )
     rows = [("suite", "tasks", "steps", "")]
     for name, facts in SUITES.items():
-        install = "built in" if facts.extra is None else f"pip install 'vlarl[{facts.extra}]'"
+        install = "built in" if facts.extra is None else INSTALL.format(facts.extra)
         rows.append((name, str(facts.num_tasks), str(facts.max_steps), install))
     rows.append((GYM, "", "", "any Gymnasium environment; see docs/adding-an-env.md"))
     print("\n".join(f"{name:<20} {tasks:>5}  {steps:>5}  {text}".rstrip() for name, tasks, steps, text in rows))
@@ -80,14 +81,19 @@ def check(arguments: Sequence[str]) -> int:
         "training relies on. Options are those of `vlarl train`, such as --env.suite, --env.max_steps and section gym."
     )
     parser = args.Parser("env check", about)
-    parser.usage = "vlarl env check [PRESET|FILE] [--section.field value …] [--out DIR]"
+    parser.usage = "vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR]"
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the first pictures here as PNG")
     given, rest = parser.parse_known_args(arguments)
     flags = parse_flags(rest, Config)
     sources, flags.positionals = flags.positionals, []
     if len(sources) > 1:
-        raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
-    config = load_config(sources[0] if sources else None, flags)
+        raise UsageError(f"one suite, preset or file is enough; got {', '.join(sources)}")
+    if sources and (suite := _suite(sources[0])) is not None:
+        given_suite = flags.values.setdefault("env.suite", suite)
+        if given_suite != suite:
+            raise UsageError(f"one suite is enough; got {sources[0]} and --env.suite {given_suite}")
+        sources = []
+    config = load_config(sources[0] if sources else None, flags, with_policy=False)
 
     from vlarl.envs.check import check_env
 
@@ -111,21 +117,30 @@ def _entry(label: str, text: str, remedy: str) -> str:
     return "\n".join(lines + textwrap.wrap(remedy, WIDTH, initial_indent=" " * 10 + "→ ", subsequent_indent=" " * 12))
 
 
+def _suite(name: str) -> str | None:
+    """The suite that is meant by its own name, or by its family's (`libero`): the first one; None for anything else."""
+    return name if name in KNOWN_SUITES else next((suite for suite in SUITES if suite.startswith(f"{name}_")), None)
+
+
 @contextmanager
 def _subject(config: Config) -> Iterator[Subject]:
     """The configured environment in this process, and the same once more in another one, or in another slot."""
     from vlarl.envs.build import build_factory, build_pool
     from vlarl.envs.check import SlotEnv, Subject
+    from vlarl.envs.tabletop.expert import SlotExpert
+    from vlarl.envs.tabletop.pool import TabletopPool
     from vlarl.envs.workers import WorkerPool
 
     facts = suite_facts(config.env, config.gym)
     reward: RewardMode = "dense" if facts is not None and facts.has_dense_reward else "sparse"
-    size = config.env.image_size or IMAGE_SIZE
+    is_tabletop = config.env.suite.startswith("tabletop_")
+    size = config.env.image_size or (BUILTIN_IMAGE_SIZE if is_tabletop else IMAGE_SIZE)
     if facts is not None and not facts.in_processes:
         num_views = len(config.gym.images if config.env.suite == GYM else cameras_of(config.env))
         pool = build_pool(config.env, config.gym, 2, size, reward)
         try:
-            yield Subject(SlotEnv(pool, 0), pool.spec, (num_views, size, size, 3), twin=SlotEnv(pool, 1))
+            expert = SlotExpert(pool.world, 0) if isinstance(pool, TabletopPool) else None
+            yield Subject(SlotEnv(pool, 0), pool.spec, (num_views, size, size, 3), SlotEnv(pool, 1), expert)
         finally:
             pool.close()
         return

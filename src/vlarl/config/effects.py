@@ -21,10 +21,15 @@ from vlarl.config.schema import Config
 from vlarl.config.yaml_source import Document
 
 
-def check_given(config: Config | FinetuneConfig, document: Document, flags: Flags) -> list[Problem]:
-    """Problems of what the user gave, each with the option first in its paths and the switches after it."""
+def check_given(
+    config: Config | FinetuneConfig, document: Document, flags: Flags, with_policy: bool = True
+) -> list[Problem]:
+    """Problems of what the user gave, each with the option first in its paths and the switches after it.
+
+    `with_policy`: the policy is going to act, so its weights must be made for the suite.
+    """
     problems = list(_without_effect(config, document, flags))
-    if isinstance(config, Config):
+    if isinstance(config, Config) and with_policy:
         problems += _foreign_weights(config, document, flags)
     return problems
 

@@ -2,7 +2,8 @@
 
 `ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only where something else
 is set, and the words that say what: `lora.rank has no effect without lora.enabled true`. An option may have several
-conditions; all of them must hold. A test fails for an option of the schemas that is in neither.
+conditions; all of them must hold. What asks for something that holds anyway, such as env.lockstep on the tabletop, is
+read "always": it is not refused. A test fails for an option of the schemas that is in neither.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _paths(by_section: dict[str, str]) -> frozenset[str]:
 
 
 FRESH_ADAPTER = ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules")
-SIMULATOR_LIMITS = ("env.lockstep", "env.timeout_s", "env.retries")
+SIMULATOR_LIMITS = ("env.timeout_s", "env.retries")
 GPU_SHARES = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.env_gpus", "distributed.reward_gpus")
 CRITIC = (
     "critic.*",
@@ -164,7 +165,6 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: c.vllm.num_engines == 0,
         "with vLLM engines (vllm.num_engines)",
     ),
-    Condition(("rollout.cuda_graphs",), ("run.device",), _on_gpus, "without a GPU (run.device)"),
     Condition(
         ("rollout.oversample", "rollout.refill", "rollout.accuracy_bounds"),
         ("algorithm.name",),
@@ -317,7 +317,7 @@ TRAIN: tuple[Condition[Config], ...] = (
 ALWAYS_TRAIN = _paths(
     {
         "run": "name root seed device num_threads iterations total_env_steps",
-        "env": "suite task_ids num_envs image_size max_steps protocol",
+        "env": "suite task_ids num_envs image_size max_steps protocol lockstep",
         "policy": (
             "path decoder unnorm_key actions chunk_length num_images use_proprio resize center_crop dtype "
             "quantize attention gradient_checkpointing freeze"

@@ -65,6 +65,9 @@ BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 """Actions that each predicts at once."""
 
+BUILTIN_IMAGE_SIZE = 56
+"""Pixels of an image side that they read."""
+
 BUILTIN_CAMERAS = 1
 """Views that the built-in policies read."""
 

@@ -29,7 +29,11 @@ COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "fi
 
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[Config] = Config
+    source: str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    schema: type[Config] = Config,
+    with_policy: bool = True,
 ) -> Config: ...
 @overload
 def load_config(
@@ -42,10 +46,12 @@ def load_config(
     overrides: Overrides = (),
     *,
     schema: type[Config] | type[FinetuneConfig] = Config,
+    with_policy: bool = True,
 ) -> Config | FinetuneConfig:
     """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
 
-    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work.
+    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work, options that the
+    user gave and that have no effect. `with_policy` False is for commands that use the environment alone.
     """
     document = read_document(find_source(source))
     _refuse_other_kind(document, schema)
@@ -58,7 +64,7 @@ def load_config(
         wrong = {path for problem in problems for path in problem.paths}
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
         told = {path for problem in problems for path in problem.paths}
-        given = check_given(config, document, flags)
+        given = check_given(config, document, flags, with_policy)
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
     if problems or config is None:
         raise ConfigError(problems)

@@ -6,6 +6,7 @@ from vlarl.config import Config, ConfigError, FinetuneConfig, load_config
 from vlarl.config.checks import check
 from vlarl.config.known import (
     BUILTIN_CHUNKS,
+    BUILTIN_IMAGE_SIZE,
     BUILTIN_DECODERS,
     KNOWN_SUITES,
     SUITES,
@@ -157,3 +158,4 @@ def test_the_builtin_sizes_are_those_of_the_policies(size):
 
     policy = init_tiny(BUILTIN_DECODERS[size])
     assert policy.chunk_length == BUILTIN_CHUNKS[size]
+    assert policy.image_size == BUILTIN_IMAGE_SIZE

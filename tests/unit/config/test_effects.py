@@ -52,7 +52,6 @@ def test_every_option_is_classified(command):
         ({"algorithm.importance_cap": 3.0}, "without algorithm.importance truncated"),
         ({"algorithm.aux_loss_coef": 0.01}, "without an auxiliary loss"),
         ({"rollout.max_refills": 5}, "without rollout.refill true"),
-        ({"rollout.cuda_graphs": False, "run.device": "cpu"}, "without a GPU (run.device)"),
         ({"curriculum.tau": 0.5}, "without curriculum.mode adaptive"),
         ({"curriculum.ema_alpha": 0.5}, "on which tasks are trained without curriculum.mode adaptive"),
         ({"kl.estimator": "k3"}, "without kl.coef above 0"),
@@ -102,6 +101,7 @@ def test_so_it_is_for_finetune(overrides, words):
     ("source", "overrides"),
     [
         ("vla_rl", {"lora.rank": 8}),
+        (None, {"env.lockstep": True, "rollout.cuda_graphs": False, "run.device": "cpu"}),  # holds anyway
         ("tabletop_ppo", {"critic.lr": 1e-5, "algorithm.gamma": 0.9, "policy.heads_device": "cpu"}),
         (None, {"kl.coef": 0.1, "kl.target": 0.01, "kl.horizon": 5}),
         (None, {"lora.rank": Config().lora.rank}),  # its default: as good as left out

@@ -370,13 +370,15 @@ def test_what_cant_be_checked_is_refused(capsys):
     assert main(["env", "check", *REACH, *GOAL, "--gym.success", "info.won"]) == 2
     assert capsys.readouterr().err == "error: gym.success = 'info.won': info has no 'won'; it has success\n"
     assert main(["env", "check", "a.yaml", "b.yaml"]) == 2
-    assert "one preset or file is enough; got a.yaml, b.yaml" in capsys.readouterr().err
+    assert "one suite, preset or file is enough; got a.yaml, b.yaml" in capsys.readouterr().err
 
 
 def test_suites_and_tasks_are_listed(capsys):
     assert main(["env", "list"]) == 0
     out = capsys.readouterr().out
-    assert "libero_spatial          10    220  pip install 'vlarl[libero]'\n" in out
+    assert "libero_spatial          10    220  pip install -c constraints.txt -e '.[libero]'\n" in out
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    assert "pip install -c constraints.txt -e '.[libero" in readme, "what the list says is what README says"
     assert "tabletop_long           10     64  built in\n" in out
     assert main(["env", "tasks", "tabletop_goal"]) == 0
     assert capsys.readouterr().out.splitlines()[3] == "  3  turn on the stove"
@@ -384,10 +386,24 @@ def test_suites_and_tasks_are_listed(capsys):
     assert "gym.instructions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "suite"), [("tabletop_goal", "tabletop_goal"), ("tabletop", "tabletop_spatial")])
+def test_a_suite_is_checked_by_its_name_with_the_images_that_the_policy_reads(capsys, name, suite):
+    assert main(["env", "check", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{suite}, task 0: ")
+    assert "images: uint8[1, 56, 56, 3]" in out
+    assert "success: the expert reached it in" in out
+
+
+def test_one_suite_is_enough(capsys):
+    assert main(["env", "check", "tabletop_goal", "--env.suite", "tabletop_long"]) == 2
+    assert "one suite is enough; got tabletop_goal and --env.suite tabletop_long" in capsys.readouterr().err
+
+
 def test_help_and_unknown_commands(capsys):
     for arguments in (["env"], ["env", "--help"]):
         assert main(arguments) == 0
-        assert "vlarl env check [PRESET|FILE]" in capsys.readouterr().out
+        assert "vlarl env check [SUITE|PRESET|FILE]" in capsys.readouterr().out
     assert main(["env", "chek"]) == 2
     assert "did you mean 'check'?" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:

@@ -47,6 +47,21 @@ PERFECT = ExpertFlaws()
 IMPERFECT = ExpertFlaws(close_high=0.2, release_early=0.52, action_noise=0.12)
 
 
+class SlotExpert:
+    """The perfect demonstrator for one row of a world, as an `Expert` of one environment."""
+
+    def __init__(self, world: TabletopWorld, row: int) -> None:
+        self._expert, self._row = ScriptedExpert(world), row
+
+    def reset(self) -> None:
+        """Begin the episode that the row has just started."""
+        self._expert.reset(self._row, seed=0)
+
+    def act(self) -> FloatArray:
+        """[7] the next action."""
+        return self._expert.act(np.array([self._row], dtype=np.intp))[0]
+
+
 class ScriptedExpert:
     """Acts for rows of a world; with flaws it remembers, for each row, which ones its episode has."""
 
