@@ -25,6 +25,7 @@ from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.capacity import refuse_crowd
 from vlarl.observability.eval_dir import EvalDirectory, EvalRecord, EvalSettings
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
@@ -239,7 +240,9 @@ def _pool_size(request: EvalRequest) -> int:
     assert facts is not None, "a checked request names a suite that exists"
     tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
     episodes = 1 if request.replay else tasks * len(request.init_states)
-    return min(configured_num_envs(request.env, request.gym), episodes)
+    size = min(configured_num_envs(request.env, request.gym), episodes)
+    refuse_crowd(request.env.suite, size)
+    return size
 
 
 def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:

@@ -15,6 +15,7 @@ from vlarl.config.load import to_yaml
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
 from vlarl.envs.build import build_pool
+from vlarl.observability.capacity import refuse_crowd_here
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
@@ -80,6 +81,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
     """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
+    refuse_crowd_here(config)
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:
             label = f"{config.env.suite}_{config.algorithm.name}"

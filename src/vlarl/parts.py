@@ -20,6 +20,7 @@ from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.training_data import by_training
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
+from vlarl.observability.capacity import fitting_envs
 from vlarl.observability.machine import available_cores
 from vlarl.policies import load_configured
 from vlarl.policies.base import Policy
@@ -57,8 +58,12 @@ class Parts:
 def num_envs(env: EnvConfig, gym: GymConfig) -> int:
     """How many environments run side by side: as configured, or what suits the suite."""
     facts = suite_facts(env, gym)
-    in_processes = facts is not None and facts.in_processes
-    return env.num_envs or (available_cores() if in_processes else BATCHED_ENVS)
+    if env.num_envs is not None:
+        return env.num_envs
+    if facts is None or not facts.in_processes:
+        return BATCHED_ENVS
+    fitting = fitting_envs(env.suite)
+    return available_cores() if fitting is None else max(1, min(available_cores(), fitting))
 
 
 def drawn_env(config: Config, policy: Policy) -> EnvConfig:

@@ -21,6 +21,7 @@ from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.errors import UsageError
+from vlarl.observability.capacity import refuse_crowd_here
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -76,6 +77,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     else:
         config = load_config(request.source, request.flags)
     if request.dry_run:
+        refuse_crowd_here(config)
         _print_dry_run(config, derived_lines(derive(config)))
         return 0
     if run_dir is None:

@@ -13,6 +13,7 @@ from vlarl.cli import arguments as args
 from vlarl.config.flags import parse_flags
 from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
 from vlarl.config.load import load_config
+from vlarl.config.presets import presets_of
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
 from vlarl.config.suites import cameras_of, suite_facts
@@ -118,8 +119,12 @@ def _entry(label: str, text: str, remedy: str) -> str:
 
 
 def _suite(name: str) -> str | None:
-    """The suite that is meant by its own name, or by its family's (`libero`): the first one; None for anything else."""
-    return name if name in KNOWN_SUITES else next((suite for suite in SUITES if suite.startswith(f"{name}_")), None)
+    """The suite that its own name stands for, or its family's (`libero`, the first one); None for a preset or file."""
+    found = name if name in KNOWN_SUITES else next((suite for suite in SUITES if suite.startswith(f"{name}_")), None)
+    is_word = Path(name).name == name and not Path(name).suffix and not Path(name).exists()
+    if found is None and is_word and name not in (known := presets_of(Config)):
+        raise UsageError(f"{name}: {unknown('suite or preset', name, [*KNOWN_SUITES, *known])}")
+    return found
 
 
 @contextmanager

@@ -21,6 +21,7 @@ class SuiteFacts:
     extra: str | None = None  # of `pip install 'vlarl[extra]'`
     in_processes: bool = True  # each environment is a process of its own
     has_dense_reward: bool = False
+    process_mib: int | None = None  # memory of one process, as measured; None: no process, or not known
 
 
 _TABLETOP = {"tabletop_spatial": 32, "tabletop_object": 32, "tabletop_goal": 32, "tabletop_long": 64}
@@ -43,11 +44,13 @@ SUITES: dict[str, SuiteFacts] = (
         for name, limit in _TABLETOP.items()
     }
     | {
-        name: SuiteFacts(90 if name == "libero_90" else 10, limit, extra="libero", demos_from_fresh_states=False)
+        name: SuiteFacts(
+            90 if name == "libero_90" else 10, limit, extra="libero", demos_from_fresh_states=False, process_mib=600
+        )
         for name, limit in _LIBERO.items()
     }
     | {
-        name: SuiteFacts(num_tasks, 500, extra="metaworld", has_dense_reward=True)
+        name: SuiteFacts(num_tasks, 500, extra="metaworld", has_dense_reward=True, process_mib=500)
         for name, num_tasks in _METAWORLD.items()
     }
 )

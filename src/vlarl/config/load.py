@@ -54,7 +54,7 @@ def load_config(
     user gave and that have no effect. `with_policy` False is for commands that use the environment alone.
     """
     document = read_document(find_source(source))
-    _refuse_other_kind(document, schema)
+    _refuse_other_kind(document, schema, source)
     flags = _as_flags(overrides, schema)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
     data = _merged(schema().model_dump(), document.data, flags.values)
@@ -92,12 +92,15 @@ def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig])
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
 
 
-def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneConfig]) -> None:
+def _refuse_other_kind(
+    document: Document, schema: type[Config] | type[FinetuneConfig], source: str | Path | None
+) -> None:
     """A file whose sections are those of another command is answered with that command."""
     given = set(document.data)
     for command, other in COMMANDS.items():
         if given - set(schema.model_fields) and given <= set(other.model_fields):
-            raise ConfigError([Problem(document.name, f"this is a configuration for `vlarl {command}`")])
+            remedy = f"this is a configuration for `vlarl {command}`; run: vlarl {command} {source}"
+            raise ConfigError([Problem(str(source), remedy)])
 
 
 def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, object]) -> Tree:

@@ -61,7 +61,8 @@ class EnvConfig(Section):
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Train and evaluate on these tasks only; all tasks of the suite by default."""
     num_envs: PositiveInt | None = None
-    """Environments that run side by side; by default 64 tabletops, or one simulator process for each core."""
+    """Environments that run side by side; by default 64 tabletops, or one simulator process for each core, as
+    far as the memory goes."""
     cameras: tuple[Camera, ...] | None = None
     """Views the policy is given; by default as many as it reads, agent first."""
     image_size: PositiveInt | None = None

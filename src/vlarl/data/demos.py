@@ -25,6 +25,7 @@ from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.envs.workers import WorkerPool
 from vlarl.errors import VlarlError
+from vlarl.observability.capacity import refuse_crowd
 from vlarl.observability.machine import available_cores
 from vlarl.rollout.tasks import chosen_task_ids, derive_seed
 from vlarl.types import Task
@@ -98,10 +99,12 @@ class SimulatorSource:
         self.only_successful = config.only_successful is not False
         self._config, self._factory = config, factory
         self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
+        self._num_workers = min(config.num_workers or available_cores(), len(self._tasks))
+        refuse_crowd(self.name, self._num_workers, "demos.num_workers")
 
     def collect(self, note: Note) -> DemoSet:
         """Play all tasks, a process for each episode."""
-        workers = min(self._config.num_workers or available_cores(), len(self._tasks))
+        workers = self._num_workers
         note(f"playing {len(self._tasks)} demonstrations of {self.name} in {workers} processes")
         with closing(WorkerPool(self._factory, workers)) as pool:
             return from_demonstrations(self.name, played(pool, self._tasks, self._config, note))

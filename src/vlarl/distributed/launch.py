@@ -17,6 +17,7 @@ from vlarl.distributed.environments import PoolGroup, share_sizes, shares_of
 from vlarl.distributed.learners import LearnerGroup, Rank, RankStore
 from vlarl.distributed.rewards import RewardGroup, RewardPart
 from vlarl.errors import UsageError
+from vlarl.observability.capacity import refuse_crowd
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace
 from vlarl.parts import Parts, build_sampler, check_fit, drawn_env, num_envs, read_policy, surroundings
@@ -36,6 +37,8 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
     policy = read_policy(config, folder, torch.device("meta"))
     env = drawn_env(config, policy)
     slots = num_envs(env, config.gym)
+    if config.distributed.address is None:  # the cluster is this machine
+        refuse_crowd(env.suite, slots)
     with ExitStack() as stack:
         cluster = Cluster(config.distributed, directory.logs.absolute(), config.run.num_threads or 1, trace)
         stack.callback(cluster.close)

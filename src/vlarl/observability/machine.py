@@ -42,6 +42,48 @@ def _memory_gib() -> float | None:
         return None
 
 
+def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes of memory that new processes can take: what the machine has free, or less where a container or a job
+    scheduler sets a limit; None where it is not known."""
+    found = [free] if (free := _machine_memory(proc)) is not None else []
+    found += [left for folder in _groups(proc, groups) if (left := _left_in(folder)) is not None]
+    return max(0, min(found)) if found else None
+
+
+def _machine_memory(proc: Path) -> int | None:
+    lines = _text(proc / "meminfo").splitlines()
+    kibibytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
+
+
+def _groups(proc: Path, groups: Path) -> list[Path]:
+    """The folders of this process's control groups, from its own to the root; those of version 1 too."""
+    own = next((line[3:] for line in _text(proc / "self" / "cgroup").splitlines() if line.startswith("0::")), "/")
+    inside = [part for part in own.split("/") if part and part != ".."]
+    chain = [groups.joinpath(*inside[:depth]) for depth in range(len(inside), -1, -1)]
+    return [*chain, groups / "memory"]
+
+
+def _left_in(folder: Path) -> int | None:
+    """What a control group may still take; files that it has cached and does not use count as free."""
+    for limit_name, used_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
+        if limit.isdigit() and used.isdigit():
+            stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if " " in line)
+            return int(limit) - int(used) + int(stat.get(cache_name, 0))
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _gpu() -> str | None:
     # Asking must not cost an import of torch: commands that only read a run call this too.
     if "torch" not in sys.modules:

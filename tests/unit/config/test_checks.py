@@ -6,8 +6,8 @@ from vlarl.config import Config, ConfigError, FinetuneConfig, load_config
 from vlarl.config.checks import check
 from vlarl.config.known import (
     BUILTIN_CHUNKS,
-    BUILTIN_IMAGE_SIZE,
     BUILTIN_DECODERS,
+    BUILTIN_IMAGE_SIZE,
     KNOWN_SUITES,
     SUITES,
 )

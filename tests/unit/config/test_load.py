@@ -331,6 +331,6 @@ def test_a_folder_is_no_configuration(tmp_path):
 
 def test_a_preset_of_the_other_command_is_answered_with_that_command():
     (problem,) = problems("tabletop_base")
-    assert problem.endswith("tabletop_base.yaml: this is a configuration for `vlarl finetune`")
+    assert problem.endswith("this is a configuration for `vlarl finetune`; run: vlarl finetune tabletop_base")
     (problem,) = problems("tabletop_ppo", schema=FinetuneConfig)
-    assert problem.endswith("tabletop_ppo.yaml: this is a configuration for `vlarl train`")
+    assert problem.endswith("this is a configuration for `vlarl train`; run: vlarl train tabletop_ppo")
