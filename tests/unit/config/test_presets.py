@@ -47,3 +47,20 @@ def test_the_default_is_grpo_with_the_tiny_openvla():
 
 def test_a_clone_shows_them_in_configs():
     assert (Path(__file__).parents[3] / "configs").resolve() == PRESET_FOLDER.resolve()
+
+
+@pytest.mark.parametrize("name", presets_of(Config))
+def test_a_preset_leaves_the_number_of_environments_to_the_suite(name):
+    """On the tabletop 64 environments are one array; the same number of simulators would be 64 processes."""
+    config = load_config(name)
+    assert config.env.num_envs is None or config.distributed.backend == "ray" and not _is_toy(config)
+
+
+@pytest.mark.parametrize(("command", "name"), SHIPPED)
+def test_the_first_line_says_whether_it_is_a_toy(command, name):
+    assert ("toy" in presets()[name].lower()) == _is_toy(load_config(name, schema=COMMANDS[command]))
+
+
+def _is_toy(config):
+    suites = config.demos.suites if isinstance(config, FinetuneConfig) else (config.env.suite,)
+    return all(suite.startswith("tabletop_") for suite in suites)
