@@ -20,7 +20,17 @@ from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace, Trace
-from vlarl.parts import Parts, build_policy, build_sampler, check_fit, choose_device, drawn_env, num_envs, surroundings
+from vlarl.parts import (
+    Parts,
+    build_policy,
+    build_sampler,
+    check_fit,
+    choose_device,
+    drawn_env,
+    num_envs,
+    surroundings,
+    warn_of_untrained_tokens,
+)
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.tasks import evaluation_tasks
@@ -48,6 +58,8 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     torch.manual_seed(config.run.seed)
     reward = build_reward(config.reward, surroundings(config, device))
     policy = build_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
+    if checkpoint is None:
+        warn_of_untrained_tokens(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.

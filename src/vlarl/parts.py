@@ -22,8 +22,10 @@ from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import fitting_envs
 from vlarl.observability.machine import available_cores
-from vlarl.policies import load_configured
+from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.policies.base import Policy
+from vlarl.policies.fresh import FRESH
+from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rewards import Surroundings
 from vlarl.rewards.base import Reward
@@ -84,6 +86,20 @@ def read_policy(config: Config, checkpoint: Path | None, device: torch.device) -
     policy = load_configured(settings, path, device, settings.decoder, settings.actions)
     policy.use_statistics(settings.unnorm_key, config.env.suite)
     return policy
+
+
+def warn_of_untrained_tokens(config: Config) -> None:
+    """Say that RL would start from action tokens that were never trained: those of a checkpoint with an L1 head."""
+    path = config.policy.path
+    if path in FRESH or not has_untrained_tokens(checkpoint_folder(path)):
+        return
+    log.warning(
+        "policy.path = %r: its regression head was trained and its action tokens were not. RL samples action tokens, "
+        "so it hardly ever succeeds at first. Take a checkpoint that was fine-tuned with action tokens, "
+        "or train them first: vlarl finetune --policy.path %s --policy.actions tokens",
+        path,
+        path,
+    )
 
 
 def build_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:

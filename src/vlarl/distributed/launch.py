@@ -20,7 +20,16 @@ from vlarl.errors import UsageError
 from vlarl.observability.capacity import refuse_crowd
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace
-from vlarl.parts import Parts, build_sampler, check_fit, drawn_env, num_envs, read_policy, surroundings
+from vlarl.parts import (
+    Parts,
+    build_sampler,
+    check_fit,
+    drawn_env,
+    num_envs,
+    read_policy,
+    surroundings,
+    warn_of_untrained_tokens,
+)
 from vlarl.rewards import build_bare_reward, contained
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
@@ -35,6 +44,8 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
     checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = read_policy(config, folder, torch.device("meta"))
+    if folder is None:
+        warn_of_untrained_tokens(config)
     env = drawn_env(config, policy)
     slots = num_envs(env, config.gym)
     if config.distributed.address is None:  # the cluster is this machine

@@ -74,7 +74,10 @@ def merge(
     refuse_used(target)
     folder = checkpoint_folder(adapter)
     if not adapters.is_adapter(folder):
-        raise UsageError(f"{adapter} holds no adapter (adapter_config.json): there is nothing to merge.")
+        raise UsageError(
+            f"{adapter} holds no adapter (adapter_config.json), so there is nothing to merge: it is a whole checkpoint "
+            f"already, which can be used as it is, such as by: vlarl eval {adapter}"
+        )
     policy = load_policy(adapter, base=base, device=device).eval()
     assert policy.base is not None
     origin, chosen = policy.base, DTYPES[dtype] if dtype else stored_dtype(policy.base.folder)

@@ -1,5 +1,7 @@
 """What people call from Python: generate, action_logits, predict_action, and the three ways to act."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from vlarl.errors import UsageError
 from vlarl.evaluation import evaluate
 from vlarl.launch import launch_here
 from vlarl.policies import load_policy
+from vlarl.policies.openvla.checkpoint import has_untrained_tokens
+from vlarl.policies.openvla.config import NATIVE_KEY
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.regression_engine import RegressionEngine
 from vlarl.rollout.torch_engine import TorchEngine
@@ -136,6 +140,34 @@ def test_the_regression_engine_gives_the_heads_actions_to_the_robot(with_head, o
 def test_rl_on_the_regression_head_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match=r"policy.actions = 'l1': .*no policy gradient"):
         vlarl.load_config(overrides={"policy.actions": "l1"})
+
+
+def test_rl_on_an_l1_checkpoint_warns_that_its_tokens_are_untrained(with_head, configure, caplog):
+    """Ours say by their run what was trained; OpenVLA-OFT's folders have the head only where it was."""
+    launch_here(configure(policy={"path": str(with_head)})).close()
+    assert "action tokens were not" not in caplog.text
+    native = json.loads((with_head / "config.json").read_text())
+    run = with_head.parent / "run"
+    imitated = shutil.copytree(with_head, run / "checkpoints" / "final")
+    (run / "config.yaml").write_text("policy: {actions: l1}\ndemos: {suites: [tabletop_goal]}\n")
+    launch_here(configure(policy={"path": str(imitated)})).close()
+    assert "its action tokens were not" in caplog.text
+    assert f"vlarl finetune --policy.path {imitated} --policy.actions tokens" in caplog.text
+    (run / "config.yaml").write_text("policy: {actions: tokens}\ndemos: {suites: [tabletop_goal]}\n")
+    assert not has_untrained_tokens(imitated)
+    (with_head / "config.json").write_text(json.dumps({k: v for k, v in native.items() if k != NATIVE_KEY}))
+    assert has_untrained_tokens(with_head), "an original folder"
+    (with_head / "action_head.safetensors").unlink()
+    assert not has_untrained_tokens(with_head)
+
+
+def test_a_model_of_another_type_is_named_with_what_is_supported(tmp_path):
+    (tmp_path / "config.json").write_text('{"type": "smolvla"}')
+    with pytest.raises(UsageError, match=r"model type smolvla is not supported; supported are OpenVLA and OpenVLA-OFT"):
+        load_policy(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "text_config": {}}')
+    with pytest.raises(UsageError, match=r"model type qwen2_5_vl is not supported"):
+        load_policy(tmp_path)
 
 
 def test_hybrid_is_trained_on_tokens_with_the_head_frozen_and_a_warning(with_head, configure, caplog):

@@ -14,11 +14,19 @@ import torch
 from tokenizers import Tokenizer
 
 from vlarl.config.training_data import TrainingData, training_data_of
+from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.attention import AttentionName
-from vlarl.policies.openvla.config import NATIVE_KEY, DecoderName, OpenVLAConfig, read_config, read_json
+from vlarl.policies.openvla.config import (
+    NATIVE_KEY,
+    DecoderName,
+    OpenVLAConfig,
+    read_config,
+    read_json,
+    refuse_other_model,
+)
 from vlarl.policies.openvla.film import fold_film_state
 from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
 from vlarl.policies.openvla.images import ImagePipeline
@@ -61,6 +69,8 @@ def read_policy(
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
+    if adapter is None:
+        refuse_other_model(read_json(folder / "config.json"))
     origin = _base_of(folder, base) if adapter is not None else Base(str(path), folder, adapters.fingerprint(folder))
     folders = (folder, origin.folder)
     config = resolve_config(folders, decoder, chunk_length, num_images, use_proprio)
@@ -158,6 +168,23 @@ def resolve_config(
         decoder = decoder or ("parallel" if film or proprio or head else None)
         use_proprio = decoder == "parallel" and proprio if use_proprio is None else use_proprio
     return config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
+
+
+def has_untrained_tokens(folder: Path) -> bool:
+    """Whether a regression head acts for a checkpoint, so that its action tokens were not trained with it.
+
+    OpenVLA-OFT saves that head with checkpoints of an L1 (or diffusion) loss only. Ours have it beside trained tokens
+    too (policy.actions hybrid), so there the run's own configuration has to say that the head was imitating.
+    """
+    if not has_component(folder, "action_head"):
+        return False
+    written = folder / "config.json"  # adapters may have none
+    if not written.is_file() or NATIVE_KEY not in read_json(written):
+        return True
+    config = folder.parent.parent / "config.yaml"
+    run = read_document(config).data if config.is_file() else {}
+    policy = run.get("policy")
+    return "demos" in run and isinstance(policy, dict) and policy.get("actions") == "l1"
 
 
 def has_film_file(base: Path) -> bool:

@@ -21,6 +21,7 @@ from vlarl.policies.openvla.towers import (
 DecoderName = Literal["autoregressive", "parallel"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("autoregressive", "parallel")
 
+MODEL_TYPE = "openvla"  # in config.json
 NATIVE_KEY = "vlarl"  # what the original layout has no field for lives under this one key
 SHORTEST_PROMPT = 32  # tokens that must be left for a prompt: the question and an instruction of a few words
 
@@ -159,12 +160,23 @@ def language_config(text: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(text["model_type"], **arguments)
 
 
-def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
-    """Read the content of a config.json; fields that only our own checkpoints have get the original's defaults."""
+def refuse_other_model(raw: Mapping[str, Any]) -> None:
+    """Refuse another model's config.json: transformers calls its kind `model_type`, lerobot `type`."""
     towers_known = "timm_model_ids" in raw or raw.get("vision_backbone_id") in VISION_BACKBONES
     missing = [*([] if towers_known else ["timm_model_ids"]), *([] if "text_config" in raw else ["text_config"])]
+    kind = raw.get("model_type") or raw.get("type")
+    if missing and kind not in (None, MODEL_TYPE):
+        raise ValueError(
+            f"model type {kind} is not supported; supported are OpenVLA and OpenVLA-OFT checkpoints (model type "
+            f"{MODEL_TYPE}, with a language model of type {', '.join(FAMILIES)}), such as openvla/openvla-7b"
+        )
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}: it is not an OpenVLA checkpoint's")
+
+
+def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
+    """Read the content of a config.json; fields that only our own checkpoints have get the original's defaults."""
+    refuse_other_model(raw)
     native = raw.get(NATIVE_KEY, {})
     decoder = cast(DecoderName, native.get("decoder", "autoregressive"))
     kind = model_type(raw)
