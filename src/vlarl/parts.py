@@ -14,7 +14,7 @@ import torch
 
 from vlarl.algorithms import ALGORITHMS
 from vlarl.algorithms.base import Algorithm
-from vlarl.config.known import BATCHED_ENVS
+from vlarl.config.known import BATCHED_ENVS, GYM
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.training_data import by_training
@@ -135,9 +135,13 @@ def refuse_untrainable(policy: Policy, config: Config) -> None:
 def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
     """Let the policy read one observation: what does not fit is refused before the run starts."""
     if policy.action_dim != pool.spec.action_dim:
+        remedy = "choose a checkpoint made for this suite"
+        if pool.spec.name == GYM and pool.spec.action_dim < policy.action_dim:
+            chosen = " ".join(str(index) for index in range(pool.spec.action_dim))
+            remedy += f", or say which of the policy's dimensions the environment takes, such as --gym.actions {chosen}"
         raise UsageError(
-            f"policy.path: the policy's actions have {policy.action_dim} numbers, those of {pool.spec.name} have "
-            f"{pool.spec.action_dim}; choose a checkpoint made for this suite."
+            f"policy.path: the policy's actions have {policy.action_dim} dimensions, those of {pool.spec.name} have "
+            f"{pool.spec.action_dim}; {remedy}."
         )
     try:
         policy.process(pool.reset([0], [task]))

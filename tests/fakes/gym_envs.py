@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
+from gymnasium import error, spaces
 
 SIZE = 20
 LOW, HIGH = np.array([-0.1, -0.2], np.float32), np.array([0.3, 0.2], np.float32)
@@ -121,6 +121,16 @@ def hangs() -> None:
 def discrete() -> Reach:
     env = Reach()
     env.action_space = spaces.Discrete(4)
+    return env
+
+
+def renders_with_a_missing_package() -> Reach:
+    env = Reach()
+
+    def render():
+        raise error.DependencyNotInstalled("pygame is not installed, run `pip install pygame`")
+
+    env.render = render  # type: ignore[method-assign]
     return env
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fakes.suite import missing
 
-from vlarl.envs.libero.assets import find_assets, how_to_get
+from vlarl.envs.libero.assets import download_command, find_assets
 from vlarl.errors import UsageError
 
 os.environ.setdefault("MUJOCO_GL", "egl")
@@ -38,7 +38,7 @@ def libero_assets() -> Iterator[Path]:
             try:
                 assets = find_assets(None)
             except UsageError:
-                missing("LIBERO's assets are not on this machine", how_to_get(CACHE))
+                missing("LIBERO's assets are not on this machine", f"Get them with: {download_command(CACHE)}")
             patch.setenv("LIBERO_ASSETS", str(assets))
             yield assets
         finally:

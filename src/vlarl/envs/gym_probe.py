@@ -63,7 +63,7 @@ def try_out(
             return None
 
     for path in config.images:
-        attempt(lambda path=path: picture(find("gym.images", path), path))  # type: ignore[misc]
+        attempt(lambda path=path: asked(config, "render", lambda: picture(find("gym.images", path), path)))  # type: ignore[misc]
     for path in config.proprio:
         attempt(lambda path=path: state(find("gym.proprio", path), path))  # type: ignore[misc]
     instruction = attempt(lambda: Tasks(config).instruction(0, find))

@@ -62,7 +62,11 @@ class Seen:
     def _drawn(self, option: str) -> Any:
         picture = self.render()
         if picture is None:
-            raise missing(option, RENDER, "render() gave nothing; make the environment with render_mode='rgb_array'")
+            remedy = (
+                "make the environment with render_mode='rgb_array', such as by --gym.kwargs "
+                "'{render_mode: rgb_array}', or name an image of the observation with --gym.images"
+            )
+            raise missing(option, RENDER, f"render() gave nothing; {remedy}")
         return picture
 
 
@@ -184,7 +188,10 @@ class ActionMap:
 
     def __init__(self, space: gymnasium.Space[Any], actions: Sequence[int] | None) -> None:
         if not isinstance(space, gymnasium.spaces.Box) or space.dtype is None or space.dtype.kind != "f":
-            remedy = "policies give continuous actions: wrap the environment so that its action space is a Box"
+            remedy = (
+                "policies give continuous actions: wrap the environment so that its action space is a Box, in a "
+                "function of yours, and name that: --gym.env my_module:make"
+            )
             raise ConfigError([Problem("gym.env", f"its action space is {space}; {remedy}", ("gym.env",))])
         self._shape, self._dtype = space.shape, space.dtype
         size = int(np.prod(space.shape))

@@ -16,6 +16,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.presets import presets_of
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
@@ -63,6 +65,10 @@ def _looks_local(path: str, hub_id: re.Match[str]) -> bool:
 
 
 def _not_a_checkpoint(path: str | Path, reason: str) -> UsageError:
+    run = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else ""
+    if run in presets_of(FinetuneConfig):
+        command = f"vlarl finetune {run} --run.name {run}"
+        return UsageError(f"{path} is not a checkpoint: {reason}. It is what the preset {run} makes; run: {command}")
     return UsageError(
         f"{path} is not a checkpoint: {reason}. Give a checkpoint folder, such as runs/<name>/checkpoints/final, "
         f"a hub id, such as openvla/openvla-7b or openvla/openvla-7b@main, or one of {', '.join(BUILTIN)}."

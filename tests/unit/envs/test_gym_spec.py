@@ -161,6 +161,11 @@ def test_everything_that_is_wrong_is_said_at_once():
         ),
         ({"env": "fakes.gym_envs:returns_nothing"}, "returned NoneType, not a gymnasium.Env"),
         ({"env": "fakes.gym_envs:discrete"}, "its action space is Discrete(4)"),
+        ({"env": "fakes.gym_envs:discrete"}, "and name that: --gym.env my_module:make"),
+        (
+            {"env": "fakes.gym_envs:renders_with_a_missing_package"},
+            "render raised DependencyNotInstalled: pygame is not installed, run `pip install pygame`",
+        ),
         ({"env": "fakes.gym_envs:Reach", "kwargs": {"colour": 1}}, "making it raised TypeError: "),
         (
             {"env": "NoSuchEnv-v0"},

@@ -57,7 +57,8 @@ def test_without_assets_the_message_says_where_it_looked_and_how_to_get_them(hom
         find_assets(None)
     cache = home / ".cache" / "libero" / "assets"
     assert f"{cache} is no folder" in str(refusal.value)
-    assert f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {cache}" in str(refusal.value)
+    command = f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {cache}"
+    assert str(refusal.value).splitlines()[-1].strip() == command, "on a line of its own"
     assert "env.assets" in str(refusal.value) and "LIBERO_ASSETS" in str(refusal.value)
 
 

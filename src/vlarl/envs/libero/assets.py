@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def find_assets(configured: str | None) -> Path:
     looked = "; ".join(f"{folder} {_missing(folder)}" for folder in candidates)
     raise UsageError(
         "LIBERO's meshes and textures are not on this machine: neither env.assets nor LIBERO_ASSETS is set, "
-        f"and {looked}. {how_to_get(cache)} Or say where they are with env.assets."
+        f"and {looked}. Say where they are with env.assets, or download them. {how_to_get(cache)}"
     )
 
 
@@ -56,8 +57,13 @@ def _missing(folder: Path) -> str | None:
 
 
 def how_to_get(folder: Path) -> str:
-    """The command that puts LIBERO's assets into a folder."""
-    return f"Get them with: hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {folder}"
+    """The command that puts LIBERO's assets into a folder, on a line of its own, so that it can be copied."""
+    return f"Get them with:\n  {download_command(folder)}"
+
+
+def download_command(folder: Path) -> str:
+    """As a shell takes it."""
+    return f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {shlex.quote(str(folder))}"
 
 
 def prepare(assets: Path) -> None:
