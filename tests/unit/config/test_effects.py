@@ -105,7 +105,7 @@ def test_so_it_is_for_finetune(overrides, words):
         ("tabletop_ppo", {"critic.lr": 1e-5, "algorithm.gamma": 0.9, "policy.heads_device": "cpu"}),
         (None, {"kl.coef": 0.1, "kl.target": 0.01, "kl.horizon": 5}),
         (None, {"lora.rank": Config().lora.rank}),  # its default: as good as left out
-        ("tabletop_ppo", {"algorithm.name": "reinforce", "algorithm.value_init_steps": 0}),  # critic.lr is the preset's
+        ("rl4vla", {"algorithm.name": "reinforce"}),  # critic.lr is the preset's
         ("tabletop_cluster", {"distributed.max_staleness": 2, "distributed.asynchronous": True}),
     ],
 )

@@ -59,7 +59,8 @@ class SlotExpert:
 
     def act(self) -> FloatArray:
         """[7] the next action."""
-        return self._expert.act(np.array([self._row], dtype=np.intp))[0]
+        action: FloatArray = self._expert.act(np.array([self._row], dtype=np.intp))[0]
+        return action
 
 
 class ScriptedExpert:
