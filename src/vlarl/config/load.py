@@ -78,7 +78,13 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 )
-_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _float(value)))
+
+
+def _float(value: float) -> str:
+    """A number as every YAML reader takes it for one: `1.0e-07`, where some read `1e-07` as text."""
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:

@@ -15,7 +15,6 @@ from vlarl.errors import UsageError, VlarlError
 from vlarl.rewards.base import Reward, pay_at_the_end
 from vlarl.types import Trajectory
 
-
 LISTED = 10  # functions that a message names
 
 
