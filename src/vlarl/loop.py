@@ -67,7 +67,7 @@ def rollouts(parts: Parts, session: Session) -> Rollouts:
         return RolloutsInTurn(lambda iteration: collect(parts, session, iteration, session.stopwatch()))
     return RolloutsAhead(
         lambda iteration: collect(parts, session, iteration, session.stopwatch("rollout")),
-        range(session.state.iteration + 1, config.run.iterations + 1),
+        session.iterations_ahead,
         config.distributed.max_staleness,
         session.guard,
     )
@@ -146,7 +146,7 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
             return {"train/kept_trajectories": 0.0}
         batch = build_batch(estimates, parts.policy)
         session.start_update()
-        result = parts.learner.update(batch, iteration, session.progress.update)
+        result = parts.learner.update(batch, iteration, session.progress.update, session.total_iterations)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         session.refuse_update()
         raise VlarlError(

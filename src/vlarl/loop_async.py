@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -78,7 +78,7 @@ class RolloutsInTurn:
 class RolloutsAhead:
     """Collects rollouts in a thread of its own, no further ahead than the staleness allows."""
 
-    def __init__(self, collect: Collect, iterations: Sequence[int], max_staleness: int, guard: InterruptGuard) -> None:
+    def __init__(self, collect: Collect, iterations: Iterable[int], max_staleness: int, guard: InterruptGuard) -> None:
         self._collect = collect
         self._iterations = iterations
         self._guard = guard

@@ -5,10 +5,11 @@ The loop says what happened; the session writes it into the run directory, and k
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from vlarl.config.derive import total_iterations
 from vlarl.config.schema import Config
 from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError
 from vlarl.interrupt import Interrupted, InterruptGuard
@@ -111,7 +113,7 @@ class Session:
                 sinks.append(self._wandb())
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
-            self.progress = stack.enter_context(Progress(self.config.run.iterations, start=self.state.iteration))
+            self.progress = stack.enter_context(Progress(self.total_iterations, start=self.state.iteration))
             self.guard = stack.enter_context(InterruptGuard())
             self._write_status("running")
             self._stack = stack.pop_all()
@@ -178,10 +180,23 @@ class Session:
     @property
     def finished(self) -> bool:
         """Whether the run has had all its iterations, or all its environment steps."""
-        budget = self.config.run.total_env_steps
-        return self.state.iteration >= self.config.run.iterations or (
+        limit, budget = self.config.run.iterations, self.config.run.total_env_steps
+        return (limit is not None and self.state.iteration >= limit) or (
             budget is not None and self.state.env_steps >= budget
         )
+
+    @property
+    def total_iterations(self) -> int:
+        """How many iterations the run takes, as far as its environment steps tell by now."""
+        done = self.state.iteration
+        return total_iterations(self.config, done, self.state.env_steps) or done + 1
+
+    @property
+    def iterations_ahead(self) -> Iterable[int]:
+        """The iterations that are left; without end where environment steps end the run."""
+        following = self.state.iteration + 1
+        limit = self.config.run.iterations
+        return itertools.count(following) if limit is None else range(following, limit + 1)
 
     @property
     def is_new(self) -> bool:
@@ -322,6 +337,7 @@ class Session:
         self.metrics.log(iteration, row)
         self.state = replace(self.state, unfinished={})
         if iteration > 0:
+            self.progress.expect(self.total_iterations)
             self.progress.iteration(iteration, row)
         if not self.learner.gathered:
             self._resumable = replace(self.state)
@@ -349,7 +365,7 @@ class Session:
         return RunSummary(self.directory.path, before, after, report, self.interrupted)
 
     def _write_status(self, state: RunState, message: str = "") -> None:
-        self.directory.write_status(state, self.state.iteration, self.config.run.iterations, message)
+        self.directory.write_status(state, self.state.iteration, self.total_iterations, message)
 
 
 def _is_of_learner(error: BaseException | None) -> bool:

@@ -191,7 +191,7 @@ def test_help_of_train_lists_presets_options_and_aliases(capsys):
         "tabletop_ppo_openvla        PPO with",
         "--resume RUN",
         "--optim.lr ",
-        "--task-suite ",
+        "--task-suite,",
         "Learning rate of",
     ):
         assert part in text

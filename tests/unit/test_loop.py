@@ -25,9 +25,11 @@ RETURNS = {"name": "reinforce", "gamma": 1.0, "epochs": 1}  # the advantage of a
 class WatchedLearner(Learner):
     """Keeps the batches that it is given."""
 
-    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
+    def update(
+        self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
+    ) -> UpdateResult:
         self.batches = [*getattr(self, "batches", []), batch]
-        return super().update(batch, iteration, on_step)
+        return super().update(batch, iteration, on_step, iterations)
 
 
 @dataclass
@@ -36,6 +38,7 @@ class FakeSession:
 
     config: Config
     update_due: bool = True
+    total_iterations: int = 20
     notes: list[str] = field(default_factory=list)
 
     @property

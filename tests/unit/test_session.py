@@ -1,5 +1,6 @@
 """The memory of a run: what it writes down, and what it saves when the run fails; with a learner and a store by hand."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -303,3 +304,29 @@ def test_an_interrupt_saves_and_is_no_error(tmp_path):
         raise Interrupted
     assert [name for name, _, _ in run.store.saved] == ["step_000002"] and session.interrupted
     assert run.status()["state"] == "interrupted"
+
+
+# How long it takes
+
+
+def test_environment_steps_end_a_run_and_say_how_many_iterations_it_takes(tmp_path, trajectory):
+    run = Run(tmp_path, run={"iterations": None, "total_env_steps": 5})
+    episodes = [trajectory([[0.0], [0.0]])]  # two steps
+    with run.session as session:
+        assert not session.finished and list(itertools.islice(session.iterations_ahead, 3)) == [1, 2, 3]
+        seen = []
+        while not session.finished:
+            run.collect(*episodes)
+            run.update()
+            session.end_iteration({})
+            seen.append((session.state.iteration, session.total_iterations, run.status()["iterations"]))
+    assert seen == [(1, 3, 3), (2, 3, 3), (3, 3, 3)]
+    assert session.state.env_steps == 6
+
+
+def test_iterations_end_a_run_that_has_steps_left(tmp_path):
+    run = Run(tmp_path, run={"iterations": 2, "total_env_steps": 1000})
+    with run.session as session:
+        assert list(session.iterations_ahead) == [1, 2]
+        run.iterate(2)
+        assert session.finished and session.total_iterations == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from vlarl.config.env_checks import check_suite
+from vlarl.config.spelling import suite_name
 from vlarl.errors import UsageError
 
 
@@ -26,6 +28,18 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_Formatter,
         )
+
+    def parse_known_args(  # type: ignore[override]  # one signature is enough for vlarl
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, with hyphens and underscores in names of options alike."""
+        return super().parse_known_args([self._hyphenated(text) for text in args], namespace)
+
+    def _hyphenated(self, text: str) -> str:
+        name, has_value, value = text.partition("=")
+        with_hyphens = name.replace("_", "-")
+        known = text.startswith("--") and with_hyphens in self._option_string_actions
+        return with_hyphens + has_value + value if known else text
 
     def error(self, message: str) -> NoReturn:
         """Report a mistake without the usage text, which `--help` has."""
@@ -54,7 +68,8 @@ def temperature(text: str) -> float:
 
 
 def suite(text: str) -> str:
-    """A suite that exists."""
+    """A suite that exists, in vlarl's spelling."""
+    text = suite_name(text)
     for problem in check_suite(text, "suite"):
         raise argparse.ArgumentTypeError(str(problem))
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vlarl.cli.runs import find_run
-from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines
+from vlarl.config.aliases import ALIASES, alias_of
+from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.flags import ALIASES, Flags, parse_flags
+from vlarl.config.flags import Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
-from vlarl.config.presets import DEFAULT_PRESET, presets_of
+from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -78,7 +80,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
         config = load_config(request.source, request.flags)
     if request.dry_run:
         refuse_crowd_here(config)
-        _print_dry_run(config, derived_lines(derive(config)))
+        _print_dry_run(config, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
     if run_dir is None:
         config = _named(config, request.source or DEFAULT_PRESET)
@@ -128,12 +130,21 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         else:
             rest.append(token)
     flags = parse_flags(rest, schema)
+    for note in flags.notes:
+        print(f"note: {note}", file=sys.stderr)
     sources, flags.positionals = flags.positionals, []
     if len(sources) > 1:
         raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
     if sources and request.resume:
         raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
-    return replace(request, source=sources[0] if sources else None, flags=flags)
+    return replace(request, source=_source(sources, request, flags, trains), flags=flags)
+
+
+def _source(sources: Sequence[str], request: Request, flags: Flags, trains: bool) -> str | None:
+    """The preset or file that was named, or for training the preset that suits the flags."""
+    if sources:
+        return sources[0]
+    return preset_of(flags.values) if trains and request.resume is None else None
 
 
 def _resumed(request: Request) -> tuple[Config, Path]:
@@ -238,5 +249,14 @@ def _help(command: str, default_preset: str) -> str:
         "",
         help_text(schema, min(shutil.get_terminal_size((120, 24)).columns, 130)),
     ]
-    aliases = [f"  --{alias:<18} --{path}" for alias, path in ALIASES.items() if path in options(schema)]
-    return "\n".join([*lines, "", "Names from other systems that work too:", *aliases])
+    lines += ["", "Names from other systems that work too (docs/coming-from.md has all of them):"]
+    return "\n".join([*lines, *_alias_lines(frozenset(options(schema)))])
+
+
+def _alias_lines(known: frozenset[str]) -> list[str]:
+    """Each option that has names in other systems, with those names."""
+    names: dict[str, list[str]] = {}
+    for alias in ALIASES:
+        if "." not in alias and (path := alias_of(alias, known)):
+            names.setdefault(path, []).append(f"--{alias.replace('_', '-')}")
+    return [f"  --{path:<34} {', '.join(found)}" for path, found in names.items()]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
+from vlarl.config.flags import model_path
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _describe_model(given: Any) -> int:
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
     try:
-        description = describe_checkpoint(given.model, given.decoder, given.num_images)
+        description = describe_checkpoint(model_path(given.model), given.decoder, given.num_images)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {given.model} can't be described: {reason}") from error

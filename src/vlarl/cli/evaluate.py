@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
+from vlarl.config.aliases import plain_name
 from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states
-from vlarl.config.flags import parse_flags
+from vlarl.config.flags import MODELS, model_path, parse_flags
 from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.schema import Config
@@ -29,12 +30,34 @@ ABOUT = (
     "by --policy.FIELD, --env.FIELD and --gym.FIELD as in `vlarl train --help`, such as --policy.actions l1 for OFT's "
     "regression head; a run's checkpoint knows."
 )
+CHECKPOINT_NAMES = ("checkpoint", "model", "pretrained_checkpoint", "vla_path", "policy.path")
+OTHER_NAMES = {
+    "n_episodes": "--episodes",
+    "num_episodes": "--episodes",
+    "n_eval_episodes": "--episodes",
+    "num_trials_per_task": "--episodes",
+    "eval.n_episodes": "--episodes",
+    "eval.states_per_task": "--episodes",
+    "task_suite": "--suite",
+    "task_suite_name": "--suite",
+    "env.task": "--suite",
+    "task_id": "--tasks",
+    "task_ids": "--tasks",
+    "n_envs": "--num-envs",
+    "output_dir": "--out",
+    "eval_run_dir": "--out",
+    "rollout_temperature": "--temperature",
+    "eval_temperature": "--temperature",
+    "eval.temperature": "--temperature",
+    "run.seed": "--seed",
+    "run.device": "--device",
+}
 SAID_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "videos")
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
-    given, rest = _parser().parse_known_args(arguments)
+    given, rest = _parser().parse_known_args(_familiar(arguments))
     options = _options(given, rest)
     if given.episode is not None:
         return _replay(given, options)
@@ -48,6 +71,21 @@ def evaluate(arguments: Sequence[str]) -> int:
     if request.env.suite == GYM:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
     return _compare(*on_the_same_states(request, _request(given.against, given, options | shared)), given.out)
+
+
+def _familiar(arguments: Sequence[str]) -> list[str]:
+    """The arguments with names that the flags of eval have in training and in other systems replaced."""
+    found: list[str] = []
+    for text in arguments:
+        name, has_value, value = text.partition("=")
+        plain = plain_name(name) if name.startswith("--") else ""
+        if plain in CHECKPOINT_NAMES:
+            found += [model_path(value)] if has_value else []
+        elif plain in OTHER_NAMES:
+            found.append(OTHER_NAMES[plain] + has_value + value)
+        else:
+            found.append(model_path(text) if text in MODELS else text)
+    return found
 
 
 def _parser() -> args.Parser:
@@ -97,6 +135,8 @@ def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object
     """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
     flags = parse_flags(rest, Config)
     problems = [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]
+    for note in flags.notes:
+        print(f"note: {note}", file=sys.stderr)
     problems += [
         Problem(flags.spelled[path], "not an option of eval; see `vlarl eval --help`")
         for path in flags.values

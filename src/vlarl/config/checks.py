@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
-from vlarl.config.derive import kl_estimator
+from vlarl.config.derive import kl_estimator, length_in_words, total_iterations
 from vlarl.config.distributed_checks import check_distributed
 from vlarl.config.env_checks import check_cameras, check_env, check_gym
 from vlarl.config.finetune import FinetuneConfig, StartConfig
@@ -22,6 +23,7 @@ from vlarl.config.schema import Config, PolicyConfig
 
 Problems = Iterator[Problem]
 
+LONGEST_RUN_NAME = 200  # file systems take 255 bytes, and files beside the folder add to its name
 LARGEST_SEED = 2**63 - 1  # torch's generators hold 64 bits
 
 
@@ -122,6 +124,9 @@ def _run_name(config: Config | FinetuneConfig) -> Problems:
     if name is not None and (not re.fullmatch(r"[\w.+=-]+", name) or set(name) == {"."}):
         message = "must be a folder's name: letters, digits and . _ + = - only; the folder above is run.root"
         yield Problem(f"run.name = {shown(name)}", message, ("run.name",))
+    elif name is not None and len(name.encode()) > LONGEST_RUN_NAME:
+        message = f"must be {LONGEST_RUN_NAME} bytes or shorter, as file systems take no longer names"
+        yield Problem(f"run.name = {shown(name)}", message, ("run.name",))
 
 
 def _groups(config: Config) -> Problems:
@@ -143,10 +148,11 @@ def _value_init(config: Config) -> Problems:
         yield Problem(
             f"{subject} with algorithm.name = '{name}'", remedy, ("algorithm.value_init_steps", "algorithm.name")
         )
-    elif steps >= config.run.iterations:
-        remedy = "the policy would never be trained; set it below run.iterations"
-        paths = ("algorithm.value_init_steps", "run.iterations")
-        yield Problem(f"{subject} with run.iterations = {config.run.iterations}", remedy, paths)
+    elif steps >= (total_iterations(config) or math.inf):
+        length = length_in_words(config)
+        remedy = f"the policy would never be trained; set it below {length.limit}{length.more}"
+        paths = ("algorithm.value_init_steps", "run.iterations", "run.total_env_steps")
+        yield Problem(f"{subject} with {length.given}", remedy, paths)
 
 
 def _surrogate(config: Config) -> Problems:
@@ -228,7 +234,10 @@ def _minibatches(config: Config) -> Problems:
 
 
 def _schedule_lengths(config: Config) -> Problems:
-    iterations = config.run.iterations
+    if config.run.iterations is None and config.run.total_env_steps is None:
+        remedy = "say how long to train: set run.iterations, or run.total_env_steps"
+        yield Problem("run.iterations = null", remedy, ("run.iterations", "run.total_env_steps"))
+    iterations = total_iterations(config) or math.inf
     for path, value, remedy in (
         ("optim.warmup_iterations", config.optim.warmup_iterations, "the warm-up would never end"),
         (
@@ -238,8 +247,9 @@ def _schedule_lengths(config: Config) -> Problems:
         ),
     ):
         if value > iterations:
-            message = f"{remedy}; set it to run.iterations or less"
-            yield Problem(f"{path} = {value} with run.iterations = {iterations}", message, (path, "run.iterations"))
+            length = length_in_words(config)
+            message = f"{remedy}; set it to {length.limit} or less{length.more}"
+            yield Problem(f"{path} = {value} with {length.given}", message, (path, "run.iterations"))
 
 
 def _or(numbers: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_CHUNKS, SUITES
@@ -30,10 +30,12 @@ class Derived:
     episodes_per_minibatch_and_rank: float | None  # on average: microbatches of decisions are dealt out
     decisions_per_microbatch_max: int
     optimizer_steps_per_update: int
-    total_updates: int
-    total_optimizer_steps: int
-    total_episodes: int
-    num_evaluations: int
+    total_iterations: int | None  # None, as the totals below: for so many environment steps, how many are not known
+    total_env_steps_max: int | None  # every episode lasting to the time limit
+    total_updates: int | None
+    total_optimizer_steps: int | None
+    total_episodes: int | None
+    num_evaluations: int | None
     episodes_per_evaluation: int
     clip_low: float
     clip_high: float
@@ -50,9 +52,51 @@ class FinetuneDerived:
     total_samples: int  # samples drawn over all steps
 
 
-def total_updates(config: Config) -> int:
+def env_steps_per_iteration(config: Config) -> int | None:
+    """Environment steps of an iteration whose episodes all last to the time limit; None: the limit is not known."""
+    facts = suite_facts(config.env, config.gym)
+    if facts is None or facts.max_steps is None:
+        return None
+    return config.rollout.num_groups * config.rollout.group_size * facts.max_steps
+
+
+def total_iterations(config: Config, done: int = 0, env_steps: int = 0) -> int | None:
+    """How many iterations a run takes: run.iterations, or as many as make run.total_env_steps.
+
+    The latter is an estimate from the `env_steps` of the iterations that are `done`; before the first one, as if every
+    episode lasted to its time limit, so that no run takes fewer. None: nothing is known yet.
+    """
+    limit, budget = config.run.iterations, config.run.total_env_steps
+    if budget is None:
+        return limit
+    per_iteration = env_steps / done if done and env_steps else env_steps_per_iteration(config)
+    if not per_iteration:
+        return limit
+    estimate = done if done and env_steps >= budget else max(done, math.ceil(budget / per_iteration), 1)
+    return estimate if limit is None else min(limit, estimate)
+
+
+class LengthWords(NamedTuple):
+    """The length of training in messages about what does not fit into it."""
+
+    given: str  # the option that says it
+    limit: str  # how many iterations there are
+    more: str  # another remedy
+
+
+def length_in_words(config: Config) -> LengthWords:
+    """How messages call the length of a run."""
+    budget, iterations = config.run.total_env_steps, total_iterations(config)
+    if budget is None or iterations is None or iterations == config.run.iterations:
+        return LengthWords(f"run.iterations = {config.run.iterations}", "run.iterations", "")
+    counted = f"{iterations} iteration{'s' * (iterations != 1)}"
+    given = f"run.total_env_steps = {budget}, which {counted} may reach"
+    return LengthWords(given, str(iterations), ", or raise run.total_env_steps")
+
+
+def updates_in(iterations: int, config: Config) -> int:
     """How often a run learns: after each iteration, or once for several; what is gathered at the end is learnt from."""
-    return math.ceil(config.run.iterations / config.optim.rollouts_per_update)
+    return math.ceil(iterations / config.optim.rollouts_per_update)
 
 
 CLIP_RANGE = (0.2, 0.28)  # DAPO's, arXiv:2503.14476
@@ -89,7 +133,12 @@ def derive(config: Config) -> Derived:
     """The numbers of a training run."""
     episodes = config.rollout.num_groups * config.rollout.group_size
     gathered = config.optim.rollouts_per_update
-    iterations, interval = config.run.iterations, config.eval.interval
+    iterations, interval, per_iteration = (
+        total_iterations(config),
+        config.eval.interval,
+        env_steps_per_iteration(config),
+    )
+    updates = None if iterations is None else updates_in(iterations, config)
     steps = config.algorithm.epochs * config.optim.minibatches
     facts = suite_facts(config.env, config.gym)
     assert facts is not None, "a checked configuration names a suite that exists"
@@ -114,10 +163,12 @@ def derive(config: Config) -> Derived:
         episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if on_cluster else None,
         decisions_per_microbatch_max=config.optim.microbatch_size,
         optimizer_steps_per_update=steps,
-        total_updates=total_updates(config),
-        total_optimizer_steps=steps * total_updates(config),
-        total_episodes=episodes * iterations,
-        num_evaluations=2 + ((iterations - 1) // interval if interval else 0),
+        total_iterations=iterations,
+        total_env_steps_max=None if iterations is None or per_iteration is None else iterations * per_iteration,
+        total_updates=updates,
+        total_optimizer_steps=None if updates is None else steps * updates,
+        total_episodes=None if iterations is None else episodes * iterations,
+        num_evaluations=None if iterations is None else 2 + ((iterations - 1) // interval if interval else 0),
         episodes_per_evaluation=num_tasks * config.eval.states_per_task,
         clip_low=clip_range(config.algorithm)[0],
         clip_high=clip_range(config.algorithm)[1],
@@ -145,6 +196,21 @@ def derived_lines(derived: Derived | FinetuneDerived) -> list[str]:
     values = ((f.name, getattr(derived, f.name)) for f in fields(derived))
     shown = ((name, f"{value:g}" if isinstance(value, float) else value) for name, value in values)
     return [f"{name}: {value}" for name, value in shown if value is not None]
+
+
+def length_lines(config: Config) -> list[str]:
+    """What to know of the totals of a run whose length is given in environment steps."""
+    budget, iterations = config.run.total_env_steps, total_iterations(config)
+    if budget is None:
+        return []
+    ends = f"the run ends with the iteration that reaches run.total_env_steps = {budget}"
+    if iterations is None:
+        return [f"{ends}; how many iterations that takes is not known, as env.max_steps is not set"]
+    if config.run.iterations is not None:
+        ends += f", or after run.iterations = {config.run.iterations}"
+    return [
+        f"{ends}; the totals are for episodes that last to the time limit, and are larger where episodes end sooner"
+    ]
 
 
 def default_run_name(label: str, seed: int, now: datetime) -> str:

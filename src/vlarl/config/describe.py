@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from vlarl.config.problems import shown
-from vlarl.config.schema import Section
+from vlarl.config.schema import LARGEST, Section
 
 PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts"}
 
@@ -128,7 +128,7 @@ def _range(rules: dict[str, Any]) -> str:
     bounds = [
         f" {sign} {rules[key]}"
         for key, sign in (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
-        if key in rules
+        if key in rules and rules[key] != LARGEST
     ]
     return " and".join(bounds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
@@ -11,6 +12,8 @@ from vlarl.config.schema import Config, GymConfig
 from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
+
+LISTED = 10  # tasks that a message names
 
 
 def check_suite(suite: str, option: str = "env.suite") -> Problems:
@@ -28,8 +31,7 @@ def check_task_ids(
     subject = f"{option} = {shown(task_ids)}"
     if not task_ids:
         yield Problem(subject, "names no task; leave it out for all tasks", (option,))
-    if len(set(task_ids)) < len(task_ids):
-        repeated = sorted({task for task in task_ids if task_ids.count(task) > 1})
+    if repeated := sorted(task for task, count in Counter(task_ids).items() if count > 1):
         yield Problem(subject, f"task {_and(repeated)} given more than once; name each task once", (option,))
     if facts is not None and (beyond := [task for task in task_ids if task >= facts.num_tasks]):
         yield Problem(subject, f"no task {_and(beyond)}; the suite has tasks 0 to {facts.num_tasks - 1}", (option,))
@@ -96,4 +98,5 @@ def check_gym(config: Config) -> Problems:
 
 
 def _and(numbers: list[int]) -> str:
-    return " and ".join(str(n) for n in numbers)
+    listed = [str(n) for n in numbers[:LISTED]] + ["more"] * (len(numbers) > LISTED)
+    return " and ".join(listed)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from vlarl.config.schema import (
     BelowOne,
     LoraConfig,
+    Many,
     ModelConfig,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,6 +17,7 @@ from vlarl.config.schema import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Size,
     UnitInterval,
 )
 
@@ -27,10 +31,10 @@ class DemoConfig(Section):
     """Demonstrate these tasks of each suite only; all tasks by default."""
     path: str | None = None
     """RLDS folder of recorded episodes to imitate instead of playing any; its dataset's name is the suite's then."""
-    episodes_per_task: PositiveInt = 500
+    episodes_per_task: Many = 500
     """Demonstrations a task, each from an initial state of its own; LIBERO has only its fixed ones, of which those of
     training are used in turn."""
-    image_size: PositiveInt | None = None
+    image_size: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Pixels of a rendered view; by default what the policy's processor reads. A fresh model reads views of this size,
     a multiple of 14; by default 56."""
     only_successful: bool | None = None
@@ -44,7 +48,7 @@ class DemoConfig(Section):
     """Standard deviation of the noise on executed actions, so that demonstrations show recoveries."""
     hesitation: BelowOne = 0.0
     """Simulators: share of the time that experts stand still, a while each, as people do at the controls."""
-    num_workers: PositiveInt | None = None
+    num_workers: Size | None = None
     """Processes that play; by default one for each core."""
 
 
@@ -53,7 +57,7 @@ class FinetuneOptimConfig(Section):
 
     steps: PositiveInt = 10_000
     """Optimizer steps."""
-    batch_size: PositiveInt = 1024
+    batch_size: Many = 1024
     """Samples a step."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of a linear warm-up and a cosine decay."""

@@ -2,92 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vlarl.config.aliases import (
+    ALIASES,
+    NEEDLESS,
+    SINGLE_VALUE,
+    SOURCES,
+    alias_of,
+    answer_to,
+    plain_name,
+    translation_of,
+)
 from vlarl.config.describe import Option, options
+from vlarl.config.presets import is_source
 from vlarl.config.problems import Problem, nearest
 from vlarl.config.schema import Section
+from vlarl.config.translations import NOT_ASKED, Translation
 from vlarl.config.yaml_source import as_tuples, parse_value
 
-ALIASES: dict[str, str] = {
-    "model": "policy.path",
-    "task-suite": "env.suite",
-    "task-id": "env.task_ids",
-    "task-ids": "env.task_ids",
-    "num-envs": "env.num_envs",
-    "timesteps": "run.total_env_steps",
-    "use-wandb": "logging.wandb",
-    "value-init-steps": "algorithm.value_init_steps",
-    "freezing-actor-steps": "algorithm.value_init_steps",
-    "advantage-estimator": "algorithm.name",
-    "max-epochs": "algorithm.epochs",
-    "n-epochs": "algorithm.epochs",
-    "num-epochs": "algorithm.epochs",
-    "clip-ratio-low": "algorithm.clip_low",
-    "clip-ratio-high": "algorithm.clip_high",
-    "entropy-coef": "algorithm.entropy_coef",
-    "action-reconstruction-coef": "algorithm.action_reconstruction_coef",
-    "aux-loss-coef": "algorithm.aux_loss_coef",
-    "advantage-clamp": "algorithm.advantage_clamp",
-    "verifier-gamma": "algorithm.verifier_gamma",
-    "gamma": "algorithm.gamma",
-    "lam": "algorithm.gae_lambda",
-    "gae-lambda": "algorithm.gae_lambda",
-    "vf-coef": "algorithm.vf_coef",
-    "value-loss-coef": "algorithm.vf_coef",
-    "cliprange-value": "algorithm.cliprange_value",
-    "value-clip": "algorithm.cliprange_value",
-    "kl-coef": "kl.coef",
-    "init-kl-coef": "kl.coef",
-    "kl-target": "kl.target",
-    "kl-horizon": "kl.horizon",
-    "kl-estimator": "kl.estimator",
-    "actor-lr": "optim.lr",
-    "critic-lr": "critic.lr",
-    "value-learning-rate": "critic.lr",
-    "max-grad-norm": "optim.max_grad_norm",
-    "max-norm": "optim.max_grad_norm",
-    "micro-train-batch-size": "optim.microbatch_size",
-    "ema-beta": "ema.beta",
-    "remote-rm-url": "reward.url",
-    "reward-fn": "reward.source",
-    "reward-recipe": "reward.recipe",
-    "length-penalty": "reward.length_penalty",
-    "curriculum-ema-alpha": "curriculum.ema_alpha",
-    "curriculum-tau": "curriculum.tau",
-    "vla-path": "policy.path",
-    "pretrained-checkpoint": "policy.path",
-    "unnorm-key": "policy.unnorm_key",
-    "use-proprio": "policy.use_proprio",
-    "num-images-in-input": "policy.num_images",
-    "enable-gradient-checkpointing": "policy.gradient_checkpointing",
-    "use-lora": "lora.enabled",
-    "lora-rank": "lora.rank",
-    "lora-alpha": "lora.alpha",
-    "lora-dropout": "lora.dropout",
-    "lora-target-modules": "lora.target_modules",
-    "load-adapter-checkpoint": "lora.adapter",
-    "env-gpu-id": "env.render_gpu",
-    "actor-num-gpus-per-node": "distributed.learners_per_node",
-    "sharding-strategy": "distributed.sharding",
-    "offload": "distributed.cpu_offload",
-    "async-mode": "distributed.asynchronous",
-    "vllm-num-engines": "vllm.num_engines",
-    "vllm-tensor-parallel-size": "vllm.tensor_parallel_size",
-    "vllm-enforce-eager": "vllm.enforce_eager",
-    "vllm-sync-backend": "vllm.sync_backend",
-    "enable-prefix-caching": "vllm.prefix_caching",
-    "gpu-memory-utilization": "vllm.gpu_memory_utilization",
-    "seed": "run.seed",
-    "name": "run.name",
-}
-"""Flags that other systems of the field use, and the option each one sets here."""
-
 MODELS = {"tiny": "init:tiny-oft", "tiny-openvla": "init:tiny-openvla"}
-"""Short names that `--model` takes besides paths: fresh weights, to try a configuration out."""
+"""Short names that `--model` takes besides paths, in every command: fresh weights, to try a configuration out."""
 
-SINGLE_VALUE_ALIASES = frozenset({"task-id"})
+BOOLEANS = {"true": True, "false": False}
+NOT_BOOLEANS = ("yes", "no", "on", "off", "y", "n", "1", "0")
+"""What people write for true and false besides."""
+
+ASSIGNMENT = re.compile(r"\+{0,2}[A-Za-z_][\w-]*(\.[\w-]+)*=")
 
 HABITS: dict[str, str] = {
     "learning_rate": "lr",
@@ -108,6 +51,7 @@ class Flags:
     spelled: dict[str, str] = field(default_factory=dict)  # dotted path -> the flag as written
     positionals: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was accepted and has no effect, and why
 
     def set(self, option: Option, spelled: str, value: object) -> None:
         """Give an option its value; the last flag wins."""
@@ -116,35 +60,93 @@ class Flags:
 
 
 def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
-    """Read flags; what is no flag and no flag's value is a positional. Errors are collected, not raised."""
+    """Read flags; what is no flag and no flag's value is a positional. Errors are collected, not raised.
+
+    `a.b=c` is read as `--a.b=c`, and names of other systems as what they mean here (`aliases`).
+    """
     flags = Flags()
     rest = list(tokens)
     while rest:
         token = rest.pop(0)
-        if not token.startswith("-"):
+        if not token.startswith("-") and not _is_assignment(token):
             flags.positionals.append(token)
             continue
         spelled, has_value, value = token.partition("=")
+        if has_value:
+            rest.insert(0, value)
         option, negated = _find(spelled, schema)
         if option is None:
-            if not has_value and rest and not _is_flag(rest[0]):
-                rest.pop(0)
-            message = "unknown option" + suggestion(spelled.lstrip("-"), schema, prefix="--")
-            flags.problems.append(Problem(spelled, message, (spelled,)))
-        elif negated or (option.is_flag and not has_value):
-            stated = not negated and bool(rest) and rest[0] in ("true", "false")
-            text = rest.pop(0) if stated else str(not negated).lower()
-            flags.set(option, spelled, parse_value(text))
+            _other_system(flags, spelled, rest, bool(has_value), schema)
+        elif negated or option.is_flag:
+            _switch(flags, option, spelled, rest, negated, bool(has_value))
         else:
-            single = spelled.lstrip("-") in SINGLE_VALUE_ALIASES
-            texts = [value] if has_value else _take(rest, many=option.is_list and not single)
+            single = bool(has_value) or plain_name(spelled) in SINGLE_VALUE
+            texts = [rest.pop(0)] if has_value else _take(rest, option if not single else None)
             if texts:
-                if spelled == "--model":
-                    texts = [MODELS.get(text, text) for text in texts]
+                if plain_name(spelled) == "model":
+                    texts = [model_path(text) for text in texts]
                 flags.set(option, spelled, _value(option, texts))
             else:
                 flags.problems.append(Problem(spelled, f"needs a value: {option.allowed}", (option.path,)))
     return flags
+
+
+def model_path(name: str) -> str:
+    """What `--model` names: a checkpoint, or one of the short names."""
+    return MODELS.get(name, name)
+
+
+def _switch(flags: Flags, option: Option, spelled: str, rest: list[str], negated: bool, has_value: bool) -> None:
+    """Set an option that is true or false: by itself, by the word after it, or by its `--no-` form."""
+    if negated or not (has_value or (rest and rest[0].lower() in (*BOOLEANS, *NOT_BOOLEANS))):
+        flags.set(option, spelled, not negated)
+        return
+    text = rest.pop(0)
+    if not has_value and text.lower() in NOT_BOOLEANS:
+        remedy = f"must be true or false; write {spelled} for true, or --no-{option.path} for false"
+        flags.problems.append(Problem(f"{spelled} {text}", remedy, (option.path,)))
+    else:
+        flags.set(option, spelled, BOOLEANS.get(text.lower(), parse_value(text)))
+
+
+def _other_system(flags: Flags, spelled: str, rest: list[str], has_value: bool, schema: type[Section]) -> None:
+    """A flag that is no option: translated where another system has it, otherwise a problem with its remedy."""
+    name, known = plain_name(spelled), frozenset(options(schema))
+    negated = name.startswith("no_") and translation_of(name.removeprefix("no_"), known) is not None
+    found = translation_of(name.removeprefix("no_") if negated else name, known)
+    takes = bool(rest) and not negated and (has_value or not _is_flag(rest[0]))
+    if found is not None and found.is_flag and not has_value:
+        takes = takes and rest[0].lower() in (*BOOLEANS, "none", "group", "batch")
+    if name in NEEDLESS and takes and not has_value:
+        takes = not is_source(rest[0])
+    text = rest.pop(0) if takes else None
+    if name in SOURCES and text is not None:
+        flags.positionals.append(text)
+    elif found is not None:
+        _translate(flags, found, spelled, "false" if negated else text, schema)
+    elif name in NEEDLESS and answer_to(name, known, "--") == f"not needed: {NEEDLESS[name]}":
+        flags.notes.append(f"{spelled} is not needed: {NEEDLESS[name]}")
+    elif (answer := answer_to(name, known, "--")) is not None:
+        if text is None or parse_value(text) not in NOT_ASKED:  # leaving a feature off that is not there is fine
+            flags.problems.append(Problem(spelled, answer, (spelled,)))
+    else:
+        flags.problems.append(Problem(spelled, "unknown option" + suggestion(name, schema, prefix="--"), (spelled,)))
+
+
+def _translate(flags: Flags, found: Translation, spelled: str, text: str | None, schema: type[Section]) -> None:
+    if text is None and not found.is_flag:
+        flags.problems.append(Problem(spelled, "needs a value", found.options))
+        return
+    word = (text or "true").lower()
+    value = BOOLEANS.get(word, parse_value(text or "true"))
+    values = found.read(value, flags.values)
+    if isinstance(values, str):
+        subject = spelled if text is None else f"{spelled} {text}"
+        flags.problems.append(Problem(subject, values, found.options))
+        return
+    known = options(schema)
+    for path, item in values.items():
+        flags.set(known[path], spelled, item)
 
 
 def from_mapping(overrides: Mapping[str, object]) -> Flags:
@@ -157,8 +159,21 @@ def from_mapping(overrides: Mapping[str, object]) -> Flags:
 
 
 def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
-    """`; did you mean …?` for an unknown option name, or the names there are."""
+    """`; did you mean …?` for an unknown option name, what it is called here, or the names there are."""
     name = name.replace("-", "_")
+    if answer := answer_to(plain_name(name), frozenset(options(schema)), prefix):
+        return f"; {answer}"
+    section = name.rpartition(".")[0]
+    siblings = [path.partition(".")[2] for path in options(schema) if path.startswith(f"{section}.")]
+    if matches := _matches(name, schema, with_aliases=bool(prefix)):
+        return "; did you mean " + " or ".join(prefix + match for match in matches) + "?"
+    if siblings:
+        return f"; options of {section}: " + ", ".join(siblings)
+    return "; sections: " + ", ".join(schema.model_fields)
+
+
+def _matches(name: str, schema: type[Section], with_aliases: bool) -> list[str]:
+    """The options, or the alias, that an unknown name may have been meant to be."""
     known = options(schema)
     section, _, leaf = name.rpartition(".")
     leaf = HABITS.get(nearest(leaf, HABITS, cutoff=0.85) or leaf, leaf)
@@ -166,26 +181,20 @@ def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
     for path in known:
         by_leaf.setdefault(path.partition(".")[2], []).append(path)
     siblings = {path.partition(".")[2]: path for path in known if path.startswith(f"{section}.")}
-    alias = nearest(name.replace("_", "-"), ALIASES, cutoff=0.8) if prefix and not section else None
+    alias = nearest(name, ALIASES, cutoff=0.8) if with_aliases and not section else None
     if leaf in siblings:
-        matches = [siblings[leaf]]
-    elif leaf in by_leaf:
-        matches = by_leaf[leaf]
-    elif alias and ALIASES[alias] in known:
-        matches = [alias]
-    elif found := nearest(leaf, siblings):
-        matches = [siblings[found]]
-    elif found := nearest(name, known, cutoff=0.75):
-        matches = [found]
-    elif found := nearest(leaf, by_leaf, cutoff=0.75):
-        matches = by_leaf[found]
-    else:
-        matches = []
-    if matches:
-        return "; did you mean " + " or ".join(prefix + match for match in matches) + "?"
-    if siblings:
-        return f"; options of {section}: " + ", ".join(siblings)
-    return "; sections: " + ", ".join(schema.model_fields)
+        return [siblings[leaf]]
+    if leaf in by_leaf:
+        return by_leaf[leaf]
+    if alias and ALIASES[alias] in known:
+        return [alias.replace("_", "-")]
+    if found := nearest(leaf, siblings):
+        return [siblings[found]]
+    if found := nearest(name, known, cutoff=0.75):
+        return [found]
+    if found := nearest(leaf, by_leaf, cutoff=0.75):
+        return by_leaf[found]
+    return []
 
 
 def _is_flag(token: str) -> bool:
@@ -193,26 +202,34 @@ def _is_flag(token: str) -> bool:
     return token.startswith("-") and not isinstance(parse_value(token), int | float)
 
 
+def _is_assignment(token: str) -> bool:
+    """Whether a token is written as Hydra's overrides are, `a.b=c` or `+a.b=c`, and is no file."""
+    return ASSIGNMENT.match(token) is not None and not is_source(token)
+
+
 def _find(spelled: str, schema: type[Section]) -> tuple[Option | None, bool]:
     """The option a flag names, and whether the flag is its `--no-` form."""
     known = options(schema)
+    paths = frozenset(known)
 
     def look_up(name: str) -> Option | None:
-        return known.get(ALIASES.get(name, name.replace("-", "_")))
+        return known.get(name) or known.get(alias_of(name, paths) or "")
 
-    if not spelled.startswith("--"):
+    if spelled.startswith("-") and not spelled.startswith("--"):
         return None, False
-    name = spelled.removeprefix("--")
+    name = plain_name(spelled)
     if option := look_up(name):
         return option, False
-    option = look_up(name.removeprefix("no-")) if name.startswith("no-") else None
+    option = look_up(name.removeprefix("no_")) if name.startswith("no_") else None
     return (option, True) if option is not None and option.is_flag else (None, False)
 
 
-def _take(rest: list[str], many: bool) -> list[str]:
-    """The values that follow a flag: one, or all up to the next flag."""
+def _take(rest: list[str], of_list: Option | None) -> list[str]:
+    """The values that follow a flag: one, or for a list all up to the next flag, override, preset or file."""
     taken: list[str] = []
-    while rest and not _is_flag(rest[0]) and (many or not taken):
+    while rest and not _is_flag(rest[0]) and (of_list or not taken):
+        if taken and (_is_assignment(rest[0]) or is_source(rest[0])):
+            break
         taken.append(rest.pop(0))
     return taken
 

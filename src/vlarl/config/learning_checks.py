@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from vlarl.config.derive import total_updates
+from vlarl.config.derive import length_in_words, total_iterations, updates_in
 from vlarl.config.problems import Problem
 from vlarl.config.schema import Config, CriticConfig
 
@@ -13,15 +14,18 @@ Problems = Iterator[Problem]
 
 def check_updates(config: Config) -> Problems:
     """Every update must come to pass, and warm-ups must leave some of them."""
-    iterations, gathered = config.run.iterations, config.optim.rollouts_per_update
+    iterations, gathered = total_iterations(config), config.optim.rollouts_per_update
+    if iterations is None:
+        return  # how many the environment steps last for is not known
     if gathered > iterations:
-        subject = f"optim.rollouts_per_update = {gathered} with run.iterations = {iterations}"
-        remedy = "so many rollouts are never gathered; set it to run.iterations or less"
+        length = length_in_words(config)
+        subject = f"optim.rollouts_per_update = {gathered} with {length.given}"
+        remedy = f"so many rollouts are never gathered; set it to {length.limit} or less{length.more}"
         yield Problem(subject, remedy, ("optim.rollouts_per_update", "run.iterations"))
         return
     if gathered == 1:
         return  # an update an iteration: other rules see to it
-    updates = total_updates(config)
+    updates = updates_in(iterations, config)
     paths = ("run.iterations", "optim.rollouts_per_update")
     for path, value, limit in (
         ("algorithm.value_init_steps", config.algorithm.value_init_steps, updates - 1),
@@ -36,14 +40,15 @@ def check_updates(config: Config) -> Problems:
 
 def check_critic(config: Config) -> Problems:
     """Options of a critic need an algorithm that has one, and a warm-up that ends."""
-    name, critic, iterations = config.algorithm.name, config.critic, config.run.iterations
+    name, critic, iterations = config.algorithm.name, config.critic, total_iterations(config) or math.inf
     if name != "ppo" and critic.kind != CriticConfig().kind:
         remedy = "this algorithm has no critic; set critic.kind to head, or algorithm.name to ppo"
         subject = f"critic.kind = '{critic.kind}' with algorithm.name = '{name}'"
         yield Problem(subject, remedy, ("critic.kind", "algorithm.name"))
     if critic.warmup_iterations is not None and critic.warmup_iterations > iterations:
-        subject = f"critic.warmup_iterations = {critic.warmup_iterations} with run.iterations = {iterations}"
-        remedy = "the warm-up would never end; set it to run.iterations or less"
+        length = length_in_words(config)
+        subject = f"critic.warmup_iterations = {critic.warmup_iterations} with {length.given}"
+        remedy = f"the warm-up would never end; set it to {length.limit} or less{length.more}"
         yield Problem(subject, remedy, ("critic.warmup_iterations", "run.iterations"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -10,14 +10,16 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from vlarl.config.aliases import answer_to
 from vlarl.config.checks import check
 from vlarl.config.describe import options
 from vlarl.config.effects import check_given
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
-from vlarl.config.presets import find_source
-from vlarl.config.problems import ConfigError, Problem, nearest
-from vlarl.config.schema import Config
+from vlarl.config.presets import find_source, preset_of
+from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
+from vlarl.config.schema import LARGEST, Config
+from vlarl.config.spelling import respelled
 from vlarl.config.yaml_source import Document, describe_value, read_document
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
@@ -25,6 +27,9 @@ Tree = dict[str, Any]
 
 COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "finetune": FinetuneConfig}
 """The command that each kind of configuration is for."""
+
+MAX_ANSWERS = 5
+"""Options of another system's section that are told what they are here."""
 
 
 @overload
@@ -53,11 +58,11 @@ def load_config(
     Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work, options that the
     user gave and that have no effect. `with_policy` False is for commands that use the environment alone.
     """
-    document = read_document(find_source(source))
-    _refuse_other_kind(document, schema, source)
     flags = _as_flags(overrides, schema)
+    document = read_document(find_source(preset_of(flags.values) if source is None else source))
+    _refuse_other_kind(document, schema, source)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
-    data = _merged(schema().model_dump(), document.data, flags.values)
+    data = _respelled(_merged(schema().model_dump(), document.data, flags.values), schema)
     config, problems = _validated(data, schema, document, flags)
     problems = [*document.problems, *flags.problems, *stray, *problems]
     if config is not None:
@@ -83,7 +88,13 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 )
-_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
+_Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _float(value)))
+
+
+def _float(value: float) -> str:
+    """A number as every YAML reader takes it for one: `1.0e-07`, where some read `1e-07` as text."""
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
@@ -118,7 +129,35 @@ def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, obje
             merged[section] = value if not name else merged[section]
         else:
             merged[section] = {**merged.get(section, {}), name: value}
+    given = {path.removeprefix("run."): value for path, value in flags.items() if path.startswith("run.")}
+    _set_length(merged, [file.get("run"), given])
     return merged
+
+
+def _set_length(merged: Tree, layers: Sequence[object]) -> None:
+    """A length of training that a layer sets takes the place of the other kind of length in the layers below it."""
+    lengths = ("iterations", "total_env_steps")
+    run = merged.get("run")
+    if not isinstance(run, dict) or not set(lengths) <= set(run):
+        return
+    for layer in layers:
+        given = [name for name in lengths if isinstance(layer, dict) and layer.get(name) is not None]
+        absent = [name for name in lengths if isinstance(layer, dict) and name not in layer]
+        if given and absent:
+            run = {**run, absent[0]: None}
+        if isinstance(layer, dict):
+            run = {**run, **{name: layer[name] for name in lengths if name in layer}}
+    merged["run"] = run
+
+
+def _respelled(data: Tree, schema: type[Config] | type[FinetuneConfig]) -> Tree:
+    """The same with values in the spelling of the schema."""
+    return {
+        section: {name: respelled(f"{section}.{name}", value, schema) for name, value in content.items()}
+        if isinstance(content, dict)
+        else content
+        for section, content in data.items()
+    }
 
 
 def _validated(
@@ -129,7 +168,8 @@ def _validated(
         return schema.model_validate(data), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    problems = {_path(detail): _problem(detail, schema, document, flags) for detail in details}
+    problems = {_path(detail): _problem(detail, schema, document, flags) for detail in details[:MAX_PROBLEMS]}
+    problems |= {_path(detail): Problem(_path(detail), "unknown or wrong") for detail in details[MAX_PROBLEMS:]}
     defaults = schema().model_dump()
     for detail in details:
         section, *rest = (str(part) for part in detail["loc"])
@@ -160,6 +200,8 @@ def _problem(
     option = options(schema).get(option_path)
     if option is not None:
         message = f"must be {option.allowed}"
+        if detail["type"] == "less_than_equal" and detail["ctx"]["le"] == LARGEST:
+            message += f", and {LARGEST} at most"
         match = nearest(value, option.choices) if isinstance(value, str) else None
         message += f"; did you mean '{match}'?" if match else ""
     elif path in schema.model_fields:
@@ -169,5 +211,20 @@ def _problem(
     else:
         match = nearest(path, schema.model_fields)
         hint = f"; did you mean {match}?" if match else "; sections: " + ", ".join(schema.model_fields)
-        message = "unknown section" + hint
+        message = "unknown section" + (_answers(path, value, schema) or hint)
     return Problem(subject, message, (option_path,))
+
+
+def _answers(section: str, content: Mapping[str, object], schema: type[Config] | type[FinetuneConfig]) -> str:
+    """What the options of another system's section are here, where they are known."""
+    known = frozenset(options(schema))
+    named = ((path, answer_to(path, known)) for path in _leaves(section, content))
+    found = [f"{path}: {answer}" for path, answer in named if answer]
+    return "".join(f"; {answer}" for answer in found[:MAX_ANSWERS])
+
+
+def _leaves(prefix: str, content: Mapping[str, object]) -> Iterator[str]:
+    """Dotted names of what a nested mapping holds."""
+    for name, value in content.items():
+        path = f"{prefix}.{name}"
+        yield from _leaves(path, value) if isinstance(value, dict) else [path]

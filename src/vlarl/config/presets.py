@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import vlarl
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Section
+from vlarl.config.spelling import suite_name
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 
 DEFAULT_PRESET = "tabletop_grpo"
+OF_SUITE = {"libero_spatial": "libero_spatial_grpo_oft", "metaworld_mt10": "metaworld_grpo"}
+"""What a command line without a preset starts from, by the suite that it names; the default preset for all others."""
 PRESET_FOLDER = Path(vlarl.__file__).parent / "configs"
 
 
@@ -32,22 +36,62 @@ def presets_for_suite(suite: str) -> list[str]:
     return [name for name, env in sections if isinstance(env, dict) and str(env.get("suite")).startswith(f"{family}_")]
 
 
+def preset_of(given: Mapping[str, object]) -> str:
+    """The preset that these options go over, where none is named: that of their suite, unless they name a policy."""
+    suite = given.get("env.suite")
+    if not isinstance(suite, str) or "policy.path" in given:
+        return DEFAULT_PRESET
+    return OF_SUITE.get(suite_name(suite), DEFAULT_PRESET)
+
+
 def find_source(source: str | Path | None) -> Path:
     """The file that a preset's name or a path stands for; None is the default preset."""
     name = DEFAULT_PRESET if source is None else str(source)
     preset = _file(name)
-    if isinstance(source, str | None) and Path(name).name == name and preset.is_file():
+    if isinstance(source, str | None) and Path(name).name == name and _is_file(preset):
         return preset
     path = Path(name)
-    if path.is_dir():
+    if _can_exist(path) and path.is_dir():
         inside = path / "config.yaml"
         hint = f"; its configuration is {inside} (or --resume {path})" if inside.is_file() else ""
         raise UsageError(f"{name} is a folder; a YAML file or a preset is needed{hint}")
-    if path.is_file():
+    if _is_file(path):
         return path
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-        raise UsageError(f"no file {name}; presets: {', '.join(presets())}")
-    raise UsageError(f"{name}: {unknown('preset', name, list(presets()))}")
+    raise UsageError(_missing(name))
+
+
+def _missing(name: str) -> str:
+    """What to say of a source that is neither a preset nor a file: what it may have been meant to be."""
+    path, known = Path(name), presets()
+    if not path.name or not _can_exist(path):
+        return f"{name[:40]!r} names neither a preset nor a file; presets: {', '.join(known)}"
+    files = [other for suffix in (".yaml", ".yml") if _is_file(other := path.with_suffix(suffix))]
+    if path.suffix in ("", ".yaml", ".yml") and files:
+        return f"no file {name}; write {files[0]}"
+    if path.suffix in (".yaml", ".yml"):
+        hint = f"; the preset is called {path.stem}" if path.stem in known else f"; presets: {', '.join(known)}"
+        return f"no file {name}{hint}"
+    if len(path.parts) > 1:
+        return f"no file {name}; presets: {', '.join(known)}"
+    if (folded := name.lower().replace("-", "_")) in known:
+        return f"{name}: unknown preset; write {folded}"
+    return f"{name}: {unknown('preset', name, list(known))}"
+
+
+def is_source(text: str) -> bool:
+    """Whether a word of a command line names a preset, or a YAML file that is there."""
+    if Path(text).name == text and _is_file(_file(text)):
+        return True
+    return text.endswith((".yaml", ".yml")) and _is_file(Path(text))
+
+
+def _is_file(path: Path) -> bool:
+    return _can_exist(path) and path.is_file()
+
+
+def _can_exist(path: Path) -> bool:
+    """Whether file systems take such a path at all: one that is too long is an error to them, not a missing file."""
+    return "\0" not in str(path) and len(str(path)) < 4096 and all(len(part.encode()) < 256 for part in path.parts)
 
 
 def _file(name: str) -> Path:

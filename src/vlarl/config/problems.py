@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from vlarl.errors import UsageError
 
+MAX_PROBLEMS = 30
+"""Problems that are told; what is wrong with the rest is mostly the same."""
+MAX_SHOWN = 200  # characters of a value
+LONGEST_NAME = 100  # characters of a name that others are compared with
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,23 +34,33 @@ class ConfigError(UsageError):
         if len(problems) == 1:
             super().__init__(str(problems[0]))
         else:
-            lines = "".join(f"\n  - {problem}" for problem in problems)
-            super().__init__(f"{len(problems)} problems in the configuration:{lines}")
+            lines = "".join(f"\n  - {problem}" for problem in problems[:MAX_PROBLEMS])
+            more = f"\n  - and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+            super().__init__(f"{len(problems)} problems in the configuration:{lines}{more}")
 
 
 def shown(value: object) -> str:
-    """A value as it is written in YAML, with quotes around text."""
+    """A value as it is written in YAML, with quotes around text; a long one is abridged."""
+    text = _written(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def _written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(shown(item) for item in value) + "]"
-    return repr(value)
+        return "[" + ", ".join(_written(item) for item in value[:MAX_SHOWN]) + "]"
+    if isinstance(value, int) and abs(value) >= 10**100:
+        return "an integer of more than 100 digits"
+    return repr(value[: 2 * MAX_SHOWN] if isinstance(value, str | bytes) else value)
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The valid name most like the given one, if any is alike."""
+    if len(name) > LONGEST_NAME:
+        return None
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

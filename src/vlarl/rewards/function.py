@@ -7,11 +7,15 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import SupportsFloat
 
+from vlarl.config.problems import nearest
 from vlarl.errors import UsageError, VlarlError
 from vlarl.rewards.base import Reward, pay_at_the_end
 from vlarl.types import Trajectory
+
+LISTED = 10  # functions that a message names
 
 
 class FunctionReward(Reward):
@@ -43,5 +47,15 @@ def import_function(source: str) -> Callable[[Trajectory], float]:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"reward.source: {module_name!r} has no function {name!r}; write it as `module:function`.")
+        raise UsageError(f"reward.source: {module_name!r} has no function {name!r}; {_there(module, name)}.")
     return function  # type: ignore[no-any-return]
+
+
+def _there(module: ModuleType, name: str) -> str:
+    """The functions that a module has of its own, for one that was asked for and is not there."""
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
+    if not own:
+        return "it defines none; write `def NAME(trajectory): ...` in it"
+    match = nearest(name, own)
+    return (f"did you mean {module.__name__}:{match}? " if match else "") + f"It has {', '.join(own[:LISTED])}"

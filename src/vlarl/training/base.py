@@ -44,8 +44,13 @@ class Trainer(Protocol):
         """The moving average of the weights, where one is kept."""
         ...
 
-    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
-        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
+    def update(
+        self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
+    ) -> UpdateResult:
+        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many.
+
+        `iterations` are those of the whole run, as far as is known by now: what schedules follow.
+        """
         ...
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:

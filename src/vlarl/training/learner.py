@@ -22,7 +22,7 @@ from torch import nn
 from vlarl.algorithms.base import Algorithm
 from vlarl.algorithms.kl import build_kl_controller
 from vlarl.algorithms.losses import high_entropy_tokens
-from vlarl.config.derive import total_updates
+from vlarl.config.derive import total_iterations, updates_in
 from vlarl.config.schema import Config
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Policy, Scores
@@ -192,9 +192,14 @@ class Learner:
             place = torch.device("cpu") if self.sharded else self.device  # whole only on the host
             self.reference = reference_at_start(self.policy, self.config, place)
 
-    def update(self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None]) -> UpdateResult:
-        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
-        steps = self.updating(batch, iteration)
+    def update(
+        self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
+    ) -> UpdateResult:
+        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many.
+
+        `iterations` are those of the whole run, as far as is known by now; without it, as configured.
+        """
+        steps = self.updating(batch, iteration, iterations)
         while True:
             try:
                 on_step(*next(steps))
@@ -202,11 +207,13 @@ class Learner:
                 result: UpdateResult = end.value
                 return result
 
-    def updating(self, batch: TrainBatch, iteration: int) -> Generator[tuple[int, int], None, UpdateResult]:
+    def updating(
+        self, batch: TrainBatch, iteration: int, iterations: int | None = None
+    ) -> Generator[tuple[int, int], None, UpdateResult]:
         """The same step by step: after each optimizer step, how many are done, of how many."""
         algorithm = self.config.algorithm
         train_policy = self.version >= algorithm.value_init_steps
-        lr = self._set_learning_rates(train_policy)
+        lr = self._set_learning_rates(train_policy, iterations or total_iterations(self.config) or iteration)
         metrics = WeightedMeans()
         schedule = self._schedule(batch, iteration)
         per_epoch = len(schedule) // algorithm.epochs  # fewer than optim.minibatches when there are fewer rows
@@ -256,9 +263,9 @@ class Learner:
             )
         ]
 
-    def _set_learning_rates(self, train_policy: bool) -> float:
+    def _set_learning_rates(self, train_policy: bool, iterations: int) -> float:
         """Set both learning rates for this update and return the policy's; each has a clock of its own."""
-        optim, critic, updates = self.config.optim, self.config.critic, total_updates(self.config)
+        optim, critic, updates = self.config.optim, self.config.critic, updates_in(iterations, self.config)
         policy_updates = updates - self.config.algorithm.value_init_steps
         factor = lr_factor(self.policy_updates, policy_updates, optim.schedule, optim.warmup_iterations)
         set_lr(self.optimizer, optim.lr * factor)

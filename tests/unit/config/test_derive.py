@@ -33,6 +33,8 @@ def test_numbers_of_a_training_run():
         episodes_per_minibatch_and_rank=None,
         decisions_per_microbatch_max=128,
         optimizer_steps_per_update=24,
+        total_iterations=10,
+        total_env_steps_max=10 * 24 * 64,
         total_updates=10,
         total_optimizer_steps=240,
         total_episodes=240,

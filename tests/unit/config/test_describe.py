@@ -19,7 +19,7 @@ def test_every_option_has_a_meaning(schema):
     ("path", "allowed"),
     [
         ("run.seed", "an integer >= 0"),
-        ("run.num_threads", "an integer > 0 or null"),
+        ("run.num_threads", "an integer > 0 and <= 1024 or null"),
         ("run.name", "text or null"),
         ("env.task_ids", "a list of integers >= 0, or null"),
         ("env.cameras", "a list of agent or wrist, or null"),

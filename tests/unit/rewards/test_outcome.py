@@ -59,7 +59,7 @@ def test_a_users_function_is_paid_on_the_last_executed_step(trajectory, tmp_path
             VlarlError, match=f"rewards_of_mine:{name} returned {shown}; it must return a finite number"
         ):
             FunctionReward(f"rewards_of_mine:{name}").score(episode)
-    with pytest.raises(UsageError, match=r"'rewards_of_mine' has no function 'speed'; write it as `module:function`"):
+    with pytest.raises(UsageError, match=r"'rewards_of_mine' has no function 'speed'; .*It has haste, "):
         FunctionReward("rewards_of_mine:speed")
     with pytest.raises(UsageError, match="has no function 'constant'"):
         FunctionReward("rewards_of_mine:constant")

@@ -155,7 +155,7 @@ def test_the_critic_has_a_learning_rate_schedule_and_warm_up_of_its_own(policy, 
     seen = []
     for updates in range(6):
         learner.version, learner.policy_updates = updates, max(updates - 2, 0)
-        learner._set_learning_rates(updates >= 2)
+        learner._set_learning_rates(updates >= 2, 6)
         seen.append((learner.optimizer.param_groups[0]["lr"], learner.critic_optimizer.param_groups[0]["lr"]))
     assert [lr for lr, _ in seen] == [1.0] * 6
     assert [lr for _, lr in seen] == pytest.approx([0.5 / 3, 1 / 3, 0.5, 0.375, 0.25, 0.125])
@@ -165,7 +165,7 @@ def test_by_default_the_critic_follows_the_policys_schedule(policy, configure, b
     config = configure(algorithm=PPO, optim={"schedule": "linear"}, critic={"lr": 0.5}, run={"iterations": 4})
     learner = build(policy, config)
     learner.version = learner.policy_updates = 1
-    learner._set_learning_rates(True)
+    learner._set_learning_rates(True, 4)
     assert learner.critic_optimizer.param_groups[0]["lr"] == pytest.approx(0.375)
 
 

@@ -192,6 +192,13 @@ def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure, build
     assert changed(policy, before)
 
 
+def test_a_schedule_follows_the_iterations_that_the_environment_steps_make(policy, act, teach, configure, build):
+    config = configure(optim={"lr": 1e-3, "schedule": "linear"}, run={"iterations": None, "total_env_steps": 1_000_000})
+    learner, batch = build(policy, config), teach(policy, act(policy))
+    rates = [learner.update(batch, n, nothing, iterations).metrics["lr"] for n, iterations in ((1, 4), (2, 4), (3, 8))]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.75e-3])  # episodes became shorter, and the run longer
+
+
 def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, teach, configure, build):
     config = configure(
         algorithm=PPO | {"value_init_steps": 2},
@@ -361,9 +368,9 @@ def test_explained_variance_looks_at_executed_steps(act, lesson, configure, buil
 def test_the_schedule_counts_updates_and_not_rollouts(policy, configure, build):
     config = configure(optim={"lr": 1.0, "schedule": "linear", "rollouts_per_update": 3}, run={"iterations": 6})
     learner = build(policy, config)
-    assert learner._set_learning_rates(True) == 1.0
+    assert learner._set_learning_rates(True, 6) == 1.0
     learner.policy_updates = 1
-    assert learner._set_learning_rates(True) == pytest.approx(0.5)  # two updates in all
+    assert learner._set_learning_rates(True, 6) == pytest.approx(0.5)  # two updates in all
 
 
 def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, teach, configure, build):

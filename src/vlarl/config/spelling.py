@@ -1,0 +1,72 @@
+"""Values as they are spelled elsewhere, in the spelling of the schema: `GRPO`, `libero_long`, `full-shard`.
+
+Only spellings that can mean one thing are changed. All others are left for the schema to refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from vlarl.config.describe import options
+from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.schema import Section
+
+SUITE_NAMES = {"libero_long": "libero_10", "mt10": "metaworld_mt10", "mt50": "metaworld_mt50"}
+
+SYNONYMS: dict[str, dict[str, object]] = {
+    "algorithm.name": {
+        "gae": "ppo",
+        "reinforce++": "reinforce_pp",
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_baseline",
+    },
+    "algorithm.aggregate": {"seq_mean_token_mean": "sequence_mean", "sequence": "sequence_mean", "token": "token_mean"},
+    "algorithm.ratio_level": {"token_level": "token", "action_level": "action", "chunk_level": "chunk"},
+    "algorithm.normalize_advantages": {"true": "batch", "false": "none"},
+    "distributed.sharding": {"full_shard": "full", "no_shard": "none", "hybrid_shard": "hybrid", "fsdp": "full"},
+    "kl.estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    "optim.schedule": {"constant_with_warmup": "constant"},
+    "policy.dtype": {"bf16": "bfloat16", "fp32": "float32", "torch.bfloat16": "bfloat16", "torch.float32": "float32"},
+    "policy.attention": {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"},
+    "vllm.sync_backend": {"gloo": "object_store"},
+}
+"""Values of other systems, by option, in lower case and with underscores."""
+
+SUITE_OPTIONS = ("env.suite", "demos.suites")
+
+
+def suite_name(text: str) -> str:
+    """A suite in vlarl's spelling: `LIBERO-Spatial` is libero_spatial, `libero_long` is libero_10."""
+    name = _folded(text)
+    return SUITE_NAMES.get(name) or _choice(text, KNOWN_SUITES)
+
+
+def respelled(path: str, value: object, schema: type[Section]) -> object:
+    """The value of an option in the spelling of the schema, where it is clear which one is meant."""
+    option = options(schema).get(path)
+    if option is None:
+        return value
+    if isinstance(value, tuple) and option.is_list:
+        return tuple(_one(path, item, option.choices) for item in value)
+    return _one(path, value, option.choices)
+
+
+def _one(path: str, value: object, choices: Collection[str]) -> object:
+    if path in SUITE_OPTIONS:
+        return suite_name(value) if isinstance(value, str) else value
+    if isinstance(value, bool) and path in SYNONYMS:
+        return SYNONYMS[path].get(str(value).lower(), value)
+    if not isinstance(value, str) or not choices or value in choices:
+        return value
+    synonym = SYNONYMS.get(path, {}).get(_folded(value))
+    return _choice(value, choices) if synonym is None else synonym
+
+
+def _choice(text: str, choices: Collection[str]) -> str:
+    """The choice that differs in case and hyphens only, or the text as it is."""
+    found = [choice for choice in choices if _folded(choice) == _folded(text)]
+    return found[0] if len(found) == 1 else text
+
+
+def _folded(text: str) -> str:
+    return text.lower().replace("-", "_")
