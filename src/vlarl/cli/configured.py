@@ -16,10 +16,12 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import ALIASES, Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
+from vlarl.config.paths import brief, briefly
 from vlarl.config.presets import DEFAULT_PRESET, presets_of
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
+from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Request:
     dry_run: bool = False
     detach: bool = False
     wants_help: bool = False
+    trust: bool = False
 
 
 def _loop(config: Config, resume: Path | None) -> RunSummary:
@@ -74,7 +77,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if request.resume is not None:
         config, run_dir = _resumed(request)
     else:
-        config = load_config(request.source, request.flags)
+        config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive(config)))
         return 0
@@ -101,7 +104,7 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     summary = run_training(_named(config, source))
     print(f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}")
     print(f"demonstrations that succeed: {summary.demo_success:.1%}")
-    print(f"checkpoint: {summary.checkpoint}")
+    print(f"checkpoint: {brief(summary.checkpoint)}")
     return 0
 
 
@@ -116,6 +119,8 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             return replace(request, wants_help=True)
         if token == "--dry-run":
             request = replace(request, dry_run=True)
+        elif trains and token == "--trust":
+            request = replace(request, trust=True)
         elif trains and token == "--detach":
             request = replace(request, detach=True)
         elif trains and token.partition("=")[0] == "--resume":
@@ -138,8 +143,11 @@ def _resumed(request: Request) -> tuple[Config, Path]:
     """The configuration of the run to go on with, changed by the flags, and its folder."""
     assert request.resume is not None
     folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
-    saved = load_config(folder / "config.yaml")
-    config = load_config(folder / "config.yaml", request.flags)
+    address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
+    saved = load_config(folder / "config.yaml", address, trust=True)  # only to compare with
+    config = load_config(folder / "config.yaml", request.flags, trust=True)
+    if not request.trust:
+        refuse_untrusted(folder / "config.yaml", config.model_dump(), request.flags.values)
     for path in RESUME_KEEPS:
         section, _, name = path.partition(".")
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
@@ -168,7 +176,7 @@ def _named(config: AnyConfig, source: str) -> AnyConfig:
 
 
 def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
-    print(to_yaml(config))
+    print(to_yaml(briefly(config)))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
 
@@ -187,13 +195,13 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
             lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
-        lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
+        lines.append(f"interrupted and saved; go on with: vlarl train --resume {brief(run)}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
         "videos": run / "videos",
     }
-    lines += [f"{name + ':':<12}{path}" for name, path in places.items() if path is not None and path.exists()]
+    lines += [f"{name + ':':<12}{brief(path)}" for name, path in places.items() if path is not None and path.exists()]
     return lines
 
 
@@ -212,7 +220,7 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
-    resume = " [--resume RUN] [--detach]" if command == "train" else ""
+    resume = " [--resume RUN] [--trust] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
         "  --help        this text",
@@ -220,6 +228,7 @@ def _help(command: str, default_preset: str) -> str:
     if command == "train":
         own = [
             "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+            "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
             "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
             *own,
         ]

@@ -14,9 +14,12 @@ from vlarl.config.checks import check
 from vlarl.config.describe import options
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
+from vlarl.config.paths import located
 from vlarl.config.presets import find_source
 from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.schema import Config
+from vlarl.config.secrets import public
+from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value, read_document
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
@@ -28,11 +31,19 @@ COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "fi
 
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[Config] = Config
+    source: str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    schema: type[Config] = Config,
+    trust: bool = False,
 ) -> Config: ...
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[FinetuneConfig]
+    source: str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    schema: type[FinetuneConfig],
+    trust: bool = False,
 ) -> FinetuneConfig: ...
 
 
@@ -41,12 +52,15 @@ def load_config(
     overrides: Overrides = (),
     *,
     schema: type[Config] | type[FinetuneConfig] = Config,
+    trust: bool = False,
 ) -> Config | FinetuneConfig:
     """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
 
-    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work.
+    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work. A configuration
+    that another user's run has saved may name code only with `trust`: see docs/security.md.
     """
-    document = read_document(find_source(source))
+    file = find_source(source)
+    document = read_document(file)
     _refuse_other_kind(document, schema)
     flags = _as_flags(overrides, schema)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
@@ -58,12 +72,14 @@ def load_config(
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
     if problems or config is None:
         raise ConfigError(problems)
-    return config
+    if not trust and is_of_run(file):
+        refuse_untrusted(file, config.model_dump(), flags.values)
+    return located(config)
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:
-    """The configuration as a YAML file that `load_config` reads back to the same values."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    """The configuration as a YAML file that `load_config` reads back to the same values, but for masked secrets."""
+    return yaml.dump(public(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 class _Dumper(yaml.SafeDumper):
