@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from pathlib import PurePath
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -63,8 +63,8 @@ class ShardReader(FileSystemReader):
         return index
 
 
-def read_index(file: IO[bytes]) -> Metadata:
-    """The index in a file, if it tells of tensors beside it and of nothing else."""
+def read_index(file: Any) -> Metadata:
+    """The index in an open file, if it tells of tensors beside it and of nothing else."""
     index = IndexUnpickler(file).load()
     if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it is not an index")

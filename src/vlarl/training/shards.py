@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -44,7 +45,7 @@ def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """What the parts add up to: keys and shapes. OSError where the index can't be read."""
     try:
         index = ShardReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
-        return {key: tuple(entry.size) for key, entry in index.items()}
+        return {key: tuple(entry.size) for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise OSError(f"the index of {checkpoint / FOLDER} can't be read ({error})") from error
 

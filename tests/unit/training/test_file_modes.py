@@ -8,12 +8,13 @@ import pytest
 from vlarl.config import load_config, to_yaml
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
+from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore
 from vlarl.training.state import TrainerState
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_every_file_of_a_run_has_one_mode(umask, tmp_path, build, tiny_policy):
+def test_every_file_of_a_run_has_one_mode(umask, tmp_path, build):
     before = os.umask(umask)
     try:
         run = RunDirectory.create(tmp_path, "first")
@@ -23,7 +24,7 @@ def test_every_file_of_a_run_has_one_mode(umask, tmp_path, build, tiny_policy):
         with run.log_to_file():
             pass
         JsonlSink(run.metrics_file).close()
-        CheckpointStore(run.checkpoints, 2).save("final", build(tiny_policy("parallel"), config), TrainerState())
+        CheckpointStore(run.checkpoints, 2).save("final", build(init_tiny("parallel", seed=3), config), TrainerState())
     finally:
         os.umask(before)
     files = [path for path in run.path.rglob("*") if path.is_file()]
