@@ -67,23 +67,22 @@ def test_user_and_password_are_refused_with_the_remedy():
         load_config(overrides={**REMOTE, "reward.url": "https://me:word@h/score"})
 
 
-def test_a_resumed_run_asks_for_its_address_again(tmp_path, monkeypatch, capsys):
+def test_a_resumed_run_asks_for_its_address_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDirectory.create("runs", "first")
     run.write_config(to_yaml(load_config(overrides={**REMOTE, "run.name": "first"})))
     assert SECRET not in run.config_file.read_text()
-    assert main(["train", "--resume", "first"]) == 2
-    message = capsys.readouterr().err
-    assert "what follows `?` was not saved with the run" in message and "--reward.url" in message
-    urls = []
+    urls: list[str | None] = []
+
+    def begin(config, resume):
+        urls.append(config.reward.url)
+        raise KeyboardInterrupt
+
+    with pytest.raises(ConfigError, match=r"what follows `\?` was not saved with the run.*--reward\.url"):
+        configured.train(["--resume", "first"], begin)
     with pytest.raises(KeyboardInterrupt):
-        configured.train(["--resume", "first", "--reward.url", URL], lambda config, _: _stop(urls, config.reward.url))
+        configured.train(["--resume", "first", "--reward.url", URL], begin)
     assert urls == [URL]
-
-
-def _stop(seen, value):
-    seen.append(value)
-    raise KeyboardInterrupt
 
 
 def test_a_status_holds_no_token(tmp_path):

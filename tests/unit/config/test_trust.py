@@ -72,7 +72,11 @@ def test_a_run_from_elsewhere_is_refused_until_it_is_trusted(run, change, capsys
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
         RunDirectory.create("runs", "mine").write_config("run: {}\n")  # this user has a key, too
     checkpoint = str(run.checkpoints / "final")
-    for command in (["train", "--resume", "first"], ["eval", checkpoint], ["train", str(run.config_file)]):
+    for command in (
+        ["train", "--resume", "first", "--dry-run"],
+        ["eval", checkpoint],
+        ["train", str(run.config_file), "--dry-run"],
+    ):
         assert main(command) == 2
         message = capsys.readouterr().err
         assert "gym.env = 'subprocess:call': imports subprocess and makes call" in message
@@ -170,7 +174,7 @@ def test_without_a_home_nothing_is_sealed_and_trust_is_asked_for(tmp_path, monke
     run = RunDirectory.create("runs", "first")
     run.write_config(CODE)
     assert run.config_file.is_file() and not seal_file(run.config_file).exists()
-    assert main(["train", "--resume", "first"]) == 2
+    assert main(["train", "--resume", "first", "--dry-run"]) == 2
     assert train("--resume", "first", "--trust")
 
 
