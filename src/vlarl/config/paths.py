@@ -11,7 +11,7 @@ from typing import TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.schema import Config, Section
 
-AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
+AnyConfig = TypeVar("AnyConfig", bound=Config | FinetuneConfig)
 
 PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path")
 """Options that are always a path."""

@@ -1,16 +1,19 @@
 """Text of files and instructions reaches the terminal and the log without what would steer a terminal."""
 
+import io
 import json
 import logging
 from dataclasses import replace
 
 import pytest
 from fakes.eval_records import record
+from rich.console import Console
 
 from vlarl.cli import evaluate, main
 from vlarl.errors import UsageError
 from vlarl.observability.eval_dir import EvalDirectory
 from vlarl.observability.log_file import log_to_file
+from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.terminal import printable
 
@@ -60,6 +63,13 @@ def test_eval_and_compare_strip_instructions_and_names(tmp_path, capsys):
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "A: A\n" in out
+
+
+def test_notes_of_a_run_are_clean():
+    console = Console(file=io.StringIO())
+    with Progress(1, console) as progress:
+        progress.note(f"{CLEAR}the reward at http://h/?t=hidden failed{TITLE}")
+    assert console.file.getvalue().splitlines()[0] == "the reward at http://h/?t=*** failed"
 
 
 def test_the_log_and_errors_are_clean(tmp_path, capsys, monkeypatch):
