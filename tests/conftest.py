@@ -1,6 +1,6 @@
 """What many tests build: observations, trajectories, configurations, small policies. One thread: fast and repeatable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,14 @@ torch.set_num_threads(1)
 
 DECODERS = ("parallel", "autoregressive")
 INSTRUCTIONS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs of tests are sealed with a key of their own, not with that of the user who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)

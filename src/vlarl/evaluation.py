@@ -62,12 +62,14 @@ def evaluate(
     protocol: StateProtocol | None = None,
     policy_config: PolicyConfig | None = None,
     on_result: OnResult = lambda result, done, total: None,
+    trust: bool = False,
 ) -> EvalResult:
     """Evaluate a checkpoint on a suite; results, episodes and films go to the new folder `out`, if one is named.
 
     What is None is taken from the run that the checkpoint belongs to, or from what it says that it was trained on.
     Initial states that it was trained on are left out unless `protocol` is given. `policy_config` says how the
-    checkpoint is loaded; its path is not read. With its `actions` l1 the regression head acts.
+    checkpoint is loaded; its path is not read. With its `actions` l1 the regression head acts. `trust` runs the code
+    that the configuration of another user's run names (docs/security.md).
     """
     named: dict[str, object] = {
         "suite": suite,
@@ -87,6 +89,7 @@ def evaluate(
         seed=seed,
         videos=videos,
         device=device,
+        trust=trust,
     )
     return run_evaluation(request, None if out is None else Path(out), on_result).result
 

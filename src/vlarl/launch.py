@@ -12,11 +12,11 @@ from vlarl.algorithms import build_algorithm
 from vlarl.config.checks import check
 from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
+from vlarl.config.paths import located
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
 from vlarl.envs.build import build_pool
 from vlarl.observability.capacity import refuse_crowd_here
-from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace, Trace
@@ -104,7 +104,7 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
             directory = RunDirectory.open(resume)
         lock = stack.enter_context(directory.lock())
         if resume is None:
-            write_atomically(directory.config_file, to_yaml(config))
+            directory.write_config(to_yaml(located(config)))
         checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         trace = stack.enter_context(Trace(directory.trace_file) if config.logging.trace else NoTrace())
         parts = launch(config, directory, trace, checkpoint)
@@ -115,6 +115,6 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
             parts.sampler.restore(state.sampler)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing learnt: evaluate again
         publish_weights(parts.learner, parts.engine)
-        write_atomically(directory.config_file, to_yaml(config))
+        directory.write_config(to_yaml(located(config)))
         stack.pop_all()
     return parts, Session(config, directory, parts.learner, store, state, lock, trace, created=resume is None)

@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.config.derive import total_iterations
+from vlarl.config.paths import brief
 from vlarl.config.schema import Config
+from vlarl.config.secrets import public
 from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
@@ -122,7 +124,7 @@ class Session:
         c = self.config.logging
         return WandbSink(
             self.directory.path, c.wandb_project, self.directory.name, c.wandb_entity, c.wandb_group, c.wandb_mode,
-            self.config.model_dump(mode="json"),
+            public(self.config),
         )  # fmt: skip
 
     def __exit__(
@@ -173,8 +175,8 @@ class Session:
         if self._saved == 0:
             return f"There is no checkpoint yet: `{self.directory.resume_command}` starts again at iteration 1."
         return (
-            f"The newest checkpoint is of iteration {self._saved}, in {self.directory.checkpoints}: resume from it "
-            f"with `{self.directory.resume_command}`."
+            f"The newest checkpoint is of iteration {self._saved}, in {brief(self.directory.checkpoints)}: resume from "
+            f"it with `{self.directory.resume_command}`."
         )
 
     @property

@@ -79,7 +79,7 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
     assert config.run.name is not None and config.run.name.startswith("tabletop_ppo_seed3_20")
     assert capsys.readouterr().out.splitlines() == [
         "greedy success on unseen initial states: 55.0% → 92.5%",
-        f"checkpoint: {work}/run/checkpoints/final",
+        "checkpoint: run/checkpoints/final",
     ]
 
 

@@ -213,9 +213,9 @@ def test_the_same_command_is_started_under_the_name_that_was_found(detached, tmp
     assert configured.train(["tabletop_ppo", "--detach", "--seed", "3", "--run.root", "elsewhere"]) == 0
     ((arguments, folder, is_new),) = detached
     assert arguments == ["tabletop_ppo", "--seed", "3", "--run.root", "elsewhere", f"--run.name={folder.name}"]
-    assert folder.name.startswith("tabletop_ppo_seed3_20") and folder.parent == Path("elsewhere") and is_new
+    assert folder.name.startswith("tabletop_ppo_seed3_20") and folder.parent == tmp_path / "elsewhere" and is_new
     assert configured.train(["--run.name", "mine", "--detach"]) == 0
-    assert detached[1] == (["--run.name", "mine", "--run.name=mine"], Path("runs/mine"), True)
+    assert detached[1] == (["--run.name", "mine", "--run.name=mine"], tmp_path / "runs/mine", True)
 
 
 def test_a_resumed_run_needs_no_name(detached, tmp_path, monkeypatch):

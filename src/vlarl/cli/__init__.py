@@ -116,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except VlarlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from vlarl.config.secrets import masked
+        from vlarl.observability.terminal import printable
+
+        print(printable(masked(f"error: {error}")), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -24,6 +24,7 @@ def compare(arguments: Sequence[str]) -> int:
     from vlarl.cli.eval_display import comparison_lines, comparison_table
     from vlarl.observability.comparison import compare as compare_records
     from vlarl.observability.eval_dir import read_record
+    from vlarl.observability.terminal import printable
 
     a, b = read_record(given.a), read_record(given.b)
     comparison = compare_records(a, b)
@@ -32,5 +33,5 @@ def compare(arguments: Sequence[str]) -> int:
         warnings = {"warnings_a": list(a.settings.warnings), "warnings_b": list(b.settings.warnings)}
         print(json.dumps(checkpoints | comparison.to_json() | warnings, indent=2))
     else:
-        print("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b)]))
+        print(printable("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b)])))
     return 0

@@ -18,10 +18,12 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
+from vlarl.config.paths import brief, briefly
 from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
+from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import refuse_crowd_here
 
@@ -53,6 +55,7 @@ class Request:
     dry_run: bool = False
     detach: bool = False
     wants_help: bool = False
+    trust: bool = False
 
 
 def _loop(config: Config, resume: Path | None) -> RunSummary:
@@ -77,7 +80,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if request.resume is not None:
         config, run_dir = _resumed(request)
     else:
-        config = load_config(request.source, request.flags)
+        config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
         refuse_crowd_here(config)
         _print_dry_run(config, [*derived_lines(derive(config)), *length_lines(config)])
@@ -105,23 +108,22 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     summary = run_training(_named(config, source))
     print(f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}")
     print(f"demonstrations that succeed: {summary.demo_success:.1%}")
-    print(f"checkpoint: {summary.checkpoint}")
+    print(f"checkpoint: {brief(summary.checkpoint)}")
     return 0
 
 
 def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
     request = Request(None, Flags())
+    switches = {"--dry-run": "dry_run"} | ({"--trust": "trust", "--detach": "detach"} if trains else {})
     rest: list[str] = []
     tokens = list(arguments)
     while tokens:
         token = tokens.pop(0)
         if token in ("-h", "--help"):
             return replace(request, wants_help=True)
-        if token == "--dry-run":
-            request = replace(request, dry_run=True)
-        elif trains and token == "--detach":
-            request = replace(request, detach=True)
+        if token in switches:
+            request = replace(request, **{switches[token]: True})
         elif trains and token.partition("=")[0] == "--resume":
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             if not value:
@@ -151,8 +153,11 @@ def _resumed(request: Request) -> tuple[Config, Path]:
     """The configuration of the run to go on with, changed by the flags, and its folder."""
     assert request.resume is not None
     folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
-    saved = load_config(folder / "config.yaml")
-    config = load_config(folder / "config.yaml", request.flags)
+    address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
+    saved = load_config(folder / "config.yaml", address, trust=True)  # only to compare with
+    config = load_config(folder / "config.yaml", request.flags, trust=True)
+    if not request.trust:
+        refuse_untrusted(folder / "config.yaml", config.model_dump(), request.flags.values)
     for path in RESUME_KEEPS:
         section, _, name = path.partition(".")
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
@@ -181,7 +186,7 @@ def _named(config: AnyConfig, source: str) -> AnyConfig:
 
 
 def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
-    print(to_yaml(config))
+    print(to_yaml(briefly(config)))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
 
@@ -200,13 +205,13 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
             lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
-        lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
+        lines.append(f"interrupted and saved; go on with: vlarl train --resume {brief(run)}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
         "videos": run / "videos",
     }
-    lines += [f"{name + ':':<12}{path}" for name, path in places.items() if path is not None and path.exists()]
+    lines += [f"{name + ':':<12}{brief(path)}" for name, path in places.items() if path is not None and path.exists()]
     return lines
 
 
@@ -225,7 +230,7 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
-    resume = " [--resume RUN] [--detach]" if command == "train" else ""
+    resume = " [--resume RUN] [--trust] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
         "  --help        this text",
@@ -233,6 +238,7 @@ def _help(command: str, default_preset: str) -> str:
     if command == "train":
         own = [
             "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+            "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
             "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
             *own,
         ]

@@ -12,6 +12,7 @@ from vlarl.config.known import GYM, KNOWN_SUITES, SUITES
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Camera
 from vlarl.errors import UsageError
+from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
     from vlarl.data.inspection import DatasetSummary
@@ -51,7 +52,7 @@ def inspect(arguments: Sequence[str]) -> int:
     from vlarl.data.rlds import RldsDataset
 
     dataset = RldsDataset(given.path)
-    print("\n".join(_inspection_lines(dataset, summarize(dataset))))
+    print(printable("\n".join(_inspection_lines(dataset, summarize(dataset)))))
     if given.out is not None:
         try:
             contact_sheet(dataset).save(given.out, "PNG")

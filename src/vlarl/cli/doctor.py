@@ -10,6 +10,7 @@ from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
 from vlarl.config.flags import model_path
 from vlarl.errors import UsageError
+from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
     from vlarl.policies.openvla.description import Description
@@ -95,7 +96,7 @@ def _describe_model(given: Any) -> int:
         title = f"Memory with {base}, LoRA of rank {rank} beside all linear layers, prompts of {PROMPT_LENGTH} tokens:"
         sizes = [f"batch {given.batch_size}", *[f"microbatch {given.microbatch_size}"] * 2]
         table = _memory_lines(sizes, estimates, needs, rooms)
-        print("\n".join([*_facts_lines(description, given.num_images), "", title, "", *table]))
+        print(printable("\n".join([*_facts_lines(description, given.num_images), "", title, "", *table])))
     return 1 if description.problems else 0
 
 

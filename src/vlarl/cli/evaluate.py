@@ -20,6 +20,7 @@ from vlarl.config.schema import Config
 from vlarl.config.state_choice import DEFAULT_EPISODES
 from vlarl.config.training_data import TrainingData, local_folder
 from vlarl.errors import UsageError
+from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
     from vlarl.observability.eval_dir import EvalRecord
@@ -52,6 +53,10 @@ OTHER_NAMES = {
     "run.seed": "--seed",
     "run.device": "--device",
 }
+TRUST = (
+    "run the code that the configuration of another user's run names, such as its gym.env; without this flag such a "
+    "checkpoint is refused (docs/security.md)"
+)
 SAID_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "videos")
 
 
@@ -116,6 +121,7 @@ def _parser() -> args.Parser:
     films = "films: all, failures, none, or a number, spread over the tasks; none without it"
     add("--videos", type=_videos, metavar="WHICH", help=films)
     add("--out", type=Path, metavar="DIR", help="new folder for the results")
+    add("--trust", action="store_true", help=TRUST)
     device = "cpu, cuda, cuda:1…; auto takes a GPU if there is one"
     add("--device", default=Config().run.device, metavar="D", help=device)
     add("--seed", type=args.non_negative, metavar="N", help="seed of environments and sampling; 0 without it")
@@ -159,6 +165,7 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
         seed=given.seed or 0,
         videos=given.videos or 0,
         device=given.device,
+        trust=given.trust,
     )
 
 
@@ -191,7 +198,7 @@ def _print_result(record: EvalRecord) -> None:
     from vlarl.cli.eval_display import closing_lines, success_table
 
     table = [success_table(record.result)] if record.result.episodes else []
-    print("\n".join([*table, *closing_lines(record)]))
+    print(printable("\n".join([*table, *closing_lines(record)])))
 
 
 def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
@@ -211,7 +218,7 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     a, b = records
     comparison = compare(a, b)
     closing = [line for record in records for line in closing_lines(record, with_states=False)]
-    print("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b), *closing]))
+    print(printable("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b), *closing])))
     return 0
 
 
@@ -226,6 +233,7 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
         temperature=given.temperature,
         videos="all",
         device=given.device,
+        trust=given.trust,
         episode=given.episode,
     )
     record = _run(request, given.out)
@@ -235,9 +243,8 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
     from vlarl.cli.eval_display import closing_lines
 
     (episode,) = record.result.episodes
-    print(f"{given.episode}: {episode.outcome} after {episode.length} steps ({episode.instruction})")
-    print(_on_record(record))
-    print("\n".join(closing_lines(record)))
+    outcome = f"{given.episode}: {episode.outcome} after {episode.length} steps ({episode.instruction})"
+    print(printable("\n".join([outcome, _on_record(record), *closing_lines(record)])))
     return 0
 
 

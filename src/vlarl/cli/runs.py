@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vlarl.config.paths import expanded
 from vlarl.config.problems import nearest
 from vlarl.errors import UsageError
 
@@ -12,10 +13,10 @@ LISTED = 12
 
 def find_run(run: str, root: str = "runs") -> Path:
     """The folder of a run, given as a path or as a name under the root; an unknown one is an error with a list."""
-    for folder in (Path(run), Path(root) / run):
+    for folder in (expanded(run), expanded(root) / run):
         if (folder / "config.yaml").is_file():
             return folder
-    existing = list_runs(Path(root))
+    existing = list_runs(expanded(root))
     if not existing:
         raise UsageError(f"no run '{run}': {root}/ holds no runs")
     match = nearest(run, existing)

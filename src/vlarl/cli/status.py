@@ -16,8 +16,10 @@ from typing import Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.runs import find_run, list_runs
+from vlarl.config.paths import expanded
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.terminal import printable
 
 RECENT = 5  # iterations that the estimate of the time left looks at
 LOG_LINES = 8
@@ -59,16 +61,17 @@ def status(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     now = time.time()
     if given.run is None:
-        root = Path(given.root)
+        root = expanded(given.root)
         standings = [standing(RunDirectory(root / name), now) for name in reversed(list_runs(root))]
-        print(_as_json([asdict(s) for s in standings]) if given.json else _table(standings, given.root, now))
+        text = _as_json([asdict(s) for s in standings]) if given.json else _table(standings, given.root, now)
+        print(printable(text))
         return 0
     run = RunDirectory(find_run(given.run, given.root))
     where, tail, logs = standing(run, now), _tail(run.log_file), _other_logs(run)
     if given.json:
-        print(_as_json({**asdict(where), "log": tail, "logs": logs}))
+        print(printable(_as_json({**asdict(where), "log": tail, "logs": logs})))
     else:
-        print("\n".join(_described(where, now) + _logs_described(tail, logs)))
+        print(printable("\n".join(_described(where, now) + _logs_described(tail, logs))))
     return 0
 
 

@@ -21,6 +21,7 @@ from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Sect
 from vlarl.config.state_choice import Used, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.training_data import TrainingData, run_of, training_data_of
+from vlarl.config.trust import refuse_untrusted
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -66,15 +67,18 @@ def eval_request(
     videos: Videos = 0,
     device: str = "auto",
     episode: str | None = None,
+    trust: bool = False,
 ) -> EvalRequest:
     """The request for a checkpoint: options of its run, and over them those given as `{"env.suite": …}`.
 
     `training` is what a checkpoint was trained on that is not on this machine yet; any other one's is read here.
-    `episode` is the id of one episode to run again, in its suite.
+    `episode` is the id of one episode to run again, in its suite. `trust`: code that the run's configuration names may
+    be run, also where it is not this user's.
     Raises ConfigError with everything that is wrong and can be seen without a simulator.
     """
     training = training or training_data_of(checkpoint)
-    run = _sections_of_run(str(checkpoint))
+    folder = run_of(str(checkpoint))
+    run = _sections_of_run(folder)
     asked = {section: _under(section, given) for section in SECTIONS}
     replay = None if episode is None else task_of(episode)
     if replay is not None:
@@ -104,6 +108,9 @@ def eval_request(
     )
     if problems := list(_problems(request)):
         raise ConfigError(problems)
+    if folder is not None and not trust:
+        used = {"env": request.env.model_dump(), "gym": request.gym.model_dump()}
+        refuse_untrusted(folder / "config.yaml", used, given)
     return request if replay is not None else replace(request, init_states=_states(request, [request]))
 
 
@@ -174,9 +181,8 @@ def _used(
     )
 
 
-def _sections_of_run(checkpoint: str) -> dict[str, dict[str, Any]]:
+def _sections_of_run(run: Path | None) -> dict[str, dict[str, Any]]:
     """The sections that matter of the configuration of a checkpoint's run; empty ones for any other checkpoint."""
-    run = run_of(checkpoint)
     data = read_document(run / "config.yaml").data if run is not None else {}
     sections = {name: data.get(name) for name in SECTIONS}
     return {name: content if isinstance(content, dict) else {} for name, content in sections.items()}

@@ -16,10 +16,13 @@ from vlarl.config.describe import options
 from vlarl.config.effects import check_given
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
+from vlarl.config.paths import located
 from vlarl.config.presets import find_source, preset_of
 from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
 from vlarl.config.schema import LARGEST, Config
+from vlarl.config.secrets import public
 from vlarl.config.spelling import respelled
+from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value, read_document
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
@@ -39,10 +42,15 @@ def load_config(
     *,
     schema: type[Config] = Config,
     with_policy: bool = True,
+    trust: bool = False,
 ) -> Config: ...
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[FinetuneConfig]
+    source: str | Path | None = None,
+    overrides: Overrides = (),
+    *,
+    schema: type[FinetuneConfig],
+    trust: bool = False,
 ) -> FinetuneConfig: ...
 
 
@@ -52,14 +60,17 @@ def load_config(
     *,
     schema: type[Config] | type[FinetuneConfig] = Config,
     with_policy: bool = True,
+    trust: bool = False,
 ) -> Config | FinetuneConfig:
     """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
 
     Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work, options that the
-    user gave and that have no effect. `with_policy` False is for commands that use the environment alone.
+    user gave and that have no effect. `with_policy` False is for commands that use the environment alone. A
+    configuration that another user's run has saved may name code only with `trust`: see docs/security.md.
     """
     flags = _as_flags(overrides, schema)
-    document = read_document(find_source(preset_of(flags.values) if source is None else source))
+    file = find_source(preset_of(flags.values) if source is None else source)
+    document = read_document(file)
     _refuse_other_kind(document, schema, source)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
     data = _respelled(_merged(schema().model_dump(), document.data, flags.values), schema)
@@ -73,12 +84,14 @@ def load_config(
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
     if problems or config is None:
         raise ConfigError(problems)
-    return config
+    if not trust and is_of_run(file):
+        refuse_untrusted(file, config.model_dump(), flags.values)
+    return located(config)
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:
-    """The configuration as a YAML file that `load_config` reads back to the same values."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    """The configuration as a YAML file that `load_config` reads back to the same values, but for masked secrets."""
+    return yaml.dump(public(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 class _Dumper(yaml.SafeDumper):

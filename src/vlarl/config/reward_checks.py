@@ -10,6 +10,7 @@ from vlarl.config.known import KNOWN_REWARDS
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.recipe import RecipeRule, parse_rule
 from vlarl.config.schema import Config, RewardConfig
+from vlarl.config.secrets import has_user, is_masked, masked_url
 from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
@@ -31,6 +32,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "scoring": ("model", "remote"),
     "batch_size": ("model", "remote"),
     "url": ("remote",),
+    "headers_env": ("remote",),
     "images": ("remote",),
     "timeout_s": ("remote",),
     "max_request_bytes": ("remote",),
@@ -125,7 +127,8 @@ def _unread(reward: RewardConfig) -> Problems:
         value = getattr(reward, option)
         if value != getattr(defaults, option) and not set(readers) & set(used):
             remedy = f"it is for {' and '.join(readers)} only; set reward.source to {readers[0]}, or leave it out"
-            yield Problem(f"reward.{option} = {shown(value)}", remedy, (f"reward.{option}", "reward.source"))
+            shown_value = shown(masked_url(value) if option == "url" else value)
+            yield Problem(f"reward.{option} = {shown_value}", remedy, (f"reward.{option}", "reward.source"))
 
 
 def _needs(reward: RewardConfig) -> Problems:
@@ -136,9 +139,32 @@ def _needs(reward: RewardConfig) -> Problems:
     if reward.device is not None and not re.fullmatch(r"cpu|mps|cuda(:\d+)?", reward.device):
         message = "unknown device; use cpu, mps, cuda or cuda:N, or null for the run's"
         yield Problem(f"reward.device = {shown(reward.device)}", message, ("reward.device",))
-    if "remote" in used and not _is_address(reward.url):
+    if "remote" in used:
+        yield from _address(reward)
+
+
+def _address(reward: RewardConfig) -> Problems:
+    """The service's address, which messages show without its secrets, and the variable with its headers."""
+    url = reward.url
+    subject = f"reward.url = {shown(None if url is None else masked_url(url))}"
+    if url is not None and has_user(url):
+        remedy = (
+            "a user name and password in an address end up in logs; leave them out, put `Authorization: Basic …` into "
+            "an environment variable, and name that variable with reward.headers_env"
+        )
+        yield Problem(subject, remedy, ("reward.url",))
+    elif url is not None and is_masked(url):
+        remedy = (
+            "what follows `?` was not saved with the run; give the whole address again with --reward.url, or send the "
+            "token in a header with reward.headers_env"
+        )
+        yield Problem(subject, remedy, ("reward.url",))
+    elif not _is_address(url):
         remedy = "give the service's address, such as http://localhost:8000/score"
-        yield Problem(f"reward.url = {shown(reward.url)}", remedy, ("reward.url", "reward.source"))
+        yield Problem(subject, remedy, ("reward.url", "reward.source"))
+    if reward.headers_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", reward.headers_env):
+        remedy = "name an environment variable that holds the headers, such as REWARD_HEADERS; not the headers"
+        yield Problem("reward.headers_env", remedy, ("reward.headers_env",))
 
 
 def _is_address(url: str | None) -> bool:

@@ -276,7 +276,11 @@ class RewardConfig(Section):
     batch_size: PositiveInt = 16
     """model, remote: episodes scored at once."""
     url: str | None = None
-    """remote: http(s) address that episodes are posted to; the format is in docs/rewards.md."""
+    """remote: http(s) address that episodes are posted to; the format is in docs/rewards.md. What follows `?` counts as
+    secret and is never written down; a user name or password is refused."""
+    headers_env: str | None = None
+    """remote: name of an environment variable with headers for each request, one per line, such as
+    `Authorization: Bearer …`. It is read at each request and never written down."""
     images: Literal["none", "last", "all"] = "none"
     """remote: pictures sent along, as JPEG: none, the last one, or one for each decision."""
     timeout_s: PositiveFloat = 10.0

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from vlarl.config.derive import default_run_name
 from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, StartConfig
 from vlarl.config.load import to_yaml
+from vlarl.config.paths import located
 from vlarl.config.training_data import by_demonstrations
 from vlarl.data.batches import DemoBatches, Demonstrated
 from vlarl.data.demo_set import DemoSet
@@ -30,7 +31,6 @@ from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import UsageError, VlarlError
-from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
@@ -68,7 +68,7 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     torch.manual_seed(config.run.seed)
     policy, sources = start(config, device)
     directory = RunDirectory.create(root, name)
-    write_atomically(directory.config_file, to_yaml(config))
+    directory.write_config(to_yaml(located(config)))
     steps = config.optim.steps
     with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
         demos, demo_success = collect_demos(sources, progress.note)

@@ -13,15 +13,18 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import secrets
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import exceptions
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -146,8 +149,10 @@ class Cluster:
             }
         else:
             options["address"] = address
+        make_token_private(create=address is None)
         try:
-            ray.init(**options)
+            with on_loopback(address is None):
+                ray.init(**options)
         except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
             what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
             raise UsageError(
@@ -286,6 +291,45 @@ class Cluster:
         self.workers, self._groups = [], []
         if not self._found:
             ray.shutdown()
+
+
+@contextmanager
+def on_loopback(wanted: bool) -> Iterator[None]:
+    """Let a cluster that is started in the block listen on this machine's loopback address alone.
+
+    By itself Ray does so on macOS and Windows only, and takes 127.0.0.1 for a request of the outward address. The
+    variable tells the processes that Ray starts; this process has read it already.
+    """
+    if not wanted:
+        yield
+        return
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, enabled = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def make_token_private(create: bool) -> None:
+    """Let only the user read the token of Ray's clusters; `create` makes one where there is none.
+
+    Ray would write it with the permissions of any other file.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    with suppress(OSError, RuntimeError):  # Ray says itself what it can't read or write
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        if create and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+        elif path.stat().st_uid == os.getuid():
+            path.chmod(0o600)
 
 
 def wait_started(workers: Sequence[Worker]) -> None:

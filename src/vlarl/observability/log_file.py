@@ -7,12 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vlarl.config.secrets import masked
+from vlarl.observability.terminal import printable
+
+
+class CleanFormatter(logging.Formatter):
+    """Writes records without secrets in addresses and without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's lines, those of its exception too."""
+        return printable(masked(super().format(record)))
+
 
 @contextmanager
 def log_to_file(path: Path, logger: str = "vlarl", level: int = logging.INFO) -> Iterator[Path]:
     """Send a logger's records, and Python's warnings, to a file while the block runs."""
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     target, warnings_logger = logging.getLogger(logger), logging.getLogger("py.warnings")
     previous_level = target.level
     target.addHandler(handler)

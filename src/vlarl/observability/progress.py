@@ -23,7 +23,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vlarl.config.secrets import masked
 from vlarl.observability.clock import duration
+from vlarl.observability.terminal import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 5  # iterations that the estimate of the time left looks at
@@ -153,6 +155,7 @@ class Progress:
     @_never_fatal
     def note(self, message: str) -> None:
         """A message that stays on the screen."""
+        message = printable(masked(message))
         if self._live is None:
             self._print(message)
         else:

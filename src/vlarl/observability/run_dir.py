@@ -21,6 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from vlarl.config import trust
+from vlarl.config.paths import brief
+from vlarl.config.secrets import masked
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.log_file import log_to_file
@@ -78,8 +81,8 @@ class RunDirectory:
             raise UsageError(f"run.name is {name!r}, which is no folder name: leave out slashes")
         if path.exists():
             raise UsageError(
-                f"the run {path} exists already, and runs are never overwritten: "
-                f"go on with it by `--resume {path}`, or choose another `--run.name`"
+                f"the run {brief(path)} exists already, and runs are never overwritten: "
+                f"go on with it by `--resume {brief(path)}`, or choose another `--run.name`"
             )
         check_writable(Path(root))
 
@@ -119,7 +122,7 @@ class RunDirectory:
             file.close()
             pid = self.read_status().get("pid")
             raise UsageError(
-                f"the run {self.path} is going on in another process (pid {pid}): stop that one first"
+                f"the run {brief(self.path)} is going on in another process (pid {pid}): stop that one first"
             ) from None
         return file
 
@@ -143,6 +146,12 @@ class RunDirectory:
     def config_file(self) -> Path:
         """The resolved configuration."""
         return self.path / "config.yaml"
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved configuration with the seal that says whose it is; the seal first, see `trust.seals`."""
+        if seals := trust.seals(self.config_file, text):
+            write_atomically(trust.seal_file(self.config_file), seals)
+        write_atomically(self.config_file, text)
 
     @property
     def status_file(self) -> Path:
@@ -212,7 +221,7 @@ class RunDirectory:
     @property
     def resume_command(self) -> str:
         """The command that goes on with this run."""
-        return f"vlarl train --resume {shlex.quote(str(self.path))}"
+        return f"vlarl train --resume {shlex.quote(brief(self.path))}"
 
     def write_status(
         self, state: RunState, iteration: int, iterations: int, message: str = "", resumable: bool = True
@@ -228,7 +237,7 @@ class RunDirectory:
             pid=os.getpid(),
             host=socket.gethostname(),
             machine=describe_machine(),
-            message=message,
+            message=masked(message),
             resume=self.resume_command if resumable else "",
         )
         write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from vlarl.config.secrets import masked
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.files import disk_errors
 
@@ -78,19 +81,20 @@ class WandbSink:
         except ImportError:
             raise MissingExtraError("wandb", "wandb") from None
         try:
-            self._run = wandb.init(
-                dir=str(run_dir),
-                project=project,
-                name=name,
-                entity=entity,
-                group=group,
-                mode=mode,
-                config=dict(config or {}),
-                id=_stable_id(run_dir),
-                resume="allow",
-                # W&B's own lines and its capture of the terminal would tear the live display.
-                settings=wandb.Settings(silent=True, console="off"),
-            )
+            with _masked_arguments():
+                self._run = wandb.init(
+                    dir=str(run_dir),
+                    project=project,
+                    name=name,
+                    entity=entity,
+                    group=group,
+                    mode=mode,
+                    config=dict(config or {}),
+                    id=_stable_id(run_dir),
+                    resume="allow",
+                    # W&B's own lines and its capture of the terminal would tear the live display.
+                    settings=wandb.Settings(silent=True, console="off"),
+                )
         except wandb.Error as error:
             raise UsageError(
                 f"Weights & Biases did not start ({error}): run `wandb login`, "
@@ -110,6 +114,16 @@ class WandbSink:
             self._run.finish()
         except Exception as error:
             logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+@contextmanager
+def _masked_arguments() -> Iterator[None]:
+    """Hide secrets of the command line, which W&B sends to its server, while it starts."""
+    arguments, sys.argv = sys.argv, [masked(argument) for argument in sys.argv]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _stable_id(run_dir: Path) -> str:

@@ -97,6 +97,7 @@ def _remote(config: RewardConfig, run: Surroundings) -> RemoteReward:
         config.retries,
         config.max_request_bytes,
         config.max_response_bytes,
+        headers_env=config.headers_env,
     )
 
 

@@ -150,9 +150,10 @@ def episode_text(trajectory: Trajectory, number: int) -> str:
 
 
 def _loaded(kind: Any, path: str, **options: Any) -> Any:
-    """What a transformers class loads from a folder or the hub; a UsageError where it can't."""
+    """What a transformers class loads from a folder or the hub, without its code; a UsageError where it can't."""
     try:
-        return kind.from_pretrained(path, **options)
+        # By default the library asks on the terminal whether to run the code that a folder brings.
+        return kind.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"reward.model: {path} can't be loaded: {reason}") from error

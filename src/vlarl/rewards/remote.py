@@ -16,6 +16,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from PIL import Image
 
+from vlarl.config.secrets import masked_url, read_headers, secrets_in, without
 from vlarl.errors import VlarlError
 from vlarl.rewards.base import RewardUnavailableError, Scoring, ScoringReward
 from vlarl.types import Observation, Trajectory, UInt8Array
@@ -41,9 +42,13 @@ class RemoteReward(ScoringReward):
         max_request_bytes: int = 64_000_000,
         max_response_bytes: int = 1_000_000,
         first_wait_s: float = FIRST_WAIT_S,
+        headers_env: str | None = None,
     ) -> None:
         super().__init__(scoring, batch_size)
         self.url = url
+        self.shown_url = masked_url(url)
+        self.headers_env = headers_env
+        self._headers()  # what is missing is said before the run starts
         self.images = images
         self.timeout_s = timeout_s
         self.retries = retries
@@ -63,7 +68,11 @@ class RemoteReward(ScoringReward):
                 f"{self.max_request_bytes}; lower reward.batch_size, or send fewer pictures with reward.images."
             )
         per_episode = [1 if self.scoring == "outcome" else len(t.transitions) for t in trajectories]
-        return read_answer(self._ask(body), per_episode)
+        answer = self._ask(body)
+        try:
+            return read_answer(answer, per_episode)
+        except VlarlError as error:  # it quotes the answer
+            raise VlarlError(self._without_secrets(str(error))) from None
 
     def _ask(self, body: bytes) -> bytes:
         """The service's answer; asked again, after a while, when it is down, busy, slow or failing."""
@@ -75,18 +84,30 @@ class RemoteReward(ScoringReward):
             except HTTPError as error:
                 with error:
                     reason = f"HTTP {error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
+                reason = self._without_secrets(reason)
                 if error.code < 500 and error.code != BUSY:
-                    raise VlarlError(f"{self.url} refused a request: {reason}") from None
+                    raise VlarlError(f"{self.shown_url} refused a request: {reason}") from None
             except (OSError, HTTPException) as error:  # OSError: refused, reset, unknown host, timed out
-                reason = str(error) or type(error).__name__
-            log.warning("%s did not answer (attempt %d of %d): %s", self.url, attempt + 1, self.retries + 1, reason)
-        raise RewardUnavailableError(f"{self.url} did not answer in {self.retries + 1} attempts: {reason}")
+                reason = self._without_secrets(str(error)) or type(error).__name__
+            log.warning(
+                "%s did not answer (attempt %d of %d): %s", self.shown_url, attempt + 1, self.retries + 1, reason
+            )
+        raise RewardUnavailableError(f"{self.shown_url} did not answer in {self.retries + 1} attempts: {reason}")
 
     def _post(self, body: bytes) -> bytes:
         deadline = time.monotonic() + self.timeout_s
-        request = Request(self.url, body, {"Content-Type": "application/json", "Accept": "application/json"})
+        headers = {"Content-Type": "application/json", "Accept": "application/json"} | self._headers()
+        request = Request(self.url, body, headers)
         with self._opener.open(request, timeout=self.timeout_s) as response:
             return _read(response, self.max_response_bytes, deadline)
+
+    def _headers(self) -> dict[str, str]:
+        """The user's own headers, read again each time: a token may be renewed while the run goes on."""
+        return {} if self.headers_env is None else read_headers(self.headers_env)
+
+    def _without_secrets(self, text: str) -> str:
+        """What a service says, which may repeat what it was sent."""
+        return without(text, secrets_in(self.url, self._headers().values()))
 
 
 class _NoRedirects(HTTPRedirectHandler):

@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.files import disk_errors
 from vlarl.policies.base import Policy
+from vlarl.policies.tensor_file import write_tensors
 from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
 from vlarl.training.random_states import (
@@ -209,8 +210,8 @@ def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder
     """What one process keeps beside the policy."""
     if learner.critic is not None:
         (folder / CRITIC_FOLDER).mkdir()
-        save_file(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
-    save_file(_on_host(tensors), folder / TENSORS)
+        write_tensors(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
+    write_tensors(_on_host(tensors), folder / TENSORS)
 
 
 def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:

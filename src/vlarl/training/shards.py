@@ -2,7 +2,7 @@
 number of ranks, or one process, reads them back.
 
 Only what is trained is in it (weights, moments, averages, a separate critic); the rest is what the run began with. The
-library's index of the parts is a pickle: go on from checkpoints of your own, and give others the exported policy.
+library's index of the parts is a pickle, which shard_index.py reads without running code.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from vlarl.errors import VlarlError
 from vlarl.training.ranks import Ranks
+from vlarl.training.shard_index import ShardReader
 
 FOLDER = "sharded"
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # prefixes of keys, before the parameter's name
@@ -42,16 +44,16 @@ def write_shards(tensors: dict[str, torch.Tensor], checkpoint: Path) -> None:
 def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """What the parts add up to: keys and shapes. OSError where the index can't be read."""
     try:
-        index = FileSystemReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
-        return {key: tuple(entry.size) for key, entry in index.items() if hasattr(entry, "size")}
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        index = ShardReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
+        return {key: tuple(entry.size) for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise OSError(f"the index of {checkpoint / FOLDER} can't be read ({error})") from error
 
 
 def read_shards(into: dict[str, torch.Tensor], checkpoint: Path, ranks: Ranks) -> None:
     """Fill these tensors, or this rank's parts of them, with what is stored under their keys."""
     filled: dict[str, Any] = dict(into)
-    reader = FileSystemReader(checkpoint / FOLDER)
+    reader = ShardReader(checkpoint / FOLDER)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as one process means it

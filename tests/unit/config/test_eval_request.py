@@ -68,10 +68,10 @@ def test_a_gym_run_brings_its_environment(checkpoint):
     overrides = {"env.suite": "gym", "gym.env": "x-v0", "gym.instructions": ["go"], "gym.num_states": 10}
     overrides["policy.path"] = "builtin:tiny-oft"
     path = checkpoint({**overrides, "eval.states_per_task": 4})
-    assert eval_request(path, {}).gym.env == "x-v0"
+    assert eval_request(path, {}, trust=True).gym.env == "x-v0"
     assert eval_request(path, {"env.suite": "tabletop_goal"}).gym == GymConfig()
     with pytest.raises(ConfigError, match="a task of gym has 4 initial states"):
-        eval_request(path, {}, states_per_task=5)
+        eval_request(path, {}, states_per_task=5, trust=True)
 
 
 def test_a_supervised_run_has_a_policy_and_no_suite(checkpoint):

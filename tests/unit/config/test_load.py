@@ -6,6 +6,7 @@ import pytest
 
 from vlarl.config import Config, ConfigError, FinetuneConfig, load_config, to_yaml
 from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.paths import located
 from vlarl.errors import UsageError
 
 
@@ -205,7 +206,7 @@ def test_files_that_are_no_configuration(tmp_path, text, message):
 
 
 def test_an_empty_file_is_all_defaults(tmp_path):
-    assert load_config(write(tmp_path, "# nothing yet\n")) == Config()
+    assert load_config(write(tmp_path, "# nothing yet\n")) == located(Config())
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_tensorboard_hides_what_a_resumed_run_goes_through_again(tmp_path: Path)
 
 def test_wandb_offline_writes_into_the_run_and_keeps_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # W&B keeps caches and settings there
+    monkeypatch.setattr(sys, "argv", ["vlarl", "train", "--reward.url", "http://h/score?token=s3cr3tT0ken"])
     for session in range(2):
         sink = WandbSink(tmp_path, project="vlarl", name="first", group="g", mode="offline", config={"seed": 1})
         sink.write(session, {"val/success_rate": 0.5})
@@ -65,7 +66,10 @@ def test_wandb_offline_writes_into_the_run_and_keeps_its_id(tmp_path: Path, monk
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert files and {path.name for path in files} == {f"run-{run_id}.wandb"}
-    assert b"val/success_rate" in b"".join(path.read_bytes() for path in files)
+    written = b"".join(path.read_bytes() for path in files)
+    assert b"val/success_rate" in written
+    assert b"http://h/score?token=***" in written and b"s3cr3tT0ken" not in written, "the command line is sent along"
+    assert sys.argv[-1].endswith("s3cr3tT0ken")
 
 
 def test_a_missing_wandb_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,3 +178,15 @@ def test_a_reward_models_pickle_is_not_read(tmp_path, payload):
     zipped(payload, tmp_path / "judge" / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"reward\.model: .*judge can't be loaded: .*safetensors"):
         load_reward_model(str(tmp_path / "judge"), torch.device("cpu"), "outcome", 4)
+
+
+def test_a_reward_models_code_is_not_run_and_not_asked_about(tmp_path, monkeypatch):
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}')
+    (judge / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\nclass EvilConfig: pass\n")
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    with pytest.raises(UsageError, match=r"reward\.model: .*judge can't be loaded"):
+        load_reward_model(str(judge), torch.device("cpu"), "outcome", 4)
+    assert not questions and not (tmp_path / "owned").exists()

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from vlarl.config.secrets import masked
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
@@ -161,7 +162,9 @@ class RunData:
 def load_run(path: Path) -> RunData:
     """Read the files of a run; what is missing or half written is left out."""
     run = RunDirectory.open(path)
-    text = run.config_file.read_text(encoding="utf-8", errors="replace") if run.config_file.is_file() else ""
+    text = ""
+    if run.config_file.is_file() and is_inside(run.config_file, run.path):
+        text = masked(run.config_file.read_text(encoding="utf-8", errors="replace"))
     return RunData(
         run=run,
         status=run.read_status(),
@@ -169,10 +172,15 @@ def load_run(path: Path) -> RunData:
         config_text=text,
         metrics=tuple(row for row in read_jsonl(run.metrics_file) if isinstance(row.get("iteration"), int)),
         evaluations=_evaluations(run.episodes_file),
-        videos=_videos(run.videos),
+        videos=tuple(video for video in _videos(run.videos) if is_inside(video.path, run.path)),
         training_episodes=_training_episodes(run.episodes_file),
         training=newest_training_data(run.checkpoints),
     )
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file is one of the folder's own, and no link to one elsewhere: a report is sent to others."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def _parse(text: str) -> Mapping[str, Any]:

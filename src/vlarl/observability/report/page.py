@@ -130,7 +130,7 @@ def _notice(data: RunData, state: str) -> str:
     if state == "finished":
         return ""
     planned = data.status.get("iterations")
-    progress = f"iteration {data.iteration}" + (f" of {planned}" if planned else "")
+    progress = escape(f"iteration {data.iteration}" + (f" of {planned}" if planned else ""))
     texts = {
         "running": f"This run has not ended: it stands at {progress}, or its process was killed there.",
         "interrupted": f"This run was interrupted at {progress}.",

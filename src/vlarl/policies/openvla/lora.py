@@ -19,7 +19,8 @@ from torch import nn
 from vlarl.config.schema import LoraConfig
 from vlarl.policies.openvla.adapters import BASE_NAME, CONFIG_NAME, WEIGHTS_NAME, seeded
 from vlarl.policies.openvla.config import read_json
-from vlarl.policies.openvla.weights import read_tensors, write_json, write_tensors
+from vlarl.policies.openvla.weights import read_tensors, write_json
+from vlarl.policies.tensor_file import write_tensors
 
 PREFIX = "base_model.model."  # what peft's own files put before the names of the model
 ALL_LINEAR = "all-linear"

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from vlarl.policies.openvla.config import read_json
 from vlarl.policies.openvla.quantize import quantized, refuse_quantized, waits_for_quantization
+from vlarl.policies.tensor_file import write_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -176,15 +176,6 @@ def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None)
     for name, tensor in state.items():
         refuse_quantized(name, tensor)
     write_tensors({name: _on_host(tensor, dtype) for name, tensor in state.items()}, path)
-
-
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write contiguous tensors of the host as one safetensors file, readable by whom the umask lets read."""
-    path.unlink(missing_ok=True)
-    path.touch()
-    mode = path.stat().st_mode & 0o777  # the library would leave 0600
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

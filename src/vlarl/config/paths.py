@@ -1,0 +1,69 @@
+"""Paths of a configuration: `~` is expanded and relative ones are made absolute when it is loaded, so that a saved one
+means the same in every working folder; printed, they are short again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.schema import Config, Section
+
+AnyConfig = TypeVar("AnyConfig", bound=Config | FinetuneConfig)
+
+PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path")
+"""Options that are always a path."""
+
+FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model")
+"""Options that are a folder where there is one; else the name of something built in or on the hub."""
+
+
+def located(config: AnyConfig) -> AnyConfig:
+    """The configuration with all its paths absolute."""
+    config = _changed(config, PATHS, absolute)
+    return _changed(config, FOLDERS_OR_NAMES, lambda text: absolute(text) if _is_local(text) else text)
+
+
+def briefly(config: AnyConfig) -> AnyConfig:
+    """The configuration with its paths as they are printed."""
+    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES), brief)
+
+
+def absolute(path: str | Path) -> str:
+    """A path with `~` expanded, from the root; `..` is resolved where that leads to the same place."""
+    full = os.path.join(os.getcwd(), expanded(path))
+    short = os.path.normpath(full)
+    return short if os.path.realpath(short) == os.path.realpath(full) else full
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with `~` expanded, where there is a home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def brief(path: str | Path) -> str:
+    """A path to print: relative to the working folder where it is inside it."""
+    try:
+        return str(Path(path).relative_to(os.getcwd())) if os.path.isabs(path) else str(path)
+    except (ValueError, OSError):  # it is elsewhere; the working folder was deleted
+        return str(path)
+
+
+def _is_local(text: str) -> bool:
+    return text.startswith("~") or expanded(text).is_dir()
+
+
+def _changed(config: AnyConfig, paths: Sequence[str], change: Callable[[str], str]) -> AnyConfig:
+    sections: dict[str, Section] = {}
+    for path in paths:
+        section, _, name = path.partition(".")
+        values = sections.get(section, getattr(config, section, None))
+        text = getattr(values, name, None)
+        if values is not None and text is not None:
+            sections[section] = values.model_copy(update={name: change(text)})
+    return config.model_copy(update=sections)

@@ -1,0 +1,77 @@
+"""Reads the index of a checkpoint in parts. torch.distributed.checkpoint keeps it as a pickle, which can run any code
+when it is loaded; here nothing but the library's own records of tensors is made from it.
+
+Stored objects that are not tensors are refused too: the library would load them as pickles.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import PurePath
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_STORAGE = "torch.distributed.checkpoint.filesystem"
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """An unpickler that knows the records of an index, torch's names of types, and nothing else."""
+
+    ALLOWED: ClassVar[dict[str, frozenset[str]]] = {
+        _RECORDS: frozenset(
+            {
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            }
+        ),
+        _STORAGE: frozenset({"_StorageInfo"}),
+        "torch": frozenset({"Size"}),
+        "torch.serialization": frozenset({"_get_layout"}),  # a lookup in a table of layouts
+        "collections": frozenset({"OrderedDict"}),
+        "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+        "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),  # as Python 3.13 spells them
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The named record or type; anything else is refused by its name."""
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it would call {module}.{name}, which no index needs: it is not loaded")
+        return getattr(importlib.import_module(module), name)
+
+
+class ShardReader(FileSystemReader):
+    """The library's reader of a folder, with an index that can't run code."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index; UnpicklingError where it holds anything but tensors in files of this folder."""
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            index = read_index(file)
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def read_index(file: Any) -> Metadata:
+    """The index in an open file, if it tells of tensors beside it and of nothing else."""
+    index = IndexUnpickler(file).load()
+    if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
+        raise pickle.UnpicklingError("it is not an index")
+    for key, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{key!r} is not a tensor: it would be loaded as a pickle, which can run code")
+    for entry in (index.storage_data or {}).values():
+        if PurePath(entry.relative_path).name != entry.relative_path:
+            raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}, which is not in its folder")
+    return index
