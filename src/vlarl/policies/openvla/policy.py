@@ -191,6 +191,7 @@ class OpenVLAPolicy(Policy):
         known = [key for key in (suite, f"{suite}_no_noops") if key in self.config.norm_stats]
         try:
             self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
+            self.normalizer.check(self.action_dim, self.config.proprio_dim if self.config.use_proprio else None)
         except ValueError as error:
             raise UsageError(f"policy.unnorm_key: {error}") from error
 
