@@ -127,12 +127,14 @@ class Normalizer:
             raise ValueError(f"statistics {key!r} of the checkpoint have no {what!r} entry with q01 and q99")
         try:
             low, high = np.asarray(stats["q01"], dtype=np.float64), np.asarray(stats["q99"], dtype=np.float64)
-            mask = np.asarray(stats.get("mask", np.ones(low.shape)), dtype=bool)
+            mask = np.asarray(stats.get("mask", np.ones(low.shape, bool)))
+            if mask.dtype.kind not in "biuf":
+                raise ValueError(f"mask {mask.tolist()}")
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"statistics {key!r} of the checkpoint: {what} holds more than numbers ({error})"
             ) from error
-        return low, high, mask
+        return low, high, mask.astype(np.bool_)
 
 
 def _is_constant(stats: Mapping[str, Any], dimension: int) -> bool:

@@ -242,6 +242,8 @@ def read_config(folder: Path) -> OpenVLAConfig:
     except (KeyError, TypeError, AttributeError, OverflowError) as error:  # a field of another kind than the layout's
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is malformed ({reason}): copy or download it again") from error
+    except ValueError as error:
+        raise ValueError(str(error) if path.name in str(error) else f"{path}: {error}") from error
     files = dict.fromkeys(config.norm_stats, path)
     config = replace(config, norm_stats_files=files)
     config = replace(config, towers=_with_pixel_statistics(config.towers, folder / "preprocessor_config.json"))
