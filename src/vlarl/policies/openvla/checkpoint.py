@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from vlarl.config.training_data import TrainingData, training_data_of
 from vlarl.errors import UsageError
+from vlarl.policies.checksums import verify_checksums
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.attention import AttentionName
@@ -33,6 +34,8 @@ from vlarl.policies.openvla.limits import building, check_size
 from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
 from vlarl.policies.openvla.quantize import quantize_linears
 from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component, read_shapes
+
+TRAINER_FILE = "trainer.safetensors"  # beside a policy that training goes on from; read and checked by the trainer
 
 # Files of the tokenizer and processor that a checkpoint carries along unread.
 ASSET_NAMES = (
@@ -86,6 +89,8 @@ def read_policy(
     policy.training_data = _training_data(str(path), folder, origin)
     if torch.device(device).type == "meta":
         return policy  # it reads observations and codes actions, and that is all
+    for place in dict.fromkeys(folders):
+        verify_checksums(place, lambda name: "/" not in name and name != TRAINER_FILE)
     if quantize is not None:
         quantize_linears(policy.model, quantize)
     load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
