@@ -19,11 +19,11 @@ class NotAnImageError(ValueError):
 
 def image_size(data: memoryview) -> tuple[int, int]:
     """(height, width) of an encoded image."""
-    if data[:8] == PNG_START:
-        if len(data) < 24 or data[12:16] != b"IHDR":
+    if bytes(data[:8]) == PNG_START:
+        if len(data) < 24 or bytes(data[12:16]) != b"IHDR":
             raise NotAnImageError("is a damaged PNG")
         width, height = struct.unpack_from(">II", data, 16)
-    elif data[:2] == JPEG_START:
+    elif bytes(data[:2]) == JPEG_START:
         height, width = _jpeg_size(data)
     else:
         raise NotAnImageError("is neither PNG nor JPEG")
