@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from vlarl.envs.base import StepOutcome, SuiteSpec, TaskSpec
+from vlarl.envs.signals import truth
 from vlarl.errors import UsageError
 from vlarl.types import Observation
 
@@ -99,12 +100,17 @@ class CountingEnv:
             print("a last word", flush=True)
             os._exit(3)
         success = self.total >= self.task.task_id + 5
-        return StepOutcome(float(self.steps), success, self.trouble.get("truncate") == self.steps, success)
+        if self.once("success"):
+            success = truth("no", "info['success']")
+        reward = float("nan") if self.once("nan reward") else float(self.steps)
+        return StepOutcome(reward, success, self.trouble.get("truncate") == self.steps, success)
 
     def observe(self) -> Observation:
         self.note("observe")
         images = np.full((1, 4, 6, 3), self.steps, np.uint8)
         proprio = np.array([self.total, self.task.init_state, self.rng.random()], np.float32)
+        if self.once("nan state"):
+            proprio[1] = np.inf
         if "shape" in self.trouble:
             images = images[:, :2]
         return Observation(images, proprio, SPEC.tasks[self.task.task_id].instruction)

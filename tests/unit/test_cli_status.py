@@ -195,4 +195,48 @@ def test_files_that_are_half_written_or_odd_are_no_error(runs, capsys):
     assert (facts["iteration"], facts["rollout_success"], facts["val_success"]) == (3, None, None)
     assert facts["log"] == ["\ufffd\ufffd broken"]
     run.status_file.write_text("{")
-    assert told(capsys, "first")["state"] == "died"
+    assert told(capsys, "first")["state"] == "unreadable"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff{}",
+        b"",
+        b"[]",
+        b"[" * 100_000,
+        b'{"state": "running", "iteration": "three"}',
+        b'{"state": ["finished"]}',
+        b'{"state": "finished", "updated": 1e300}',
+        b'{"state": "finished", "started": "yesterday", "updated": true}',
+        b'{"state": "running", "pid": 99999999999999999999}',
+        b'{"state": "finished", "iteration": NaN}',
+        b'{"state": "finished", "host": {}, "message": 7}',
+        b'{"state": "exploded"}',
+    ],
+)
+def test_a_damaged_status_is_named_and_the_other_runs_are_shown(runs, capsys, content):
+    make_run("good", "finished")
+    bad = make_run("bad", "finished")
+    bad.status_file.write_bytes(content)
+    lines = shown(capsys).splitlines()
+    assert any(line.startswith("finished") and line.endswith("good") for line in lines)
+    assert any(line.startswith("unreadable") and line.endswith("bad") for line in lines)
+    assert "status.json is damaged" in shown(capsys, "bad")
+    assert told(capsys, "good")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"iteration": "x", "rollout/success_rate": 0.5}',
+        '{"iteration": -1, "rollout/success_rate": true, "time/iteration": "slow"}',
+        '{"iteration": [], "val/success_rate": {}}',
+        '{"iteration": 1, "val/success_rate": 1' + "0" * 400 + "}",
+        '{"iteration": 1' + "0" * 5000 + "}",
+        "[" * 100_000,
+    ],
+)
+def test_odd_rows_of_metrics_are_passed_over(runs, capsys, row):
+    make_run("good", "finished").metrics_file.write_text(row + "\n")
+    assert told(capsys, "good")["iteration"] == 3 and "good" in shown(capsys)

@@ -27,5 +27,13 @@ def find_run(run: str, root: str = "runs") -> Path:
 
 def list_runs(root: Path) -> list[str]:
     """Names of the runs under the root, newest first."""
-    configs = sorted(root.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    configs = sorted(root.glob("*/config.yaml"), key=_time_written, reverse=True)
     return [path.parent.name for path in configs]
+
+
+def _time_written(path: Path) -> float:
+    """0 for a run that is deleted in the meantime, and for a link that leads nowhere."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from vlarl.cli import arguments as args
 from vlarl.cli.runs import find_run, list_runs
 from vlarl.config.paths import expanded
 from vlarl.observability.clock import duration_in_words
-from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
 from vlarl.observability.terminal import printable
 
 RECENT = 5  # iterations that the estimate of the time left looks at
@@ -33,7 +34,8 @@ class Standing:
 
     run: str
     path: str
-    state: str  # starting, running, finished, failed, interrupted; died: it says running and nobody runs it
+    state: str  # starting, running, finished, failed, interrupted; died: it says running and nobody runs it;
+    # unreadable: status.json is damaged
     iteration: int
     iterations: int
     started: float | None
@@ -83,8 +85,8 @@ def standing(run: RunDirectory, now: float) -> Standing:
         told = run.read_status()  # it may have ended, and said so, between two looks
         state = _state(run, told)
     rows = run.read_metrics()
-    iteration = max([int(told.get("iteration") or 0), *(int(row.get("iteration") or 0) for row in rows[-1:])])
-    iterations = int(told.get("iterations") or 0)
+    iteration = max([told.get("iteration", 0), *(_iteration(row) for row in rows[-1:])])
+    iterations = told.get("iterations", 0)
     started, updated = _number(told, "started"), _number(told, "updated")
     last = now if state in ("running", "starting") else updated
     times = [t for row in rows if row.get("iteration") and (t := _number(row, "time/iteration")) is not None][-RECENT:]
@@ -109,7 +111,7 @@ def standing(run: RunDirectory, now: float) -> Standing:
         rollout_iteration=rollout[0],
         val_success=val[1],
         val_iteration=val[0],
-        message=str(told.get("message") or "") if told else "it has not written a status.json",
+        message=run.status_problem() or (told.get("message", "") if told else "it has not written a status.json"),
         resume=run.resume_command if told.get("resume", True) else "",
         pid=told.get("pid"),
         host=str(told.get("host") or ""),
@@ -119,6 +121,8 @@ def standing(run: RunDirectory, now: float) -> Standing:
 
 def _state(run: RunDirectory, told: Mapping[str, Any]) -> str:
     """The state that status.json tells, or the truth where nobody was left to tell it."""
+    if run.status_problem():
+        return "unreadable"
     state = str(told.get("state") or "starting")
     return "died" if state in ("running", "starting") and not _goes_on(run, told) else state
 
@@ -141,14 +145,20 @@ def _goes_on(run: RunDirectory, told: Mapping[str, Any]) -> bool:
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return float(value) if is_number else None  # type: ignore[arg-type]
+
+
+def _iteration(row: Mapping[str, Any]) -> int:
+    value = row.get("iteration")
+    return value if isinstance(value, int) and 0 <= value <= LARGEST_COUNT else 0
 
 
 def _newest(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[int | None, float | None]:
     """Iteration and value of the last row that has it."""
     for row in reversed(rows):
         if (value := _number(row, key)) is not None:
-            return int(row.get("iteration") or 0), value
+            return _iteration(row), value
     return None, None
 
 

@@ -86,7 +86,7 @@ class EnvConfig(Section):
     timeout_s: PositiveFloat = 180.0
     """Simulator processes: one that has not answered for this long is replaced."""
     retries: NonNegativeInt = 3
-    """Simulator processes: how often an episode is run again whose process died or hung."""
+    """How often an episode is run again whose simulator died, hung or returned what can't be used, such as NaN."""
     render: Literal["auto", "egl", "osmesa", "glx"] = "auto"
     """MuJoCo: how pictures are drawn; auto is egl, or what MUJOCO_GL says."""
     render_gpu: NonNegativeInt | None = None

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from vlarl.errors import UsageError
+
+DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+)
+UNKNOWN = -1  # a size of a shape that differs from step to step
+MAX_VALUES = 1 << 26  # of one field at one step: an image of 4096 x 4096 and 4 channels
 
 _MODULE = "tensorflow_datasets.core.features."
 _DICT = f"{_MODULE}features_dict.FeaturesDict"
@@ -22,6 +40,11 @@ class Field:
     kind: Literal["tensor", "image", "text"]
     dtype: str = "string"
     shape: tuple[int, ...] = ()  # of one step
+
+    @property
+    def num_values(self) -> int | None:
+        """Values of one step; None where that differs."""
+        return None if UNKNOWN in self.shape else math.prod(self.shape)
 
     @property
     def is_float(self) -> bool:
@@ -47,9 +70,11 @@ def parse_features(content: Mapping[str, Any], path: Path) -> dict[str, Field]:
     """All fields by their names in the records, such as steps/observation/image, sorted."""
     try:
         return dict(sorted(_walk(content, "")))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path} has fields that can't be read ({reason}); RLDS datasets can.") from error
+        raise UsageError(
+            f"{path} describes fields that can't be read ({reason}): copy or download the dataset again."
+        ) from error
 
 
 def _walk(node: Mapping[str, Any], name: str) -> list[tuple[str, Field]]:
@@ -57,7 +82,11 @@ def _walk(node: Mapping[str, Any], name: str) -> list[tuple[str, Field]]:
         children = node["featuresDict"]["features"]
         return [found for child, inner in children.items() for found in _walk(inner, f"{name}/{child}".lstrip("/"))]
     if "sequence" in node:
-        return _walk(node["sequence"]["feature"], name)
+        inner = _walk(node["sequence"]["feature"], name)
+        if name == "steps":
+            return inner
+        length = int(node["sequence"].get("length", UNKNOWN))  # a list within a step, or of the episode
+        return [(child, replace(field, shape=(length, *field.shape))) for child, field in inner]
     if "text" in node:
         return [(name, Field("text"))]
     if "image" in node:
@@ -66,11 +95,20 @@ def _walk(node: Mapping[str, Any], name: str) -> list[tuple[str, Field]]:
     if tensor.get("encoding", "none") != "none":
         raise ValueError(f"{name} is a tensor with encoding {tensor['encoding']}, which is not supported")
     dtype = str(tensor["dtype"])
-    return [(name, Field("text") if dtype == "string" else Field("tensor", np.dtype(dtype).name, _shape(tensor)))]
+    if dtype == "string":
+        return [(name, Field("text"))]
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    return [(name, Field("tensor", dtype, _shape(tensor)))]
 
 
 def _shape(node: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(int(size) for size in node.get("shape", {}).get("dimensions", ()))
+    shape = tuple(int(size) for size in node.get("shape", {}).get("dimensions", ()))
+    if any(size < UNKNOWN or size == 0 for size in shape):
+        raise ValueError(f"the shape {list(shape)} has a size below 1")
+    if math.prod(max(size, 1) for size in shape) > MAX_VALUES:
+        raise ValueError(f"the shape {list(shape)} has more than {MAX_VALUES:,} values")
+    return shape
 
 
 def features_json(fields: Mapping[str, Field]) -> dict[str, Any]:

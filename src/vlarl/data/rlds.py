@@ -5,12 +5,16 @@
            NAME-train.tfrecord-00000-of-0000N   an episode is one record ─► tfrecord.py, tf_example.py
 
 Everything is lazy: a shard is opened when an episode of it is asked for, a field is decoded when it is read, and of a
-camera only the frames that are asked for.
+camera only the frames that are asked for. What an episode says of itself is checked when it is opened: all fields of
+its steps must have as many values as it has steps, and images the size that features.json has; else every later frame
+of a dataset would silently stand beside another step's action.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -20,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vlarl.data.features import Field, parse_features
+from vlarl.data.features import UNKNOWN, Field, parse_features
+from vlarl.data.image_headers import NotAnImageError, image_size
 from vlarl.data.tf_example import Example, MalformedExampleError
-from vlarl.data.tfrecord import TFRecordFile
+from vlarl.data.tfrecord import FOOTER, HEADER, TFRecordFile
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.policies.openvla.jpeg import decode_image
@@ -32,6 +37,9 @@ INFO, FEATURES = "dataset_info.json", "features.json"
 STEPS = "steps/"
 FEW_FRAMES = 4  # are decoded here and now, more of them in several threads
 TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+MAX_NAME_BYTES = 255
+SMALLEST_RECORD = HEADER + FOOTER  # bytes
 
 
 @lru_cache(maxsize=1)
@@ -49,18 +57,41 @@ class RldsDataset:
         self.name = str(info.get("name", self.folder.name))
         self.split = split
         self.fields = parse_features(_read_json(self.folder / FEATURES), self.folder / FEATURES)
+        if not any(name.startswith(STEPS) for name in self.fields):
+            raise UsageError(f"{self.folder / FEATURES} describes no steps, so that it is not an RLDS dataset's.")
         if info.get("fileFormat", "tfrecord") != "tfrecord":
             raise UsageError(f"{self.folder} is written as {info['fileFormat']}; only tfrecord can be read.")
-        described = {str(one.get("name")): one for one in info.get("splits", [])}
-        if split not in described:
-            raise UsageError(f"{self.folder} has no split {split!r}; it has {', '.join(described) or 'none'}.")
-        self.shard_lengths = [int(length) for length in described[split].get("shardLengths", [])]
+        self.shard_lengths, self._template = self._described_shards(info)
         self._first_episodes = np.cumsum([0, *self.shard_lengths])
-        self._template = str(described[split].get("filepathTemplate") or TEMPLATE)
         self._shards: dict[int, TFRecordFile] = {}
-        for number in range(len(self.shard_lengths)):
-            if not self.shard_path(number).is_file():
-                raise UsageError(f"{self.shard_path(number)} is missing: copy or download the dataset again.")
+        for number, length in enumerate(self.shard_lengths):
+            path = self.shard_path(number)
+            if not path.is_file():
+                raise UsageError(f"{path} is missing: copy or download the dataset again.")
+            if length * SMALLEST_RECORD > path.stat().st_size:
+                raise UsageError(
+                    f"{path} has {path.stat().st_size:,} bytes, and {INFO} says that it holds {length:,} episodes: "
+                    "copy or download the dataset again."
+                )
+        if not len(self):
+            raise UsageError(f"{self.folder} has no episodes in its split {split!r}: copy or download it again.")
+
+    def _described_shards(self, info: dict[str, Any]) -> tuple[list[int], str]:
+        """Episodes of each shard, and the template of the shards' names."""
+        try:
+            described = {str(one["name"]): one for one in info.get("splits", [])}
+            if self.split not in described:
+                known = ", ".join(described) or "none"
+                raise UsageError(f"{self.folder} has no split {self.split!r}; it has {known}.")
+            lengths = [int(length) for length in described[self.split].get("shardLengths", [])]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._bad_info(f"its splits can't be read, {type(error).__name__}: {error}") from error
+        if any(length < 0 for length in lengths):
+            raise self._bad_info("a shard has fewer than 0 episodes")
+        return lengths, str(described[self.split].get("filepathTemplate") or TEMPLATE)
+
+    def _bad_info(self, reason: str) -> UsageError:
+        return UsageError(f"{self.folder / INFO} is malformed ({reason}): copy or download the dataset again.")
 
     def __len__(self) -> int:
         return int(self._first_episodes[-1])
@@ -78,12 +109,21 @@ class RldsDataset:
 
     def shard_path(self, number: int) -> Path:
         """The file of a shard."""
-        name = self._template.format(
-            DATASET=self.name,
-            SPLIT=self.split,
-            FILEFORMAT="tfrecord",
-            SHARD_X_OF_Y=f"{number:05d}-of-{len(self.shard_lengths):05d}",
-        )
+        total = len(self.shard_lengths)
+        parts = {
+            "DATASET": self.name,
+            "SPLIT": self.split,
+            "FILEFORMAT": "tfrecord",
+            "SHARD_INDEX": f"{number:05d}",
+            "NUM_SHARDS": f"{total:05d}",
+            "SHARD_X_OF_Y": f"{number:05d}-of-{total:05d}",
+        }
+        # Not str.format, which would follow attributes and pad to any width that a file asks for.
+        name = PLACEHOLDER.sub(lambda found: parts.get(found[1], found[0]), self._template)
+        if "{" in name or Path(name).name != name or len(name.encode()) > MAX_NAME_BYTES:
+            raise self._bad_info(
+                f"its filepathTemplate {self._template[:80]!r} makes no file name, with name {self.name[:80]!r}"
+            )
         return self.folder / name
 
     def _shard(self, number: int) -> TFRecordFile:
@@ -106,14 +146,45 @@ class Episode:
         self._fields = fields
         try:
             self._example = Example(record)
+            self.length = self._checked_length()
         except (MalformedExampleError, UnicodeDecodeError) as error:
             raise self._unreadable(error) from error
+        for name, field in fields.items():
+            if field.kind == "image" and name.startswith(STEPS):
+                self._check_frames(name, field)
 
-    @cached_property
-    def length(self) -> int:
-        """The number of steps."""
-        name = next(name for name, field in self._fields.items() if name.startswith(STEPS) and field.kind != "image")
-        return len(self.texts(name)) if self._fields[name].kind == "text" else len(self.numbers(name))
+    def _checked_length(self) -> int:
+        """The number of steps, which all fields of the steps must agree on."""
+        counts: dict[str, int] = {}
+        for name, field in self._fields.items():
+            if name.startswith(STEPS) and (each := 1 if field.kind == "image" else field.num_values) is not None:
+                steps, rest = divmod(self._example.count(name), each)
+                if rest:
+                    raise MalformedExampleError(
+                        f"{name} has {steps * each + rest} values, which is no multiple of {each}"
+                    )
+                counts[name] = steps
+        usual = Counter(counts.values()).most_common(1)[0][0] if counts else 0
+        for name, steps in counts.items():
+            if steps != usual:
+                raise MalformedExampleError(f"{name} has {steps} steps, and the other fields have {usual}")
+        if usual == 0:
+            raise MalformedExampleError("it has no steps")
+        return usual
+
+    def _check_frames(self, name: str, field: Field) -> None:
+        """Refuse frames of another size than the field says, before any of them is decoded."""
+        wanted = field.shape[:2]
+        for index, frame in enumerate(self._encoded(name)):
+            try:
+                size = image_size(frame)
+            except NotAnImageError as error:
+                raise self._unreadable(f"the image of step {index} in {name} {error}") from error
+            if len(wanted) == 2 and any(one not in (UNKNOWN, other) for one, other in zip(wanted, size, strict=True)):
+                said = f"{wanted[0]} x {wanted[1]} in {FEATURES}"
+                raise self._unreadable(
+                    f"the image of step {index} in {name} has {size[0]} x {size[1]} pixels, and {said}"
+                )
 
     def __len__(self) -> int:
         return self.length
@@ -128,17 +199,21 @@ class Episode:
         field = self._field(name, "tensor")
         try:
             flat = self._example.floats(name) if field.is_float else self._example.integers(name)
-            return flat.astype(field.dtype, copy=False).reshape(self._shape(name, field))
-        except (MalformedExampleError, KeyError, ValueError) as error:
-            raise self._unreadable(error) from error
+            values: NDArray[Any] = flat.astype(field.dtype, copy=False).reshape(self._shape(name, field))
+        except ValueError as error:
+            raise self._unreadable(f"{name}: {error}") from error
+        if field.is_float and not np.isfinite(values).all():
+            place = f" in step {np.argwhere(~np.isfinite(values))[0][0]}" if name.startswith(STEPS) else ""
+            raise self._unreadable(f"{name} holds NaN or infinity{place}")
+        return values
 
     def texts(self, name: str) -> list[str]:
         """A field's texts, one for each step; a field of the episode has one."""
         self._field(name, "text")
         try:
             return [text.decode() for text in self._example.texts(name)]
-        except (MalformedExampleError, KeyError, UnicodeDecodeError) as error:
-            raise self._unreadable(error) from error
+        except (MalformedExampleError, UnicodeDecodeError) as error:
+            raise self._unreadable(f"{name}: {error}") from error
 
     def images(self, name: str, steps: Sequence[int] | IntArray | None = None) -> UInt8Array:
         """[n, H, W, 3] the frames of a camera at the given steps, at all by default; decodes those alone."""
@@ -148,16 +223,16 @@ class Episode:
         each = map if len(wanted) < FEW_FRAMES else _decoders().map
         try:
             frames = list(each(lambda index: decode_image(bytes(encoded[index])), wanted))
-        except (OSError, IndexError, SyntaxError) as error:  # Pillow's for damaged pictures
-            raise self._unreadable(error) from error
-        return np.stack(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8)
+            return np.stack(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8)
+        except Exception as error:  # noqa: BLE001 - what Pillow raises for damaged images is not documented
+            raise self._unreadable(f"an image in {name}: {error}") from error
 
     def _encoded(self, name: str) -> list[memoryview]:
         if name not in self._views:
             try:
                 self._views[name] = self._example.views(name)
-            except (MalformedExampleError, KeyError) as error:
-                raise self._unreadable(error) from error
+            except MalformedExampleError as error:
+                raise self._unreadable(f"{name}: {error}") from error
         return self._views[name]
 
     @cached_property
@@ -174,8 +249,8 @@ class Episode:
             raise UsageError(f"{self._where}: there is no {kind} field {name!r}; there are {', '.join(fitting)}.")
         return field
 
-    def _unreadable(self, error: Exception) -> UsageError:
-        return UsageError(f"{self._where} can't be read ({error}): copy or download the dataset again.")
+    def _unreadable(self, reason: object) -> UsageError:
+        return UsageError(f"{self._where} can't be read ({reason}): copy or download the dataset again.")
 
 
 class Step:
@@ -220,7 +295,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} can't be read ({error.strerror}): copy or download the dataset again.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid JSON ({error}): copy or download the dataset again.") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no JSON object: copy or download the dataset again.")

@@ -10,7 +10,8 @@ import numpy as np
 from vlarl.config.finetune import DemoConfig
 from vlarl.data.conventions import policy_actions
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.rlds import STEPS, Episode, RldsDataset
+from vlarl.data.features import UNKNOWN
+from vlarl.data.rlds import FEATURES, STEPS, Episode, RldsDataset
 from vlarl.data.rlds_writer import CAMERAS, OBSERVATION
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
@@ -19,6 +20,7 @@ from vlarl.observability.machine import available_cores
 from vlarl.types import FloatArray, IntArray, UInt8Array
 
 ACTION, STATE, INSTRUCTION = f"{STEPS}action", f"{OBSERVATION}state", f"{STEPS}language_instruction"
+TERMINAL = f"{STEPS}is_terminal"
 NO_NOOPS = "_no_noops"  # ends the names of LIBERO's data without idle steps
 
 
@@ -50,13 +52,25 @@ class RldsSource:
         self.only_successful = bool(config.only_successful)
         fields = self.dataset.fields
         wanted = [ACTION, STATE, INSTRUCTION, *(f"{OBSERVATION}{camera}" for camera in CAMERAS[:num_images])]
-        if missing := [name for name in wanted if name not in fields]:
+        if missing := [name for name in (*wanted, TERMINAL) if name not in fields]:
             raise UsageError(
                 f"demos.path: {self.dataset.folder} lacks {', '.join(missing)}; it has {', '.join(fields)}. Record it "
                 "in the layout of docs/data.md, or set policy.num_images to the views that it has."
             )
-        self.action_dim, self.proprio_dim = fields[ACTION].shape[0], fields[STATE].shape[0]
         self._cameras = wanted[3:]
+        self._refuse_other_shapes()
+        self.action_dim, self.proprio_dim = fields[ACTION].shape[0], fields[STATE].shape[0]
+
+    def _refuse_other_shapes(self) -> None:
+        fields = self.dataset.fields
+        wanted = {ACTION: ("tensor", 1), STATE: ("tensor", 1), INSTRUCTION: ("text", 0), TERMINAL: ("tensor", 0)}
+        for name, (kind, rank) in {**wanted, **dict.fromkeys(self._cameras, ("image", 3))}.items():
+            if (field := fields[name]).kind != kind or len(field.shape) != rank or UNKNOWN in field.shape:
+                raise UsageError(
+                    f"demos.path: {self.dataset.folder / FEATURES} describes {name} as {field.kind} "
+                    f"{list(field.shape)}, but demonstrations have {kind} of {rank} known sizes there. Record it in "
+                    "the layout of docs/data.md."
+                )
 
     def collect(self, note: Callable[[str], None]) -> DemoSet:
         """Read the numbers of all episodes; frames stay on the disk."""
@@ -67,10 +81,10 @@ class RldsSource:
         instructions = tuple(dict.fromkeys(texts))
         lengths = np.array([len(episode) for episode in episodes], np.int64)
         places = np.stack([np.repeat(np.arange(len(lengths)), lengths), np.concatenate([*map(np.arange, lengths)])], 1)
-        size = self.dataset.fields[self._cameras[0]].shape
+        height, width, _ = self.dataset.fields[self._cameras[0]].shape
         return DemoSet(
             name=self.name,
-            images=RldsFrames(episodes, self._cameras, size, places),
+            images=RldsFrames(episodes, self._cameras, (height, width, 3), places),
             proprio=np.concatenate([episode.numbers(STATE) for episode in episodes]),
             actions=policy_actions(self.name, _actions(episodes)),
             instruction_ids=np.repeat([instructions.index(text) for text in texts], lengths),
@@ -82,7 +96,7 @@ class RldsSource:
 
 def reached_goal(episode: Episode) -> bool:
     """Whether an episode's last step is terminal, and no time limit's."""
-    return bool(episode.numbers(f"{STEPS}is_terminal")[-1])
+    return bool(np.all(episode.numbers(TERMINAL)[-1]))
 
 
 def _actions(episodes: Sequence[Episode]) -> FloatArray:

@@ -59,14 +59,30 @@ class Example:
         parts = [_integer_values(value) for field, value in _fields(self._values(name, INT64_LIST)) if field == 1]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
+    def count(self, name: str) -> int:
+        """How many values a feature has; nothing is decoded."""
+        kind = self.kind(name)
+        if kind is None:
+            return 0
+        parts = [part for field, part in _fields(self._values(name, kind)) if field == 1]
+        if kind == BYTES_LIST:
+            return len(parts)
+        if kind == FLOAT_LIST:
+            return sum(len(_float_values(part)) for part in parts)
+        # An integer ends with its only byte below 128.
+        return sum(1 if isinstance(part, int) else int((np.frombuffer(part, np.uint8) < 128).sum()) for part in parts)
+
     def kind(self, name: str) -> int | None:
         """The number of a feature's list: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for one without values."""
-        return next((field for field, _ in _fields(self._features[name])), None)
+        return next((field for field, _ in _fields(self._feature(name))), None)
+
+    def _feature(self, name: str) -> memoryview:
+        if name not in self._features:
+            raise MalformedExampleError(f"it has no field {name!r}; it has {', '.join(self.names)}")
+        return self._features[name]
 
     def _values(self, name: str, kind: int) -> memoryview:
-        if name not in self._features:
-            raise KeyError(f"the example has no feature {name!r}; it has {', '.join(self.names)}")
-        for field, values in _fields(self._features[name]):
+        for field, values in _fields(self._feature(name)):
             if field == kind and isinstance(values, memoryview):
                 return values
         if self.kind(name) is not None:
@@ -146,7 +162,7 @@ def _float_values(value: int | memoryview) -> FloatArray:
 
 def _integer_values(value: int | memoryview) -> IntArray:
     if not isinstance(value, memoryview):
-        return np.array([value], np.uint64).view(np.int64)
+        return np.array([value & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int64)
     raw = np.frombuffer(value, np.uint8)
     if not len(raw) or raw.max() < 128:  # one byte each, as truth values are
         return raw.astype(np.int64)

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import ray
@@ -25,7 +25,7 @@ from vlarl.config.suites import suite_facts
 from vlarl.distributed.worker import Question, Worker
 from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
 from vlarl.envs.build import build_factory, build_pool
-from vlarl.envs.worker import EnvRunner
+from vlarl.envs.worker import Chunk, EnvRunner, Reset
 from vlarl.errors import WorkerLostError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
@@ -86,15 +86,18 @@ class Simulator:
 
     def reset(self, slots: list[int], tasks: list[Task], film: frozenset[int]) -> list[ChunkOutcome]:
         """Start the task."""
-        return [self._runner.reset(tasks[0], bool(film))]
+        return [self._outcome(Reset(tasks[0], bool(film)))]
 
     def step(self, slots: list[int], actions: FloatArray, film: frozenset[int]) -> list[ChunkOutcome]:
         """Run one chunk."""
-        return [self._runner.run_chunk(actions[0], bool(film))]
+        return [self._outcome(Chunk(actions[0], bool(film)))]
 
     def frame(self, slot: int) -> UInt8Array:
         """A picture of it."""
         return self._runner.env.frame()
+
+    def _outcome(self, message: Reset | Chunk) -> ChunkOutcome:
+        return cast(ChunkOutcome, self._runner.answer(message))
 
 
 @dataclass(frozen=True)

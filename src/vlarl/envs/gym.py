@@ -48,7 +48,7 @@ class GymEnv:
         """Apply one action [D] of the policy."""
         observation, reward, terminated, truncated, info = self._env.step(self._actions(action))
         self._seen = Seen(observation, info, self._env.render)
-        return judged(self._success, self._seen.find, float(reward), bool(terminated), bool(truncated), self._reward)
+        return judged(self._success, self._seen.find, reward, terminated, truncated, self._reward)
 
     def observe(self) -> Observation:
         """What the robot sees and feels now."""

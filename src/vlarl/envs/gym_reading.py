@@ -19,6 +19,7 @@ from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.schema import GymConfig
 from vlarl.config.suites import num_gym_eval_states
 from vlarl.envs.base import RewardMode, StepOutcome, SuiteSpec, TaskSpec
+from vlarl.envs.signals import UnreadableError, as_array, truth
 from vlarl.types import FloatArray, Observation, UInt8Array
 
 RENDER = "render"
@@ -70,9 +71,9 @@ class Seen:
         return picture
 
 
-def missing(option: str, path: str, message: str) -> ConfigError:
+def missing(option: str, path: str, message: str) -> UnreadableError:
     """The error for a path that leads nowhere, or to something of no use."""
-    return ConfigError([Problem(f"{option} = {shown(path)}", message, (option,))])
+    return UnreadableError([Problem(f"{option} = {shown(path)}", message, (option,))])
 
 
 def described(value: object) -> str:
@@ -81,17 +82,17 @@ def described(value: object) -> str:
     return f"{array.dtype}{list(array.shape)}" if array.dtype != object else type(value).__name__
 
 
-def as_array(value: Any) -> NDArray[Any]:
-    """Anything array-like as NumPy; tensors are fetched from their device here and nowhere else."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-
-
 class Reader:
     """Makes observations by the paths of section `gym`."""
 
     def __init__(self, config: GymConfig, image_size: int) -> None:
         self._images, self._proprio = config.images, config.proprio
         self._image_size = image_size
+
+    @property
+    def image_shape(self) -> tuple[int, int, int, int]:
+        """(I, H, W, 3) of what it reads."""
+        return len(self._images), self._image_size, self._image_size, 3
 
     @property
     def paths(self) -> list[tuple[str, str]]:
@@ -142,7 +143,11 @@ def state(value: Any, path: str) -> FloatArray:
     array = as_array(value)
     if array.dtype.kind not in "fiub":
         raise missing("gym.proprio", path, f"is {described(value)}; the robot's state is made of numbers")
-    return array.astype(np.float32).ravel()
+    with np.errstate(over="ignore"):  # what float32 can't hold is infinity, and refused
+        numbers: FloatArray = array.astype(np.float32).ravel()
+    if not np.isfinite(numbers).all():
+        raise missing("gym.proprio", path, "the environment returned NaN or infinity; the robot's state must be finite")
+    return numbers
 
 
 class Tasks:
@@ -169,15 +174,14 @@ class Tasks:
 
 
 def judged(
-    success_path: str, find: Find, reward: float, terminated: bool, truncated: bool, mode: RewardMode
+    success_path: str, find: Find, reward: Any, terminated: Any, truncated: Any, mode: RewardMode
 ) -> StepOutcome:
     """A step in vlarl's words: success ends an episode, and what has ended is not truncated as well."""
-    found = terminated if success_path == ENDED else as_array(find("gym.success", success_path))
-    if np.size(found) != 1:
-        raise missing("gym.success", success_path, f"is {described(found)}; it must be one truth value")
-    success = bool(np.any(found))
-    ended = terminated or success
-    return StepOutcome(reward if mode == "dense" else float(success), ended, truncated and not ended, success)
+    ended, cut = truth(terminated, "terminated"), truth(truncated, "truncated")
+    subject = f"gym.success = {shown(success_path)}"
+    success = ended if success_path == ENDED else truth(find("gym.success", success_path), subject)
+    ended = ended or success
+    return StepOutcome(float(reward) if mode == "dense" else float(success), ended, cut and not ended, success)
 
 
 class ActionMap:

@@ -2,7 +2,8 @@
 
 A batch steps as a whole, so all episodes that run are sent together, as the collector does with a lock-step pool. A
 slot whose episode ends within a chunk waits for the others: it is given the middle of the action range, and nobody
-looks at it. A slot whose episode runs and that is left out of a chunk loses its episode.
+looks at it. A slot whose episode runs and that is left out of a chunk loses its episode. A slot of which the
+environment returns what can't be used (NaN, no success) answers with an error, and the others go on.
 
 What the environment has to bring (`make_vector_env` refuses what has not): it resets no slot by itself, and
 `reset(seed=[…], options={"reset_mask": mask})` resets the chosen slots alone, each by its own seed. That is Gymnasium's
@@ -14,16 +15,19 @@ the same state in any of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.envs.base import LockstepPool, RewardMode, StepOutcome
+from vlarl.envs.base import LockstepPool, RewardMode, StepOutcome, started
 from vlarl.envs.gym_probe import asked, try_out
-from vlarl.envs.gym_reading import RENDER, ActionMap, Find, Reader, Seen, Tasks, as_array, judged, missing, picture
-from vlarl.envs.gym_source import make_vector_env, reset_option
+from vlarl.envs.gym_reading import RENDER, ActionMap, Find, Reader, Seen, Tasks, judged, missing, picture
+from vlarl.envs.gym_source import make_vector_env, refused, reset_option
+from vlarl.envs.signals import SignalError, UnreadableError, as_array, check_reward, shown_value
+from vlarl.errors import VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 
@@ -44,10 +48,10 @@ class Rows:
             value = self._seen.find(option, path)
             if isinstance(value, str):
                 self._columns[path] = [value] * len(self._slots)
-            elif isinstance(value, tuple | list):
+            elif isinstance(value, tuple | list) and len(value) > self._slots.max(initial=-1):
                 self._columns[path] = [value[slot] for slot in self._slots]
-            elif not getattr(value, "shape", ()):
-                raise missing(option, path, f"is {value!r}; a batched environment gives a row for each slot")
+            elif not getattr(value, "shape", ()) or value.shape[0] <= self._slots.max(initial=-1):
+                raise missing(option, path, f"is {shown_value(value)}; a batched environment gives a row for each slot")
             else:
                 self._columns[path] = as_array(value[self._slots])
         return self._columns[path]
@@ -59,6 +63,7 @@ class GymVectorPool(LockstepPool):
     def __init__(self, config: GymConfig, env: EnvConfig, num_envs: int, image_size: int, reward: RewardMode) -> None:
         super().__init__()
         self.num_envs = num_envs
+        self._config = config
         self._env = asked(config, "making it", lambda: make_vector_env(config, num_envs))
         self._reset_option = reset_option(self._env)
         self._reader, self._tasks = Reader(config, image_size), Tasks(config)
@@ -79,7 +84,25 @@ class GymVectorPool(LockstepPool):
 
     def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
         """Start each task in its slot and return the first observations."""
-        started: dict[int, Observation] = {}
+        seen = self._start(slots, tasks)
+        for slot in slots:
+            if isinstance(failure := seen[slot], str):
+                raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {failure}")
+        return [first for slot in slots if isinstance(first := seen[slot], Observation)]
+
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], film: frozenset[int] = frozenset()) -> None:
+        """Start each task in its slot; film the named slots' first pictures."""
+        seen = self._start(slots, tasks)
+        for slot in slots:
+            first = seen[slot]
+            if isinstance(first, str):
+                self._answers.append((slot, self._failed(first)))
+            else:
+                self._answers.append((slot, started(first, (self.frame(slot),) if slot in film else ())))
+
+    def _start(self, slots: Sequence[int], tasks: Sequence[Task]) -> dict[int, Observation | str]:
+        """The first observation of each slot, or why there is none."""
+        seen: dict[int, Observation | str] = {}
         for part in self._together(dict(zip(slots, tasks, strict=True))):
             task_id = next(iter(part.values())).task_id
             self._seen = self._restart(
@@ -87,10 +110,24 @@ class GymVectorPool(LockstepPool):
             )
             rows = Rows(self._seen, list(part))
             for place, slot in enumerate(part):
-                self._instructions[slot] = self._tasks.instruction(task_id, rows.of(place))
-                started[slot] = self._reader.read(rows.of(place), self._instructions[slot])
                 self._running[slot], self._num_steps[slot] = True, 0
-        return [started[slot] for slot in slots]
+                try:
+                    self._instructions[slot] = self._tasks.instruction(task_id, rows.of(place))
+                    seen[slot] = self._reader.read(rows.of(place), self._instructions[slot])
+                except UnreadableError as error:
+                    seen[slot] = self._lost(slot, error)
+        return seen
+
+    def _lost(self, slot: int, error: Exception) -> str:
+        """End the episode of a slot of which the environment returned what can't be used; what to say of it."""
+        self._running[slot] = False
+        step = f"in step {self._num_steps[slot]}" if self._num_steps[slot] else "at the reset"
+        return f"{error}, {step} in slot {slot}"
+
+    def _failed(self, reason: str) -> ChunkOutcome:
+        size = self._reader.image_shape
+        blank = Observation(np.zeros(size, np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
+        return started(blank, error=reason)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
@@ -104,33 +141,42 @@ class GymVectorPool(LockstepPool):
         rewards = np.zeros(actions.shape[:2], np.float32)
         frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots}
         steps: dict[int, list[StepOutcome]] = {slot: [] for slot in slots}
-        seen: dict[int, Observation] = {}
+        seen: dict[int, Observation | str] = {}
         live = list(range(len(slots)))
         for k in range(actions.shape[1]):
             running = [slots[place] for place in live]
             for place, step in zip(live, self._step(running, actions[live, k]), strict=True):
+                if isinstance(step, str):
+                    seen[slots[place]] = step
+                    continue
                 rewards[place, k] = step.reward
                 steps[slots[place]].append(step)
-            for slot in film.intersection(running):
+            for slot in film.intersection(running).difference(seen):
                 frames[slot].append(self.frame(slot))
-            ended = [slot for slot in running if not self._running[slot]]
+            ended = [slot for slot in running if not self._running[slot] and slot not in seen]
             seen |= self._observe(ended)  # now: in the next step the batch goes on
             live = [place for place in live if self._running[slots[place]]]
             if not live:
                 break
         seen |= self._observe([slots[place] for place in live])
-        return [
-            ChunkOutcome(
-                rewards=rewards[place],
-                num_executed=len(steps[slot]),
-                terminated=steps[slot][-1].terminated,
-                truncated=steps[slot][-1].truncated,
-                success=steps[slot][-1].success,
-                observation=seen[slot],
-                frames=tuple(frames[slot]),
+        outcomes = []
+        for place, slot in enumerate(slots):
+            last = seen[slot]
+            if isinstance(last, str):
+                outcomes.append(self._failed(last))
+                continue
+            outcomes.append(
+                ChunkOutcome(
+                    rewards=rewards[place],
+                    num_executed=len(steps[slot]),
+                    terminated=steps[slot][-1].terminated,
+                    truncated=steps[slot][-1].truncated,
+                    success=steps[slot][-1].success,
+                    observation=last,
+                    frames=tuple(frames[slot]),
+                )
             )
-            for place, slot in enumerate(slots)
-        ]
+        return outcomes
 
     def frame(self, slot: int) -> UInt8Array:
         """A picture [H, W, 3] of a slot as it is now, in the environment's own size."""
@@ -140,32 +186,56 @@ class GymVectorPool(LockstepPool):
         """Close the environment."""
         self._env.close()
 
-    def _step(self, slots: list[int], actions: FloatArray) -> list[StepOutcome]:
-        """One step of the whole batch, in which these slots run their episodes."""
+    def _step(self, slots: list[int], actions: FloatArray) -> list[StepOutcome | str]:
+        """One step of the whole batch, in which these slots run their episodes; a text says what is wrong with one."""
         if self._must_reset.any():
             ended = np.flatnonzero(self._must_reset).tolist()
             self._restart(dict.fromkeys(ended, 0), self._tasks.options(0))
         batch = np.zeros((self.num_envs, self.spec.action_dim), np.float32)
         batch[slots] = actions
-        observation, reward, terminated, truncated, info = self._env.step(self._actions(batch))
+        answer = asked(self._config, "step", lambda: self._env.step(self._actions(batch)))
+        observation, reward, terminated, truncated, info = answer
         self._seen = Seen(observation, info, self._env.render)
-        rewards = as_array(reward)
-        ends, cuts = as_array(terminated).astype(np.bool_), as_array(truncated).astype(np.bool_)
-        self._must_reset = (ends | cuts) & (self._reset_option == "reset_mask")  # others may be stepped on and on
+        rewards, ends, cuts = (
+            self._of_slots(name, value)
+            for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated))
+        )
+        # Environments of the other kind may be stepped on and on.
+        self._must_reset = ((ends != 0) | (cuts != 0)) & (self._reset_option == "reset_mask")
         self._num_steps[slots] += 1
         rows = Rows(self._seen, slots)
-        outcomes = []
+        outcomes: list[StepOutcome | str] = []
         for place, slot in enumerate(slots):
-            cut = bool(cuts[slot]) or bool(self._num_steps[slot] >= self._limit)
-            step = judged(self._success, rows.of(place), float(rewards[slot]), bool(ends[slot]), cut, self._reward)
+            try:
+                step = judged(self._success, rows.of(place), rewards[slot], ends[slot], cuts[slot], self._reward)
+                check_reward(step.reward)
+            except (SignalError, UnreadableError) as error:
+                outcomes.append(self._lost(slot, error))
+                continue
+            if not step.terminated and self._num_steps[slot] >= self._limit:
+                step = replace(step, truncated=True)
             self._running[slot] = not (step.terminated or step.truncated)
             outcomes.append(step)
         return outcomes
 
-    def _observe(self, slots: Sequence[int]) -> dict[int, Observation]:
-        """What the robots of these slots see and feel now."""
+    def _of_slots(self, name: str, value: Any) -> NDArray[Any]:
+        """[num_envs] what the environment returned of each slot."""
+        array = as_array(value)
+        if array.shape != (self.num_envs,) or array.dtype.kind not in "biuf":
+            kind = f"{array.dtype}{list(array.shape)}"
+            raise refused(self._config, f"step returned {name} as {kind}; it must be one value for each of its slots")
+        return array
+
+    def _observe(self, slots: Sequence[int]) -> dict[int, Observation | str]:
+        """What the robots of these slots see and feel now, or what is wrong with it."""
         rows = Rows(self._seen, slots)
-        return {slot: self._reader.read(rows.of(i), self._instructions[slot]) for i, slot in enumerate(slots)}
+        seen: dict[int, Observation | str] = {}
+        for place, slot in enumerate(slots):
+            try:
+                seen[slot] = self._reader.read(rows.of(place), self._instructions[slot])
+            except UnreadableError as error:
+                seen[slot] = self._lost(slot, error)
+        return seen
 
     def _together(self, tasks: Mapping[int, Task]) -> Iterator[dict[int, Task]]:
         """Slots that one call of `reset` can start: those of one task, or each by itself."""
@@ -192,7 +262,8 @@ class GymVectorPool(LockstepPool):
         else:
             every = [seeds.get(slot, 0) for slot in range(self.num_envs)]
             options = {**options, "reset_mask": chosen}
-        observation, info = self._env.reset(seed=every, options=options)  # type: ignore[arg-type]  # as its own vectors take it
+        answer = asked(self._config, "reset", lambda: self._env.reset(seed=every, options=options))  # type: ignore[arg-type]  # as its own vectors take it
+        observation, info = answer
         self._must_reset[chosen] = False
         return Seen(observation, info, self._env.render)
 

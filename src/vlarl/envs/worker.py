@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
+from vlarl.envs.signals import SignalError, UnreadableError, check_observation, check_reward
 from vlarl.errors import UsageError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
@@ -75,7 +76,7 @@ class Answer:
 
     content: Any = None  # ChunkOutcome without an observation, a picture, or a Demonstration
     instruction: str = ""
-    error: str | None = None  # what it raised, and where: the environment is not to be trusted any more
+    error: str | None = None  # what went wrong, and where: the environment is not to be trusted any more
     refusal: str | None = None  # a message for the user: nothing that another attempt would mend
 
 
@@ -135,6 +136,7 @@ class EnvRunner:
         self._expert: Expert | None = None
         self._num_steps = 0
         self._limit = 0
+        self._episode = ""
 
     @property
     def env(self) -> SingleEnv:
@@ -144,21 +146,25 @@ class EnvRunner:
         return self._env
 
     def answer(self, message: Message) -> ChunkOutcome | UInt8Array | Demonstration:
-        """Do what a message asks."""
-        match message:
-            case Reset():
-                return self.reset(message.task, message.film)
-            case Chunk():
-                return self.run_chunk(message.actions, message.film)
-            case Demonstrate():
-                return self.demonstrate(message.task, message.action_noise, message.hesitation)
-            case Frame():
-                return self.env.frame()
+        """Do what a message asks; `SignalError` where the environment returned what can't be used."""
+        try:
+            match message:
+                case Reset():
+                    return self.reset(message.task, message.film)
+                case Chunk():
+                    return self.run_chunk(message.actions, message.film)
+                case Demonstrate():
+                    return self.demonstrate(message.task, message.action_noise, message.hesitation)
+                case Frame():
+                    return self.env.frame()
+        except (SignalError, UnreadableError) as error:
+            step = f"in step {self._num_steps}" if self._num_steps else "at the reset"
+            raise SignalError(f"{error}, {step} of episode {self._episode}") from error
 
     def reset(self, task: Task, film: bool) -> ChunkOutcome:
         """Start a task and look."""
         self._start(task)
-        return started(self.env.observe(), (self.env.frame(),) if film else ())
+        return started(self._observe(), (self.env.frame(),) if film else ())
 
     def run_chunk(self, actions: FloatArray, film: bool) -> ChunkOutcome:
         """Run actions [K, D] up to the first end, and look once, at the end."""
@@ -173,7 +179,7 @@ class EnvRunner:
                 frames.append(self.env.frame())
             if terminated or truncated:
                 break
-        seen = self.env.observe()
+        seen = self._observe()
         return ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, tuple(frames))
 
     def demonstrate(self, task: Task, action_noise: float, hesitation: float) -> Demonstration:
@@ -192,7 +198,7 @@ class EnvRunner:
         ended = success = False
         pause = 0
         while not ended:
-            seen.append(self.env.observe())
+            seen.append(self._observe())
             if pause == 0 and actions and rng.random() < hesitation / ((1 - hesitation) * MEAN_PAUSE):
                 pause = int(rng.integers(1, 2 * MEAN_PAUSE))
             action = self._expert.act() if pause == 0 else standing_still(actions[-1])
@@ -219,13 +225,20 @@ class EnvRunner:
             self._env.close()
 
     def _start(self, task: Task) -> None:
+        self._num_steps, self._episode = 0, task.episode_id
         self.env.reset(task)
-        self._num_steps, self._limit = 0, self._limits[task.task_id]
+        self._limit = self._limits[task.task_id]
+
+    def _observe(self) -> Observation:
+        seen = self.env.observe()
+        check_observation(seen)
+        return seen
 
     def _step(self, action: FloatArray) -> tuple[float, bool, bool, bool]:
         """Reward, terminated, truncated and success of one step; the suite's time limit is kept here."""
-        step = self.env.step(action)
         self._num_steps += 1
+        step = self.env.step(action)
+        check_reward(step.reward)
         truncated = not step.terminated and (step.truncated or self._num_steps >= self._limit)
         return step.reward, step.terminated, truncated, step.success
 
@@ -278,8 +291,11 @@ def main() -> None:
             answer = departing(runner.answer(message), shared)
         except UsageError as error:
             answer = Answer(refusal=str(error))
+        except SignalError as error:
+            answer = Answer(error=str(error))
         except Exception as error:  # noqa: BLE001 - a process border: whatever a simulator raises is told to the trainer
-            answer = Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}")
+            raised = f"the environment raised {type(error).__name__}: {error}"
+            answer = Answer(error=f"{raised}\n{traceback.format_exc().strip()}")
         try:
             send_answer(connection, answer)
         except (BrokenPipeError, ConnectionResetError):

@@ -8,6 +8,8 @@ from typing import Any
 
 from vlarl.types import EpisodeResult, Task
 
+STATUSES = ("ok", "crashed", "reward_failed")
+
 
 def episode_row(episode: EpisodeResult) -> dict[str, Any]:
     """What is kept of an episode: enough to count it, and to run it again."""
@@ -29,6 +31,8 @@ def episode_row(episode: EpisodeResult) -> dict[str, Any]:
 
 def read_episode(row: Mapping[str, Any]) -> EpisodeResult:
     """The episode of a row; KeyError, TypeError or ValueError for what is none."""
+    if not isinstance(row["success"], bool) or row["status"] not in STATUSES:
+        raise ValueError(f"success is {row['success']!r} and status is {row['status']!r} in an episode")
     return EpisodeResult(
         task=Task(str(row["suite"]), int(row["task_id"]), int(row["init_state"]), int(row["seed"])),
         instruction=str(row["instruction"]),

@@ -174,7 +174,7 @@ def read_record(folder: Path) -> EvalRecord:
             f"{folder} is no evaluation: its results.json can't be read ({error.strerror}). Name the folder that "
             "`vlarl eval` printed as `results:`."
         ) from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{directory.results_file} is no JSON ({error}): evaluate the checkpoint again.") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise UsageError(
@@ -183,7 +183,7 @@ def read_record(folder: Path) -> EvalRecord:
         )
     try:
         return _record(content, directory)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"{directory.results_file} is damaged ({error!r}): evaluate the checkpoint again.") from error
 
 
@@ -197,12 +197,34 @@ def find_records(root: Path) -> Iterator[EvalRecord]:
             continue
 
 
+_KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # of what is read of settings
+    str: ("checkpoint", "fingerprint", "suite", "protocol", "vlarl", "machine", "started"),
+    (str, type(None)): ("replay_of", "training_data_from"),
+    int: ("states_per_task", "max_steps", "seed"),
+    (int, float): ("temperature",),
+    (int, type(None)): ("num_trained_states",),
+    dict: ("env", "gym", "policy"),
+    tuple: ("task_ids", "init_states", "warnings"),
+}
+
+
+def _check_kinds(values: Mapping[str, Any]) -> None:
+    for kind, names in _KINDS.items():
+        for name in names:
+            if name in values and not isinstance(values[name], kind):
+                raise ValueError(f"{name} is {str(values[name])[:40]!r}")
+    for name, kind in {"task_ids": int, "init_states": int, "warnings": str}.items():
+        if not all(isinstance(each, kind) for each in values.get(name, ())):
+            raise ValueError(f"{name} is {str(values[name])[:40]!r}")
+
+
 def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
     known = (field for field in fields(EvalSettings) if field.name in content or field.default is MISSING)
     values = {field.name: content[field.name] for field in known}
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    _check_kinds(values | lists)
     settings = EvalSettings(**(values | lists))
-    complete = bool(content["complete"])
+    complete = content["complete"] is True
     # A process that was killed has written its episodes, but not what they came to.
     rows = content["episodes"] if complete else list(read_jsonl(directory.episodes_file))
     episodes = tuple(sorted((read_episode(row) for row in rows), key=lambda e: (e.task.task_id, e.task.init_state)))

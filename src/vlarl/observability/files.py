@@ -51,7 +51,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield row

@@ -37,3 +37,9 @@ def log_to_file(path: Path, logger: str = "vlarl", level: int = logging.INFO) ->
         warnings_logger.removeHandler(handler)
         target.setLevel(previous_level)
         handler.close()
+
+
+def current_log_file(logger: str = "vlarl") -> Path | None:
+    """The file that a logger's records go to now, for messages; None where there is none."""
+    handlers = logging.getLogger(logger).handlers
+    return next((Path(each.baseFilename) for each in handlers if isinstance(each, logging.FileHandler)), None)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 from vlarl.config import trust
 from vlarl.config.paths import brief
@@ -255,10 +255,24 @@ class RunDirectory:
         self.write_status("finished", iterations, iterations, resumable=False)
 
     def read_status(self) -> dict[str, Any]:
-        """What status.json says; empty when there is none."""
+        """What status.json says; empty when there is none, without what is of another kind than it was written."""
+        status = self._parse_status()
+        return {name: value for name, value in status.items() if _is_of_kind(name, value)}
+
+    def status_problem(self) -> str:
+        """What is wrong with status.json, for a message; empty where it is whole or not there."""
+        if not self.status_file.exists():
+            return ""
+        status = self._parse_status()
+        odd = [name for name, value in status.items() if not _is_of_kind(name, value)]
+        if status and not odd:
+            return ""
+        return f"{self.status_file} is damaged" + (f" ({', '.join(odd)})" if odd else "")
+
+    def _parse_status(self) -> dict[str, Any]:
         try:
             status = json.loads(self.status_file.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return status if isinstance(status, dict) else {}
 
@@ -273,7 +287,9 @@ class RunDirectory:
         """
 
         def is_kept(row: dict[str, Any]) -> bool:
-            number = int(row.get("iteration", 0))
+            number = row.get("iteration", 0)
+            if not isinstance(number, int):
+                return False
             again = unfinished and number == iteration and row.get("phase") != "rollout"
             return number <= iteration and not again
 
@@ -285,6 +301,23 @@ class RunDirectory:
     def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> AbstractContextManager[Path]:
         """Send a logger's records, and Python's warnings, to logs/train.log while the block runs."""
         return log_to_file(self.log_file, logger, level)
+
+
+LATEST_TIME = 1e11  # unix time of any status
+LARGEST_COUNT = 2**53
+LARGEST_PID = 2**31 - 1
+
+
+def _is_of_kind(name: str, value: Any) -> bool:
+    """Whether an entry of status.json can be what was written under its name."""
+    if name in ("iteration", "iterations", "pid"):
+        largest = LARGEST_PID if name == "pid" else LARGEST_COUNT
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= largest
+    if name in ("started", "updated"):
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LATEST_TIME
+    if name == "state":
+        return value in get_args(RunState)
+    return isinstance(value, str) or (name == "resume" and isinstance(value, bool))
 
 
 ROOT_REMEDY = "choose a folder you can write to with `--run.root`"

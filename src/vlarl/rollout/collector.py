@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from vlarl.envs.base import EnvPool, fitting
 from vlarl.errors import VlarlError
+from vlarl.observability.log_file import current_log_file
 from vlarl.policies.base import Policy
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.tasks import derive_seed
@@ -119,6 +120,7 @@ class Collector:
         running: dict[int, _Running] = {}
         finished: dict[int, Episode] = {}
         ready: list[int] = []
+        causes: list[str] = []
         while waiting or running:
             self._start(waiting, running, film)
             for slot, outcome in self.pool.receive():
@@ -128,9 +130,11 @@ class Collector:
                     if not (outcome.terminated or outcome.truncated):
                         ready.append(slot)
                         continue
-                elif self._try_again(episode, outcome.error, waiting):
-                    del running[slot]
-                    continue
+                else:
+                    causes.append(outcome.error)
+                    if self._try_again(episode, outcome.error, waiting):
+                        del running[slot]
+                        continue
                 index = episode.started.index
                 finished[index] = on_end(index, episode.finish(outcome))
                 del running[slot]
@@ -141,9 +145,7 @@ class Collector:
             on_episode(len(finished))
         episodes = [finished[index] for index in range(len(tasks))]
         if episodes and all(episode.trajectory.status == "crashed" for episode in episodes):
-            raise VlarlError(
-                f"none of {len(episodes)} episodes of {self.pool.spec.name} could be run; see the warnings."
-            )
+            raise self._none_could_be_run(len(episodes), causes[0])
         return episodes
 
     def _start(self, waiting: deque[_Waiting], running: dict[int, _Running], film: frozenset[int]) -> None:
@@ -167,6 +169,16 @@ class Collector:
         if again:
             waiting.appendleft(replace(started, attempt=started.attempt + 1))
         return again
+
+    def _none_could_be_run(self, num_episodes: int, cause: str) -> VlarlError:
+        first = cause.split("\n", 1)[0]
+        file = current_log_file()
+        told = f" The whole text of each is in {file}." if file is not None else ""
+        remedy = "Fix the environment; `vlarl env check` tries it out alone."
+        return VlarlError(
+            f"none of {num_episodes} episodes of {self.pool.spec.name} could be run. The first one: "
+            f"{first.rstrip('.')}.{told} {remedy}"
+        )
 
     def _decide(self, slots: list[int], running: dict[int, _Running], temperature: float, film: frozenset[int]) -> None:
         """One decision in each of these slots: process, generate, decode, and off to the environments."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from vlarl.errors import DivergedError
 from vlarl.types import ActionTokens, PolicyInput
 
 
@@ -22,3 +23,15 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take over the learner's weights as `version`."""
         ...
+
+
+def not_finite(version: int) -> DivergedError:
+    """The error for action probabilities that are not finite: by training, or by weights that were not trained here."""
+    subject = "the policy's action probabilities are not finite"
+    if version == 0:
+        return DivergedError(
+            f"{subject} with the weights that it was loaded with: set policy.dtype to float32, or take another "
+            "checkpoint."
+        )
+    remedy = "Lower optim.lr and start again from an earlier checkpoint."
+    return DivergedError(f"{subject} (weights of version {version}): it diverged. {remedy}")

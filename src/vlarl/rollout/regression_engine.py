@@ -8,6 +8,7 @@ import torch
 
 from vlarl.errors import UsageError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.rollout.engine import not_finite
 from vlarl.types import ActionTokens, PolicyInput
 
 
@@ -25,6 +26,8 @@ class RegressionEngine:
         if temperature != 0:
             raise UsageError(f"temperature {temperature} with the regression head, which does not sample: use 0.")
         actions = self.policy.regress(inputs.to(self.device)).cpu()
+        if not actions.isfinite().all():
+            raise not_finite(self.version)
         ids = torch.from_numpy(self.policy.codec.encode(actions.numpy()))
         return ActionTokens(ids, torch.zeros(ids.shape), self.version, actions)
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlarl.errors import DivergedError
 from vlarl.policies.base import Policy
 from vlarl.policies.distribution import greedy, sample, token_logprobs
 from vlarl.rollout.cuda_graphs import Decode, GraphedDecoding
+from vlarl.rollout.engine import not_finite
 from vlarl.types import ActionTokens, PolicyInput
 
 
@@ -41,10 +41,7 @@ class TorchEngine:
         ]
         ids, logprobs = (torch.cat(columns) for columns in zip(*parts, strict=True))
         if not logprobs.isfinite().all():
-            raise DivergedError(
-                f"the policy's action probabilities are not finite (weights of version {self.version}): it diverged. "
-                "Lower optim.lr and start again from an earlier checkpoint."
-            )
+            raise not_finite(self.version)
         return ActionTokens(ids, logprobs, self.version)
 
     @torch.no_grad()

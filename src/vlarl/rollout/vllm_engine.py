@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from vlarl.errors import DivergedError, MissingExtraError, UsageError, VlarlError
+from vlarl.errors import MissingExtraError, UsageError, VlarlError
 from vlarl.policies import DTYPES
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
@@ -26,6 +26,7 @@ from vlarl.policies.openvla.checkpoint import resolve_config
 from vlarl.policies.openvla.config import OpenVLAConfig, language_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.towers import KNOWN_TOWERS
+from vlarl.rollout.engine import not_finite
 from vlarl.rollout.vllm_plugin import BYTES_BACKEND, CONFIG_FORMAT, register
 from vlarl.rollout.weight_stream import (
     WeightStream,
@@ -119,10 +120,7 @@ class VllmEngine:
             dtype=torch.float32,
         )
         if not logprobs.isfinite().all():
-            raise DivergedError(
-                f"the policy's action probabilities are not finite (weights of version {self.version}): it diverged. "
-                "Lower optim.lr and start again from an earlier checkpoint."
-            )
+            raise not_finite(self.version)
         return ActionTokens(ids, logprobs, self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.files import disk_errors
 from vlarl.policies.base import Policy
+from vlarl.policies.checksums import verify_checksums, write_checksums
 from vlarl.policies.tensor_file import write_tensors
 from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
@@ -143,6 +144,7 @@ class CheckpointStore:
             fresh.mkdir()
 
         def finish() -> None:
+            write_checksums(fresh)
             _sync(fresh)
             if final.exists():
                 final.rename(old)
@@ -229,22 +231,23 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
     own = generators(learner.device)
     try:
         _refuse_other_critic(learner, folder)
+        on_first(learner.ranks, lambda: verify_checksums(folder, lambda name: "/" in name or name == TENSORS))
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
-        learner.version = counters.pop("version")
-        learner.policy_updates = counters.pop("policy_updates")
+        learner.version = _count(counters.pop("version"), "version")
+        learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
         kl_coef = counters.pop("kl_coef", None)
         if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: begin with the configured
             learner.kl.coef = kl_coef
         # Older checkpoints don't count the average's updates: it was updated at each optimizer step.
-        ema_updates = counters.pop("ema_updates", counters.get("optimizer_steps", 0))
+        ema_updates = _count(counters.pop("ema_updates", counters.get("optimizer_steps", 0)), "ema_updates")
         if learner.average is not None and averaged:
             learner.average.num_updates = ema_updates
         elif learner.average is not None:  # the run kept none so far
             learner.average.begin()
         learner.reference_at_start()
         restore_random_states(own, states, learner.ranks.rank, learner.config.run.seed)  # last: loading may draw
-        return TrainerState(**counters)
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        return _state(counters)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UsageError(_damaged(folder, error)) from error
 
 
@@ -260,12 +263,39 @@ def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator
     if learner.average is not None and averages:
         _fill(learner.average.weights, averages)
     trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    for full_name, tensor in _with_prefix(tensors, OPTIMIZER).items():
+    moments = _with_prefix(tensors, OPTIMIZER)
+    _check_moments(moments, {name: parameter for name, (parameter, _) in trained.items()})
+    for full_name, tensor in moments.items():
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = trained[name]
         optimizer.state[parameter][key] = part_like(tensor, parameter)
     states = {key: tensors[key] for key in own_keys(own, learner.ranks.rank, tensors).values()}
+    for kind, key in own_keys(own, learner.ranks.rank, tensors).items():
+        _check_like(f"{TENSORS}: {key}", states[key], own[kind].get_state())
     return states, bool(averages)
+
+
+def _check_moments(moments: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
+    """Refuse optimizer state of another shape or type than its parameter's, or of which a part is missing."""
+    found: dict[str, set[str]] = {}
+    for full_name, tensor in moments.items():
+        name, _, key = full_name.rpartition(".")
+        if name not in trained:
+            raise ValueError(f"{TENSORS} holds optimizer state of {name}, which this run does not train")
+        found.setdefault(name, set()).add(key)
+        _check_like(f"{TENSORS}: {OPTIMIZER}.{full_name}", tensor, torch.zeros(()) if key == "step" else trained[name])
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{TENSORS}: {OPTIMIZER}.{full_name} holds NaN or infinity")
+    keys = set().union(*found.values())
+    if partial := [name for name, held in found.items() if held != keys]:
+        lacks = ", ".join(sorted(keys - found[partial[0]]))
+        raise ValueError(f"{TENSORS} lacks {lacks} of {partial[0]}")
+
+
+def _check_like(name: str, tensor: torch.Tensor, example: torch.Tensor) -> None:
+    if tensor.shape != example.shape or tensor.dtype != example.dtype:
+        had, wanted = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (tensor, example))
+        raise ValueError(f"{name} is {had}, and this run needs {wanted}")
 
 
 def _restore_shards(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
@@ -302,6 +332,10 @@ def _refuse_other_critic(learner: Learner, folder: Path) -> None:
 @torch.no_grad()
 def _fill(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
     for name, tensor in own.items():
+        if name not in stored:
+            raise ValueError(f"{name} is missing")
+        if stored[name].shape != tensor.shape or not stored[name].is_floating_point():
+            _check_like(name, stored[name], tensor)
         tensor.copy_(part_like(stored[name], tensor))
 
 
@@ -315,6 +349,27 @@ def _read_counters(folder: Path) -> dict[str, Any]:
         return dict(counters, iteration=int(counters["iteration"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(_damaged(folder, error)) from error
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} in {COUNTERS} is {str(value)[:40]!r}, which must be a whole number of 0 or more")
+    return value
+
+
+def _state(counters: dict[str, Any]) -> TrainerState:
+    """The counters of a run; of another kind than they were written with, they are refused."""
+    state = TrainerState(**counters)
+    for name in ("iteration", "env_steps", "episodes", "optimizer_steps"):
+        _count(getattr(state, name), name)
+    for name in ("sampler", "return_sums", "return_weights", "best_returns", "unfinished"):
+        if not isinstance(getattr(state, name), dict):
+            raise ValueError(f"{name} in {COUNTERS} is {str(getattr(state, name))[:40]!r}, which must be an object")
+    for name in ("ema_return", "best_ema_return", "best_iteration"):
+        value = getattr(state, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} in {COUNTERS} is {str(value)[:40]!r}, which must be a number")
+    return state
 
 
 def _damaged(folder: Path, error: Exception) -> str:

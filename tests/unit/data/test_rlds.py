@@ -2,14 +2,19 @@
 
 import json
 import shutil
+import struct
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import vlarl.data.rlds as rlds
 from vlarl.data.features import features_json, parse_features
 from vlarl.data.rlds import RldsDataset, find_dataset
+from vlarl.data.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, encode_example
+from vlarl.data.tfrecord import TFRecordFile, write_record
 from vlarl.errors import UsageError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "rlds"
@@ -51,7 +56,7 @@ def test_only_the_frames_that_are_asked_for_are_decoded(monkeypatch):
 def test_shards_are_opened_when_an_episode_of_theirs_is_read(tmp_path):
     copy = copied(tmp_path)
     last = copy / "libero_spatial_no_noops-train.tfrecord-00001-of-00002"
-    last.write_bytes(b"broken")
+    last.write_bytes(b"broken" * 100)
     dataset = RldsDataset(copy)
     assert len(dataset[3]) == 22
     with pytest.raises(UsageError, match="00001-of-00002: record 0 at byte 0 is damaged"):
@@ -80,18 +85,144 @@ def test_a_wrong_field_lists_those_there_are(dataset):
         dataset[0].numbers("steps/language_instruction")
 
 
-def test_a_record_that_is_no_episode_is_named(tmp_path):
-    copy = copied(tmp_path)
-    info = json.loads((copy / "features.json").read_text())
-    steps = info["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"]
-    steps["action"]["tensor"]["shape"]["dimensions"] = ["5"]
-    steps["gripper"] = steps["reward"]
-    (copy / "features.json").write_text(json.dumps(info))
-    episode = RldsDataset(copy)[0]
-    with pytest.raises(UsageError, match="00000-of-00002, episode 0 can't be read .*reshape"):
-        episode.numbers("steps/action")
-    with pytest.raises(UsageError, match="episode 0 can't be read .*no feature 'steps/gripper'"):
-        episode.numbers("steps/gripper")
+def rewritten(folder: Path, change) -> Path:
+    """A copy of the dataset whose second episode's features are changed; all checksums are right."""
+    path = copied(folder) / "libero_spatial_no_noops-train.tfrecord-00000-of-00002"
+    file = TFRecordFile(path)
+    records = [bytes(file.record(number)) for number in range(len(file))]
+    example = Example(records[1])
+    kinds = {BYTES_LIST: example.texts, FLOAT_LIST: example.floats, INT64_LIST: example.integers}
+    features = {name: kinds[example.kind(name)](name) for name in example.names}
+    change(features)
+    records[1] = encode_example(features)
+    with path.open("wb") as out:
+        for record in records:
+            write_record(out, record)
+    return folder
+
+
+def png(width: int, height: int) -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def gif() -> bytes:
+    file = BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "GIF")
+    return file.getvalue()
+
+
+ACTION, STATE, TEXT = "steps/action", "steps/observation/state", "steps/language_instruction"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda f: f.update({ACTION: f[ACTION][:-7]}), r"steps/action has \d+ steps, and the other fields have \d+"),
+        (lambda f: f.update({ACTION: f[ACTION][:-1]}), r"steps/action has \d+ values, which is no multiple of 7"),
+        (lambda f: f[IMAGE].pop(), r"steps/observation/image has \d+ steps, and the other fields"),
+        (lambda f: f[TEXT].append(b"again"), r"steps/language_instruction has \d+ steps, and the other"),
+        (lambda f: f.update({"steps/is_last": f["steps/is_last"][1:]}), r"steps/is_last has \d+ steps, and the other"),
+        (lambda f: f.pop(STATE), "it has no field 'steps/observation/state'; it has "),
+        (lambda f: f.update({name: f[name][:0] for name in f if name.startswith("steps/")}), "it has no steps"),
+        (
+            lambda f: f[IMAGE].__setitem__(2, png(63, 64)),
+            r"image of step 2 in steps/observation/image has 64 x 63 pixels",
+        ),
+        (
+            lambda f: f[IMAGE].__setitem__(2, gif()),
+            "image of step 2 in steps/observation/image is neither PNG nor JPEG",
+        ),
+        (
+            lambda f: f[IMAGE].__setitem__(0, png(64, 64)[:20]),
+            "image of step 0 in steps/observation/image is a damaged PNG",
+        ),
+        (
+            lambda f: f[IMAGE].__setitem__(1, f[IMAGE][1][:9]),
+            "image of step 1 in steps/observation/image is a damaged JPEG",
+        ),
+        (
+            lambda f: f[IMAGE].__setitem__(0, png(64, 64).replace(struct.pack(">II", 64, 64), b"\0\1\0\0\0\1\0\0", 1)),
+            "says that it has 65,536 x 65,536 pixels, and 16,777,216 are allowed",
+        ),
+    ],
+)
+def test_an_episode_that_does_not_hold_together_is_refused_when_it_is_opened(tmp_path, change, complaint):
+    dataset = RldsDataset(rewritten(tmp_path, change))
+    assert len(dataset[0]) == 16, "the others can be read"
+    with pytest.raises(UsageError, match=f"00000-of-00002, episode 1 can't be read .*{complaint}.*copy or download"):
+        dataset[1]
+
+
+@pytest.mark.parametrize(("name", "value"), [(ACTION, np.nan), (STATE, np.inf)])
+def test_numbers_that_are_not_finite_are_named_with_their_step(tmp_path, name, value):
+    def spoil(features):
+        per_step = len(features[name]) // len(features[TEXT])
+        features[name] = features[name].copy()
+        features[name][3 * per_step + 1] = value
+
+    episode = RldsDataset(rewritten(tmp_path, spoil))[1]
+    with pytest.raises(UsageError, match=rf"episode 1 can't be read \({name} holds NaN or infinity in step 3\)"):
+        episode.numbers(name)
+
+
+def test_a_frame_whose_header_is_right_and_whose_content_is_not_is_named(tmp_path):
+    episode = RldsDataset(rewritten(tmp_path, lambda f: f[IMAGE].__setitem__(0, png(128, 128)[:60])))[1]
+    with pytest.raises(UsageError, match=r"episode 1 can't be read \(an image in steps/observation/image: "):
+        episode.images(IMAGE, [0])
+
+
+def described(change) -> str:
+    content = json.loads((FOLDER / "features.json").read_text())
+    change(content["featuresDict"]["features"]["steps"]["sequence"]["feature"]["featuresDict"]["features"])
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda steps: steps["action"]["tensor"]["shape"].update(dimensions=["9" * 12]), "more than 67,108,864 values"),
+        (
+            lambda steps: steps["action"]["tensor"]["shape"].update(dimensions=["0"]),
+            r"the shape \[0\] has a size below 1",
+        ),
+        (lambda steps: steps["action"]["tensor"].update(dtype="V99999999999"), "action has the dtype 'V99999999999'"),
+        (lambda steps: steps["action"]["tensor"].update(dtype=["float32"]), "dtype"),
+        (lambda steps: steps["action"].pop("tensor"), "KeyError: 'tensor'"),
+        (lambda steps: steps.clear(), "no steps, so that"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(tmp_path, change, complaint):
+    folder = copied(tmp_path)
+    (folder / "features.json").write_text(described(change))
+    with pytest.raises(UsageError, match=rf"features.json describes .*{complaint}"):
+        RldsDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"filepathTemplate": "{DATASET:>99999999999}"}, "makes no file name"),
+        ({"filepathTemplate": "{DATASET.__class__}"}, "makes no file name"),
+        ({"filepathTemplate": "{NOTHING}"}, "makes no file name"),
+        ({"filepathTemplate": "../{DATASET}"}, "makes no file name"),
+        ({"filepathTemplate": "x" * 5000}, "makes no file name"),
+        ({"filepathTemplate": "{DATASET}.{SHARD_INDEX}"}, "libero_spatial_no_noops.00000 is missing"),
+        ({"shardLengths": ["many"]}, "dataset_info.json is malformed .*many"),
+        ({"shardLengths": 4}, "dataset_info.json is malformed"),
+        ({"shardLengths": ["-4", "8"]}, "a shard has fewer than 0 episodes"),
+        ({"shardLengths": ["4", "9" * 15]}, "says that it holds 999,999,999,999,999 episodes"),
+        ({"shardLengths": []}, "has no episodes in its split 'train'"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(tmp_path, change, complaint):
+    folder = copied(tmp_path)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["splits"][0].update(change)
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(UsageError, match=complaint):
+        RldsDataset(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +233,11 @@ def test_a_record_that_is_no_episode_is_named(tmp_path):
         (lambda f: (f / "dataset_info.json").write_text("[]"), "dataset_info.json holds no JSON object"),
         (
             lambda f: (f / "features.json").write_text('{"tensor": {"dtype": "quaternion"}}'),
-            "fields that can't be read",
+            "describes fields that can't be read .*quaternion",
         ),
+        (lambda f: (f / "features.json").write_text("[" * 100_000), "features.json is not valid JSON"),
+        (lambda f: (f / "dataset_info.json").write_bytes(b"\xff{}"), "dataset_info.json is not valid JSON"),
+        (lambda f: (f / "dataset_info.json").write_text('{"splits": [1]}'), "dataset_info.json is malformed"),
         (lambda f: next(f.glob("*-00001-of-*")).unlink(), "00001-of-00002 is missing: copy or download"),
         (
             lambda f: (f / "dataset_info.json").write_text(

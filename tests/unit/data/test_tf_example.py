@@ -66,7 +66,7 @@ def test_another_kind_and_another_name_are_refused():
     example = Example(encode_example({"a": [b"x"]}))
     with pytest.raises(MalformedExampleError, match="'a' holds another kind"):
         example.floats("a")
-    with pytest.raises(KeyError, match="no feature 'b'; it has a"):
+    with pytest.raises(MalformedExampleError, match="no field 'b'; it has a"):
         example.floats("b")
     assert Example(b"\x0a\x05\x0a\x03\x0a\x01n").floats("n").shape == (0,)  # a feature that says no kind
 

@@ -242,8 +242,49 @@ def test_a_success_that_is_missing_or_many_is_refused():
     observation = {"pixels": np.zeros((4, 4, 3))}
     with pytest.raises(UsageError, match="gym.success = 'info.won': info has no 'won'; it has deep"):
         shown(observation, success="info.won").step(np.zeros(2, np.float32))
-    with pytest.raises(UsageError, match=r"gym.success = 'pixels': is float64\[4, 4, 3\]; it must be one truth value"):
+    with pytest.raises(UsageError, match=r"gym.success = 'pixels': the environment returned float64\[4, 4, 3\]; it"):
         shown(observation, success="pixels").step(np.zeros(2, np.float32))
+
+
+def told(success: object = 0, terminated: object = False, truncated: object = False) -> GymEnv:
+    """An environment that says these of every step."""
+    env = GymEnv(Shown({"pixels": np.zeros((4, 4, 3))}), GymConfig(images=("pixels",)), 4, "sparse")
+    env.reset(task())
+    answer = ({"pixels": np.zeros((4, 4, 3))}, 0.0, terminated, truncated, {"success": success})
+    env._env.step = lambda action: answer  # type: ignore[method-assign]
+    return env
+
+
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.True_, np.float32(1), np.array([1]), torch.tensor([True]), [[1]]])
+def test_success_is_true_false_0_or_1(value):
+    assert told(value).step(np.zeros(2, np.float32)).success
+    assert not told(np.zeros_like(np.asarray(value))).step(np.zeros(2, np.float32)).success
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [("no", "'no'"), ("", "''"), (None, "None"), (float("nan"), "nan"), (2, "2"), (0.5, "0.5"), (-1, "-1"), ({}, "{}")]
+    + [([1, 0], r"int64\[2\]"), ([], r"float64\[0\]"), ([[1], [1, 2]], r"\[\[1\], \[1, 2\]\]"), ("x" * 99, "'x{58}…")],
+)
+def test_any_other_success_is_refused_with_its_value(value, named):
+    with pytest.raises(UsageError, match=f"gym.success = 'info.success': the environment returned {named}; it must be"):
+        told(value).step(np.zeros(2, np.float32))
+
+
+def test_the_ends_of_an_episode_are_truth_values_too():
+    with pytest.raises(UsageError, match="terminated: the environment returned 'False'; it must be True, False"):
+        told(terminated="False").step(np.zeros(2, np.float32))
+    with pytest.raises(UsageError, match="truncated: the environment returned nan; it must be True, False"):
+        told(truncated=float("nan")).step(np.zeros(2, np.float32))
+    step = told(terminated=np.array([1]), truncated=np.True_).step(np.zeros(2, np.float32))
+    assert step.terminated and not step.truncated
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_a_state_that_is_not_finite_is_named_by_its_path(value):
+    observation = {"pixels": np.zeros((4, 4, 3)), "arm": np.array([0.0, value])}
+    with pytest.raises(UsageError, match="gym.proprio = 'arm': the environment returned NaN or infinity"):
+        shown(observation, proprio=("arm",)).observe()
 
 
 def test_actions_are_chosen_stretched_and_clipped():

@@ -228,3 +228,72 @@ def test_tasks_of_another_suite_and_actions_of_another_length_are_refused(pool):
     pool.reset([0], [task()])
     with pytest.raises(ValueError, match=r"actions must be \[1, K, 2\], not \[1, 4, 7\]"):
         pool.step_chunk([0], np.zeros((1, 4, 7), np.float32))
+
+
+class Faulty(TensorReach):
+    """Returns something wrong of slot 1 in its second step."""
+
+    def __init__(self, num_envs: int, fault: str) -> None:
+        super().__init__(num_envs)
+        self.fault, self.steps = fault, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = -1 if self.num_resets < self.num_envs else 0  # the first step of all tries the batch out
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions):
+        seen, reward, terminated, truncated, info = super().step(actions)
+        self.steps += 1
+        if self.steps != 2:
+            return seen, reward, terminated, truncated, info
+        if self.fault == "raises":
+            raise ZeroDivisionError("the gear is broken")
+        reward, success, state = reward.clone(), info["success"].float(), seen["state"].clone()
+        if self.fault == "reward":
+            reward[1] = float("nan")
+        if self.fault == "success":
+            success[1] = float("nan")
+        if self.fault == "state":
+            state[1] = float("inf")
+        info = {} if self.fault == "key" else {"success": success}
+        if self.fault == "rows":
+            reward = reward[:1]
+        return {**seen, "state": state}, reward, terminated, truncated, info
+
+
+def faulty(fault: str) -> GymVectorPool:
+    config = INDEXED.model_copy(update={"env": f"{__name__}:Faulty", "kwargs": {"fault": fault}})
+    return build(config, reward="dense")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "failed"),
+    [
+        ("reward", "the environment returned NaN as reward, in step 2 in slot 1", {1}),
+        ("success", "gym.success = 'info.success': the environment returned nan; it must be True, False, 0 or 1", {1}),
+        ("state", "gym.proprio = 'state': the environment returned NaN or infinity", {1}),
+        ("key", "gym.success = 'info.success': info has no 'success'; it has nothing, in step 2 in slot", {0, 1, 2}),
+    ],
+)
+def test_a_slot_with_something_wrong_loses_its_episode_and_the_others_go_on(fault, reason, failed):
+    pool = faulty(fault)
+    pool.send_reset([0, 1, 2], [task(state) for state in range(3)])
+    assert all(outcome.error is None for _, outcome in pool.receive())
+    pool.send_chunk([0, 1, 2], noise(3, 2))
+    outcomes = dict(pool.receive())
+    for slot, outcome in outcomes.items():
+        assert (reason in str(outcome.error)) if slot in failed else outcome.error is None and outcome.num_executed == 2
+    pool.send_reset([1], [task(4)])
+    ((_, again),) = pool.receive()
+    assert again.error is None and again.observation.images.shape == outcomes[1].observation.images.shape
+
+
+def test_what_the_whole_batch_returns_wrongly_is_an_error_with_its_reason():
+    for fault, reason in (
+        ("raises", "step raised ZeroDivisionError: the gear is broken"),
+        ("rows", "reward as float32"),
+    ):
+        pool = faulty(fault)
+        pool.reset([0, 1, 2], [task(state) for state in range(3)])
+        with pytest.raises(UsageError, match=reason):
+            pool.step_chunk([0, 1, 2], noise(3, 2))

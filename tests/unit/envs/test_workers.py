@@ -127,6 +127,38 @@ def test_a_worker_that_fails_says_why_and_is_replaced(pools, tmp_path, trouble, 
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (
+            {"nan reward": 2},
+            "the environment returned NaN as reward, in step 2 of episode counting-t00-s000-0000000000",
+        ),
+        (
+            {"nan state": 3},
+            "the environment returned infinity in dimension 1 of the robot's state, in step 3 of episode counting-t00",
+        ),
+        (
+            {"nan state": 0},
+            "in dimension 1 of the robot's state, at the reset of episode counting-t00-s000-00000000000",
+        ),
+        (
+            {"success": 1},
+            "info['success']: the environment returned 'no'; it must be True, False, 0 or 1, in step 1 of",
+        ),
+    ],
+)
+def test_what_an_environment_must_not_return_costs_the_episode_and_is_named(pools, tmp_path, trouble, reason):
+    pool = pools(1, trouble, tmp_path / "diary")
+    pool.send_reset([0], [task()])
+    ((_, outcome),) = pool.receive()
+    if outcome.error is None:
+        pool.send_chunk([0], ones(1, 3))
+        ((_, outcome),) = pool.receive()
+    assert reason in str(outcome.error) and "Traceback" not in str(outcome.error)
+    assert pool.reset([0], [task()])[0].proprio[0] == 0, "the slot goes on with the next attempt"
+
+
 def test_a_worker_that_hangs_is_replaced_within_its_time(pools, tmp_path):
     pool = pools(1, {"hang": 2}, tmp_path / "diary")
     pool.reset([0], [task()])

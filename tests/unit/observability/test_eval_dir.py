@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from fakes.eval_records import SETTINGS, episode, record
 
+from vlarl.cli import main
 from vlarl.errors import UsageError
 from vlarl.observability.episodes import episode_row
 from vlarl.observability.eval_dir import EvalDirectory, find_records, new_folder, read_record, results_root
@@ -82,12 +83,49 @@ def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> Non
         ("[]", "was not written by this version"),
         ('{"schema": 99}', "which reads schema 1"),
         ('{"schema": 1, "complete": true}', "is damaged"),
+        ("[" * 100_000, "is no JSON"),
     ],
 )
 def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(UsageError, match=message):
+        read_record(tmp_path)
+
+
+def test_bad_bytes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_bytes(b'{"schema": "\xff"}')
+    with pytest.raises(UsageError, match="is no JSON"):
+        read_record(tmp_path)
+
+
+ODD = (None, -1, 10**30, float("nan"), "", "no", [], [None], {}, True)
+
+
+@pytest.mark.parametrize("place", ["settings", "episode"])
+def test_values_of_another_kind_are_refused_or_compared_without_a_traceback(
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = record({(0, 30): True, (1, 31): False}, planned=2).to_json()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "results.json").write_text(json.dumps(whole))
+    (tmp_path / "b").mkdir()
+    for name in whole if place == "settings" else whole["episodes"][0]:
+        for value in ODD:
+            spoilt = json.loads(json.dumps(whole))
+            (spoilt if place == "settings" else spoilt["episodes"][0])[name] = value
+            (tmp_path / "b" / "results.json").write_text(json.dumps(spoilt))
+            code = main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+            assert code in (0, 2), (name, value)
+            assert code == 0 or capsys.readouterr().err.startswith("error: "), (name, value)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, float("nan")])
+def test_a_success_that_is_neither_true_nor_false_is_not_counted(tmp_path: Path, value: object) -> None:
+    content = record({(0, 30): True}, planned=1).to_json()
+    content["episodes"][0]["success"] = value
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"results.json is damaged .*success is"):
         read_record(tmp_path)
 
 

@@ -34,12 +34,21 @@ def test_llamas_empty_token_and_bos_are_added_once():
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     raw = {k: v for k, v in tiny_config().raw.items() if k != "vlarl"}
-    config = parse_config(raw)
+    config = parse_config({**raw, "text_config": {**raw["text_config"], "vocab_size": 32064}})
     processor = Processor(config, tokenizer, Normalizer(config))
     ids = processor.prompt_ids("x")
     assert ids[0] == 1
     assert ids[-1] == 29871
     assert ids.count(29871) == 1
+
+
+def test_a_tokenizer_of_another_model_is_named():
+    tokenizer = Tokenizer(WordLevel({"<unk>": 40_000}, unk_token="<unk>"))
+    config = tiny_config()
+    with pytest.raises(
+        ValueError, match="model has 1088 rows for them: the checkpoint's tokenizer.json or config.json"
+    ):
+        Processor(config, tokenizer, Normalizer(config)).prompt_ids("x")
 
 
 def test_the_configs_template_is_used_and_bos_only_where_there_is_one():

@@ -10,6 +10,7 @@ import torch
 from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec
 from vlarl.envs.tabletop import TabletopPool
 from vlarl.errors import VlarlError
+from vlarl.observability.log_file import log_to_file
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
@@ -226,8 +227,18 @@ def test_staleness_is_counted_in_updates_over_decisions(trajectory):
 
 def test_nothing_but_crashes_ends_the_run():
     pool = FakePool(3, LENGTHS, crash=range(6))
-    with pytest.raises(VlarlError, match="none of 6 episodes of fake could be run"):
+    with pytest.raises(
+        VlarlError, match=r"none of 6 episodes of fake could be run. The first one: the simulator died\."
+    ):
         Collector(pool, FakePolicy(), FakeEngine(), retries=0).collect(tasks(), 0.5)
+
+
+def test_that_none_could_be_run_names_the_file_with_the_whole_text(tmp_path):
+    pool = FakePool(3, LENGTHS, crash=range(6))
+    with log_to_file(tmp_path / "train.log"), pytest.raises(VlarlError) as failed:
+        Collector(pool, FakePolicy(), FakeEngine(), retries=0).collect(tasks(), 0.5)
+    assert f"The whole text of each is in {tmp_path / 'train.log'}." in str(failed.value)
+    assert (tmp_path / "train.log").read_text().count("given up after 1 attempts: the simulator died") == 6
 
 
 def test_an_episode_is_run_again_and_becomes_the_same_one():

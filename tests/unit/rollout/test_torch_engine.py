@@ -70,5 +70,9 @@ def test_a_policy_that_lost_its_mind_is_refused(observation):
     policy = init_tiny("parallel", seed=1)
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(VlarlError, match=r"not finite \(weights of version 0\).*Lower optim.lr"):
-        TorchEngine(policy, CPU).generate(policy.process([observation(0)]), 1.0, [0])
+    engine = TorchEngine(policy, CPU)
+    with pytest.raises(VlarlError, match=r"not finite with the weights that it was loaded with: set policy.dtype to"):
+        engine.generate(policy.process([observation(0)]), 1.0, [0])
+    engine.version = 3
+    with pytest.raises(VlarlError, match=r"not finite \(weights of version 3\).*Lower optim.lr"):
+        engine.generate(policy.process([observation(0)]), 1.0, [0])

@@ -240,6 +240,7 @@ def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, lesson, act)
     drawn = torch.rand(2)
     as_written_before(folder)
     other = build(load_policy(folder), config)
+    (folder / "checksums.json").unlink()
     assert restore(other, folder) == state
     assert torch.equal(torch.rand(2), drawn)
     assert other.average.num_updates == 2
@@ -339,6 +340,101 @@ def test_truncated_moments_are_named(tmp_path, learner, act, teach, keep_bytes):
     path.unlink()
     with pytest.raises(UsageError, match=r"step_000001 is damaged"):
         restore(learner, folder)
+
+
+def rewritten(folder: Path, change) -> Path:
+    """The checkpoint with other tensors of the trainer, and no list of checksums."""
+    tensors = load_file(folder / TENSORS)
+    change(tensors)
+    save_file(tensors, folder / TENSORS)
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+def first(tensors: dict[str, torch.Tensor], ending: str) -> str:
+    return next(name for name in sorted(tensors) if name.endswith(ending))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda t: t.update({first(t, "exp_avg"): t[first(t, "exp_avg")].double()}),
+            r"exp_avg is float64\[.*needs float32",
+        ),
+        (
+            lambda t: t.update({first(t, "exp_avg"): torch.zeros(1)}),
+            r"exp_avg is float32\[1\], and this run needs float32",
+        ),
+        (
+            lambda t: t.update({first(t, ".step"): torch.zeros(3)}),
+            r"step is float32\[3\], and this run needs float32\[\]",
+        ),
+        (lambda t: t.pop(first(t, "exp_avg_sq")), "trainer.safetensors lacks exp_avg_sq of "),
+        (lambda t: t[first(t, "exp_avg")].fill_(float("nan")), "exp_avg holds NaN or infinity"),
+        (
+            lambda t: t.update({"optimizer.arm.exp_avg": torch.zeros(2)}),
+            "optimizer state of arm, which this run does not",
+        ),
+        (lambda t: t.update({"rng.cpu.0": torch.zeros(4)}), r"rng.cpu.0 is float32\[4\], and this run needs uint8"),
+    ],
+)
+def test_moments_that_do_not_fit_are_named(tmp_path, learner, act, teach, change, reason):
+    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+    folder = rewritten(store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1)), change)
+    with pytest.raises(UsageError, match=rf"step_000001 is damaged \(.*{reason}.*move it away"):
+        restore(learner, folder)
+
+
+@pytest.mark.parametrize(
+    ("counter", "value"),
+    [
+        ("version", "1"),
+        ("policy_updates", -1),
+        ("env_steps", None),
+        ("sampler", []),
+        ("ema_return", "good"),
+        ("episodes", 0.5),
+    ],
+)
+def test_counters_of_another_kind_are_named(tmp_path, learner, counter, value):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    counters = json.loads((folder / COUNTERS).read_text())
+    (folder / COUNTERS).write_text(json.dumps(counters | {counter: value}))
+    with pytest.raises(UsageError, match=rf"step_000001 is damaged \({counter} in trainer.json is .*, which must be"):
+        restore(learner, folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "value_head.safetensors", TENSORS])
+def test_one_wrong_bit_in_the_weights_is_noticed(tmp_path, learner, name):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    restore(learner, folder)
+    load_policy(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[-9] ^= 1
+    (folder / name).write_bytes(content)
+    read = (lambda: restore(learner, folder)) if name == TENSORS else (lambda: load_policy(folder))
+    with pytest.raises(
+        UsageError, match=rf"{name} is not what was written, by its checksum in checksums.json. Copy it"
+    ):
+        read()
+    (folder / "checksums.json").unlink()
+    read()
+
+
+def test_a_list_of_checksums_that_is_not_one_is_named(tmp_path, learner):
+    folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
+    for text in ("{", "[]", '{"model.safetensors": 1}', "\x00"):
+        (folder / "checksums.json").write_text(text)
+        with pytest.raises(UsageError, match="checksums.json can't be read"):
+            load_policy(folder)
+
+
+def test_weights_that_are_written_anew_into_a_folder_have_no_old_checksums(tmp_path, learner):
+    folder = store_at(tmp_path).save("final", learner, TrainerState(iteration=1))
+    learner.policy.save(folder)
+    assert not (folder / "checksums.json").exists()
+    load_policy(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "value_head.safetensors", "config.json", "tokenizer.json"])

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlarl.envs.libero.models import Scene, SceneReader
+from vlarl.envs.signals import truth
 
 Float64Array = NDArray[np.float64]
 
@@ -87,7 +88,7 @@ class Physics:
         for kind in (warnings.mjWARN_BADQPOS, warnings.mjWARN_BADQVEL, warnings.mjWARN_BADQACC):
             if self.data.warning[kind].number:
                 raise RuntimeError(f"MuJoCo gave up the simulation ({kind.name}); the episode can't go on")
-        return bool(self.simulator._check_success())
+        return truth(self.simulator._check_success(), "_check_success() of LIBERO")
 
     def seen(self) -> Any:
         """MuJoCo's data of the world as it was when the sensors were last read, for pictures and proprio."""

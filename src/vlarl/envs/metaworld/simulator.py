@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.envs.signals import truth
+
 State = NDArray[np.float64]
 """Meta-World's own observation [39]: hand, fingers, objects, the same one step before, goal."""
 
@@ -76,7 +78,8 @@ class Simulator:
     def step(self, action: NDArray[np.float64]) -> SimulatorStep:
         """Move by Meta-World's action [4]."""
         state, reward, _, _, info = self._sim.step(action)
-        return SimulatorStep(state, float(reward), bool(info["success"]))
+        success = truth(info["success"], f"info['success'] of Meta-World's {self._name}")
+        return SimulatorStep(state, float(reward), success)
 
     def _random_vector(self, state_index: int) -> State:
         """Where objects and goal are in this state. Meta-World draws it, as it refuses some of its own draws."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl
-from vlarl.observability.run_dir import RunDirectory
+from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
 from vlarl.observability.significance import wilson_interval
 
 Series = list[tuple[float, float]]  # iteration, value
@@ -131,7 +131,7 @@ class RunData:
     def series(self, name: str) -> Series:
         """The finite points of one metric."""
         points = ((float(row["iteration"]), row.get(name)) for row in self.metrics)
-        return [(x, float(y)) for x, y in points if isinstance(y, (int, float)) and math.isfinite(y)]
+        return [(x, float(y)) for x, y in points if isinstance(y, (int, float)) and abs(y) <= sys.float_info.max]
 
     def option(self, section: str, name: str) -> Any:
         """A value of the configuration, or None."""
@@ -170,7 +170,7 @@ def load_run(path: Path) -> RunData:
         status=run.read_status(),
         config=_parse(text),
         config_text=text,
-        metrics=tuple(row for row in read_jsonl(run.metrics_file) if isinstance(row.get("iteration"), int)),
+        metrics=tuple(row for row in read_jsonl(run.metrics_file) if _is_count(row.get("iteration"))),
         evaluations=_evaluations(run.episodes_file),
         videos=tuple(video for video in _videos(run.videos) if is_inside(video.path, run.path)),
         training_episodes=_training_episodes(run.episodes_file),
@@ -186,7 +186,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 def _parse(text: str) -> Mapping[str, Any]:
     try:
         config = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):  # `!!bool maybe` is a KeyError
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -195,14 +195,19 @@ def _evaluations(path: Path) -> tuple[Evaluation, ...]:
     """Evaluated episodes by iteration; those that crashed say nothing about the policy."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_jsonl(path):
-        is_whole = {"iteration", "task_id", "init_state", "success"} <= row.keys() and row.get("status") != "crashed"
-        if row.get("phase") == "eval" and is_whole:
+        counts = (row.get(name) for name in ("iteration", "task_id", "init_state"))
+        is_whole = all(map(_is_count, counts)) and isinstance(row.get("success"), bool)
+        if row.get("phase") == "eval" and is_whole and row.get("status") != "crashed":
             found.setdefault(int(row["iteration"]), []).append(row)
     return tuple(Evaluation(iteration, tuple(rows)) for iteration, rows in sorted(found.items()))
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
+
+
 def _training_episodes(path: Path) -> dict[int, int]:
-    rows = (row for row in read_jsonl(path) if row.get("phase") == "rollout" and "task_id" in row)
+    rows = (row for row in read_jsonl(path) if row.get("phase") == "rollout" and _is_count(row.get("task_id")))
     return dict(Counter(int(row["task_id"]) for row in rows))
 
 

@@ -53,7 +53,7 @@ class Normalizer:
     """A checkpoint's statistics: actions to the robot's units, proprio into [-1, 1]."""
 
     def __init__(self, config: OpenVLAConfig, unnorm_key: str | None = None) -> None:
-        self._stats = config.norm_stats
+        self._stats, self._files = config.norm_stats, config.norm_stats_files
         # OFT's code adds a little to the range, the original's does not; the last digits follow the checkpoint's own.
         self._range_eps = 1e-8 if config.decoder == "parallel" else 0.0
         self.unnorm_key = unnorm_key
@@ -91,12 +91,56 @@ class Normalizer:
         scaled = np.where(mask, 2.0 * (values - low) / (high - low + 1e-8) - 1.0, values)
         return np.clip(scaled, -1.0, 1.0).astype(np.float32)
 
+    def check(self, action_dim: int, proprio_dim: int | None) -> None:
+        """Refuse statistics that give no units: of another length, not finite, or with q99 no larger than q01."""
+        for what, size in (("action", action_dim), ("proprio", proprio_dim)):
+            if size is not None:
+                low, high, mask = self._bounds(what, None)
+                for name, values in (("q01", low), ("q99", high), ("mask", mask)):
+                    if values.shape != (size,):
+                        raise self._refused(what, f"{name} has the shape {list(values.shape)} for {size} dimensions")
+                self._check_values(what, low, high, mask)
+
+    def _check_values(self, what: str, low: np.ndarray, high: np.ndarray, mask: np.ndarray) -> None:
+        stats = self._stats[self.resolve()][what]
+        for dimension in np.flatnonzero(mask).tolist():
+            first, last = float(low[dimension]), float(high[dimension])
+            where = f"in dimension {dimension}"
+            if not (np.isfinite(first) and np.isfinite(last)):
+                raise self._refused(what, f"q01 is {first} and q99 is {last} {where}")
+            if last < first or (last == first and not _is_constant(stats, dimension)):
+                raise self._refused(what, f"q99 ({last}) is not larger than q01 ({first}) {where}")
+
+    def _refused(self, what: str, reason: str) -> ValueError:
+        key = self.resolve()
+        source = self._files.get(key, "the checkpoint")
+        return ValueError(
+            f"{source}: the {what} statistics {key!r} can't be used: {reason}. Copy the file again, or compute the "
+            "statistics from the data that the policy was trained on"
+        )
+
     def _bounds(self, what: str, unnorm_key: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = self.resolve(unnorm_key)
         entry: Any = self._stats[key]
         stats = entry.get(what) if isinstance(entry, Mapping) else None
         if not isinstance(stats, Mapping) or "q01" not in stats or "q99" not in stats:
             raise ValueError(f"statistics {key!r} of the checkpoint have no {what!r} entry with q01 and q99")
-        low, high = np.asarray(stats["q01"], dtype=np.float64), np.asarray(stats["q99"], dtype=np.float64)
-        mask = np.asarray(stats.get("mask", np.ones(low.shape)), dtype=bool)
-        return low, high, mask
+        try:
+            low, high = np.asarray(stats["q01"], dtype=np.float64), np.asarray(stats["q99"], dtype=np.float64)
+            mask = np.asarray(stats.get("mask", np.ones(low.shape, bool)))
+            if mask.dtype.kind not in "biuf":
+                raise ValueError(f"mask {mask.tolist()}")
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"statistics {key!r} of the checkpoint: {what} holds more than numbers ({error})"
+            ) from error
+        return low, high, mask.astype(np.bool_)
+
+
+def _is_constant(stats: Mapping[str, Any], dimension: int) -> bool:
+    """Whether a dimension never moves in the data, as the rotations of some of OpenVLA's datasets: it then has a value
+    of its own, which it is given."""
+    try:
+        return bool(stats["min"][dimension] == stats["max"][dimension])
+    except (KeyError, IndexError, TypeError):
+        return False

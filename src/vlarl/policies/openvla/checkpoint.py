@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from vlarl.config.training_data import TrainingData, training_data_of
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
+from vlarl.policies.checksums import verify_checksums
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.attention import AttentionName
@@ -26,13 +27,17 @@ from vlarl.policies.openvla.config import (
     read_config,
     read_json,
     refuse_other_model,
+    with_statistics,
 )
 from vlarl.policies.openvla.film import fold_film_state
 from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
 from vlarl.policies.openvla.images import ImagePipeline
+from vlarl.policies.openvla.limits import building, check_size
 from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
 from vlarl.policies.openvla.quantize import quantize_linears
-from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component
+from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component, read_shapes
+
+TRAINER_FILE = "trainer.safetensors"  # beside a policy that training goes on from; read and checked by the trainer
 
 # Files of the tokenizer and processor that a checkpoint carries along unread.
 ASSET_NAMES = (
@@ -74,7 +79,8 @@ def read_policy(
     origin = _base_of(folder, base) if adapter is not None else Base(str(path), folder, adapters.fingerprint(folder))
     folders = (folder, origin.folder)
     config = resolve_config(folders, decoder, chunk_length, num_images, use_proprio)
-    with torch.device("meta"):  # no memory is spent on weights that the file replaces
+    check_size(config, origin.folder, read_shapes(origin.folder), towers=not has_film_file(origin.folder))
+    with building(folder), torch.device("meta"):  # no memory is spent on weights that the file replaces
         policy = OpenVLAPolicy(
             config,
             _read_tokenizer(folders),
@@ -87,6 +93,8 @@ def read_policy(
     policy.training_data = _training_data(str(path), folder, origin)
     if torch.device(device).type == "meta":
         return policy  # it reads observations and codes actions, and that is all
+    for place in dict.fromkeys(folders):
+        verify_checksums(place, lambda name: "/" not in name and name != TRAINER_FILE)
     if quantize is not None:
         quantize_linears(policy.model, quantize)
     load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
@@ -132,8 +140,8 @@ def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dty
     critic = _read_head(folders, "value_head")
     if critic is not None:
         hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
-        widths = [weight.shape[0] for weight in hidden if weight is not None]
-        num_values = critic["out.weight"].shape[0] if "out.weight" in critic else 1
+        widths = [len(weight) for weight in hidden if weight is not None and weight.ndim == 2]
+        num_values = len(critic["out.weight"]) if "out.weight" in critic and critic["out.weight"].ndim == 2 else 1
         policy.value_head = ValueHead(policy.model.hidden_size, widths, num_values)
     if l1_head:
         policy.l1_head = L1ActionHead(policy.model.hidden_size, policy.action_dim)
@@ -198,17 +206,21 @@ def _film_state(base: Path) -> dict[str, torch.Tensor] | None:
     state = read_component(base, "vision_backbone") if has_film_file(base) else None
     if state is None:
         return None
-    return {f"vision_backbone.{name}": tensor for name, tensor in fold_film_state(state).items()}
+    try:
+        folded = fold_film_state(state)
+    except (LookupError, RuntimeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"the vision_backbone file of {base} holds adapters that don't fit their layers ({error}): copy or "
+            "download it again"
+        ) from error
+    return {f"vision_backbone.{name}": tensor for name, tensor in folded.items()}
 
 
 def _read_config(folders: Sequence[Path]) -> OpenVLAConfig:
     """The first config.json, with the statistics of all folders, the first one's winning."""
     holder = next((folder for folder in folders if (folder / "config.json").is_file()), folders[-1])
     config = read_config(holder)
-    statistics = folders[0] / "dataset_statistics.json"
-    if holder == folders[0] or not statistics.is_file():
-        return config
-    return replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})
+    return config if holder == folders[0] else with_statistics(config, folders[0] / "dataset_statistics.json")
 
 
 def _find(folders: Sequence[Path], name: str) -> Path | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from vlarl.policies.openvla.families import FAMILIES, action_end, model_type, prompt_template
+from vlarl.policies.openvla.limits import LARGEST_CHUNK, LARGEST_IMAGE, LARGEST_NUM_BINS, LARGEST_NUM_IMAGES, whole
 from vlarl.policies.openvla.towers import (
     KNOWN_TOWERS,
     TIMM_ARGUMENTS,
@@ -23,6 +24,8 @@ DECODER_NAMES: tuple[DecoderName, ...] = ("autoregressive", "parallel")
 
 MODEL_TYPE = "openvla"  # in config.json
 NATIVE_KEY = "vlarl"  # what the original layout has no field for lives under this one key
+INSTRUCTION = "{instruction}"
+LARGEST_PIXEL = 255.0
 SHORTEST_PROMPT = 32  # tokens that must be left for a prompt: the question and an instruction of a few words
 
 
@@ -50,6 +53,7 @@ class OpenVLAConfig:
     stop_id: int  # closes the sequence of the parallel decoder
     learned_slots: bool  # the parallel decoder's slots are padding rows of the embedding instead of OFT's zeros
     raw: Mapping[str, Any]  # the file as it was read, so that saving keeps fields we don't use
+    norm_stats_files: Mapping[str, Path] = field(default_factory=dict)  # where each of the statistics was read
 
     @property
     def padded_vocab_size(self) -> int:
@@ -157,7 +161,15 @@ def language_config(text: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig  # here and not above: it takes seconds to load
 
     arguments = {k: v for k, v in text.items() if k not in ("model_type", "torch_dtype", "dtype")}
-    return AutoConfig.for_model(text["model_type"], **arguments)
+    try:
+        config = AutoConfig.for_model(text["model_type"], **arguments)
+    except Exception as error:  # what the library raises for values of another kind is not documented
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"text_config can't be read ({reason}): copy or download config.json again") from error
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        whole(getattr(config, name, None), f"{name} of text_config", 1)
+    whole(config.max_position_embeddings, "max_position_embeddings of text_config", 1)
+    return config
 
 
 def refuse_other_model(raw: Mapping[str, Any]) -> None:
@@ -183,26 +195,29 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     text = {**raw["text_config"], "model_type": kind}
     if "vocab_size" not in text:
         raise ValueError("config.json lacks vocab_size in its text_config, which the action ids follow from")
-    family, padding = FAMILIES[kind], int(raw.get("pad_to_multiple_of", 64))
+    family, padding = FAMILIES[kind], whole(raw.get("pad_to_multiple_of", 64), "pad_to_multiple_of", 0)
+    rows = whole(text["vocab_size"], "vocab_size of text_config", 1)
+    bos = native.get("bos_id", text.get("bos_token_id", 1) if family.has_bos else None)
+    suffix = native.get("prompt_suffix_id", family.prompt_suffix_id)
     config = OpenVLAConfig(
         towers=_parse_towers(raw),
         text=text,
-        norm_stats=dict(raw.get("norm_stats") or {}),
-        num_action_bins=int(raw.get("n_action_bins", 256)),
-        vocab_size=int(native.get("vocab_size", action_end(raw, kind, int(text["vocab_size"]), padding))),
+        norm_stats=_statistics(raw.get("norm_stats") or {}),
+        num_action_bins=whole(raw.get("n_action_bins", 256), "n_action_bins", 2, LARGEST_NUM_BINS),
+        vocab_size=whole(native.get("vocab_size", action_end(raw, kind, rows, padding)), "vocab_size", 1),
         pad_to_multiple_of=padding,
-        pad_token_id=int(raw.get("pad_token_id", family.pad_token_id)),
+        pad_token_id=whole(raw.get("pad_token_id", family.pad_token_id), "pad_token_id", 0),
         decoder=decoder,
-        chunk_length=int(native.get("chunk_length", default_chunk_length(decoder))),
-        action_dim=int(native.get("action_dim", 7)),
-        num_images=int(native.get("num_images", 1)),
+        chunk_length=whole(native.get("chunk_length", default_chunk_length(decoder)), "chunk_length", 1, LARGEST_CHUNK),
+        action_dim=whole(native.get("action_dim", 7), "action_dim", 1, LARGEST_CHUNK),
+        num_images=whole(native.get("num_images", 1), "num_images", 1, LARGEST_NUM_IMAGES),
         use_proprio=bool(native.get("use_proprio", False)),
-        proprio_dim=int(native.get("proprio_dim", 8)),
+        proprio_dim=whole(native.get("proprio_dim", 8), "proprio_dim", 1, LARGEST_CHUNK),
         use_film=bool(native.get("use_film", False)),
-        prompt_template=str(native.get("prompt_template", prompt_template(raw, kind))),
-        bos_id=native.get("bos_id", int(text.get("bos_token_id", 1)) if family.has_bos else None),
-        prompt_suffix_id=native.get("prompt_suffix_id", family.prompt_suffix_id),
-        stop_id=int(native.get("stop_id", family.stop_id)),
+        prompt_template=_prompt(native.get("prompt_template", prompt_template(raw, kind))),
+        bos_id=None if bos is None else whole(bos, "bos_id", 0),
+        prompt_suffix_id=None if suffix is None else whole(suffix, "prompt_suffix_id", 0),
+        stop_id=whole(native.get("stop_id", family.stop_id), "stop_id", 0),
         learned_slots=bool(native.get("learned_slots", False)),
         raw=dict(raw),
     )
@@ -214,6 +229,20 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     return config.with_decoder()
 
 
+def _statistics(content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"norm_stats is a {type(content).__name__}, which must be an object of statistics by their keys"
+        )
+    return dict(content)
+
+
+def _prompt(template: object) -> str:
+    if not isinstance(template, str) or template.count(INSTRUCTION) != 1:
+        raise ValueError(f"prompt_template is {str(template)[:80]!r}, which must be text with one {INSTRUCTION} in it")
+    return template
+
+
 def read_config(folder: Path) -> OpenVLAConfig:
     """Read config.json and, where they are beside it, dataset_statistics.json and the pixels' statistics, which win."""
     path = folder / "config.json"
@@ -222,21 +251,31 @@ def read_config(folder: Path) -> OpenVLAConfig:
     raw = read_json(path)
     try:
         config = parse_config(raw)
-    except (KeyError, TypeError, AttributeError) as error:  # a field of another kind than the layout's
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # a field of another kind than the layout's
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is malformed ({reason}): copy or download it again") from error
+    except ValueError as error:
+        raise ValueError(str(error) if path.name in str(error) else f"{path}: {error}") from error
+    files = dict.fromkeys(config.norm_stats, path)
+    config = replace(config, norm_stats_files=files)
     config = replace(config, towers=_with_pixel_statistics(config.towers, folder / "preprocessor_config.json"))
-    statistics = folder / "dataset_statistics.json"
-    if statistics.is_file():
-        config = replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})
-    return config
+    return with_statistics(config, folder / "dataset_statistics.json")
+
+
+def with_statistics(config: OpenVLAConfig, path: Path) -> OpenVLAConfig:
+    """The config with the statistics of a file, which win, if it is there."""
+    if not path.is_file():
+        return config
+    found = read_json(path)
+    files = {**config.norm_stats_files, **dict.fromkeys(found, path)}
+    return replace(config, norm_stats={**config.norm_stats, **found}, norm_stats_files=files)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a broken file is named."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy the file again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
@@ -260,7 +299,7 @@ def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:
     if len(set(sizes)) != 1:
         raise ValueError(f"image_sizes {sizes} differ: both towers read the same pixels, so the sizes must be equal")
     towers = tuple(
-        _parse_tower(i, int(size), override or {}, activation or "gelu")
+        _parse_tower(i, whole(size, "image_sizes", 1, LARGEST_IMAGE), override or {}, activation or "gelu")
         for i, size, override, activation in zip(ids, sizes, overrides, activations, strict=True)
     )
     if len({t.patch_size for t in towers}) != 1:
@@ -279,7 +318,15 @@ def _parse_tower(timm_id: str, image_size: int, overrides: Mapping[str, Any], ac
     if activation not in ("gelu", "quick_gelu"):
         raise ValueError(f"timm_override_act_layers: {activation!r} is not supported; known are gelu, quick_gelu")
     fields = {TIMM_ARGUMENTS[key]: value for key, value in overrides.items()}
+    for key, value in overrides.items():
+        if key == "mlp_ratio":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_IMAGE:
+                raise ValueError(f"mlp_ratio of {timm_id} is {str(value)[:40]!r}, which must be a number above 0")
+        else:
+            fields[TIMM_ARGUMENTS[key]] = whole(value, f"{key} of {timm_id}", 0 if key == "reg_tokens" else 1)
     tower = replace(KNOWN_TOWERS[timm_id], image_size=image_size, activation=cast(Activation, activation), **fields)
+    if tower.embed_dim % tower.num_heads:
+        raise ValueError(f"embed_dim {tower.embed_dim} of {timm_id} is no multiple of num_heads {tower.num_heads}")
     if image_size < tower.patch_size:
         raise ValueError(f"image size {image_size} is smaller than a patch of {tower.patch_size}")
     return tower
@@ -289,16 +336,21 @@ def _with_pixel_statistics(towers: tuple[TowerConfig, ...], path: Path) -> tuple
     """Means and deviations as the checkpoint's own preprocessor has them, where it has them for each tower."""
     content = read_json(path) if path.is_file() else {}
     means, stds = content.get("means") or [], content.get("stds") or []
+    if not (isinstance(means, list) and isinstance(stds, list)):
+        raise ValueError(f"{path}: means and stds must be lists, three numbers for each tower: copy the file again")
     if not len(means) == len(stds) == len(towers):
         return towers
     return tuple(
-        replace(tower, mean=_triple(mean, path), std=_triple(std, path))
+        replace(tower, mean=_triple(mean, path, 0.0), std=_triple(std, path, 1e-6))
         for tower, mean, std in zip(towers, means, stds, strict=True)
     )
 
 
-def _triple(values: Any, path: Path) -> tuple[float, float, float]:
+def _triple(values: Any, path: Path, low: float) -> tuple[float, float, float]:
+    """Three fractions of the range of a pixel, of which none is below `low`."""
     if not isinstance(values, list) or len(values) != 3:
         raise ValueError(f"{path}: means and stds must be three numbers for each tower, got {values!r}")
+    if any(isinstance(v, bool) or not isinstance(v, int | float) or not low <= v <= LARGEST_PIXEL for v in values):
+        raise ValueError(f"{path}: means and stds must be numbers, stds above 0, got {values!r}: copy the file again")
     red, green, blue = map(float, values)
     return red, green, blue

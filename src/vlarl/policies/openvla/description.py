@@ -20,6 +20,7 @@ from vlarl.policies.openvla.config import (
     language_config,
     read_json,
 )
+from vlarl.policies.openvla.limits import building, check_size, whole
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.weights import has_component, read_shapes, stored_dtype, weight_files
 
@@ -147,7 +148,8 @@ def _adapter(folder: Path) -> Adapter | None:
     content = read_json(folder / adapters.CONFIG_NAME)
     if content.get("peft_type") != "LORA":
         raise ValueError(f"{folder} holds an adapter of type {content.get('peft_type')}: only LORA is supported")
-    return Adapter(int(content.get("r", 0)), int(content.get("lora_alpha", 0)), adapters.base_of(folder))
+    rank, alpha = (whole(content.get(name, 8), f"{name} of {adapters.CONFIG_NAME}", 1) for name in ("r", "lora_alpha"))
+    return Adapter(rank, alpha, adapters.base_of(folder))
 
 
 def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Adapter | None) -> str:
@@ -178,10 +180,14 @@ def _stored(folder: Path) -> Stored:
 
 def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> list[str]:
     """How the stored tensors differ from those that the config asks for."""
-    with torch.device("meta"):
+    stored = read_shapes(folder)
+    try:
+        check_size(config, folder, stored, towers=not has_film_file(folder))
+    except ValueError as error:
+        return [str(error)]
+    with building(folder), torch.device("meta"):
         model = OpenVLAModel(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    stored = read_shapes(folder)
     if has_film_file(folder):  # OFT's own file replaces the whole of it
         wanted, stored = ({n: s for n, s in of.items() if not n.startswith("vision_")} for of in (wanted, stored))
     differences = {

@@ -33,9 +33,9 @@ def encode_jpeg(image: UInt8Array) -> bytes:
 
 
 def decode_image(data: bytes) -> UInt8Array:
-    """[H, W, 3] as TensorFlow's decode_image gives it; pictures that are no JPEG with halved chroma as Pillow does."""
+    """[H, W, 3] of a JPEG or PNG as TensorFlow's decode_image gives it; without halved chroma as Pillow does."""
     if not data.startswith(JPEG_START):
-        return np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+        return np.asarray(Image.open(BytesIO(data), formats=("PNG",)).convert("RGB"))
     picture = JpegImagePlugin.JpegImageFile(BytesIO(data))  # Image.open would look for the format first
     sampling = [layer[1:3] for layer in picture.layer]
     if sampling != HALVED_CHROMA:

@@ -5,6 +5,8 @@ Loaded only where a model has adapters: peft takes seconds to load. What needs n
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -19,12 +21,17 @@ from torch import nn
 from vlarl.config.schema import LoraConfig
 from vlarl.policies.openvla.adapters import BASE_NAME, CONFIG_NAME, WEIGHTS_NAME, seeded
 from vlarl.policies.openvla.config import read_json
+from vlarl.policies.openvla.limits import whole
 from vlarl.policies.openvla.weights import read_tensors, write_json
 from vlarl.policies.tensor_file import write_tensors
 
 PREFIX = "base_model.model."  # what peft's own files put before the names of the model
 ALL_LINEAR = "all-linear"
 LARGEST_ALPHA = 16
+TAKEN = (  # of an adapter_config.json
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "fan_in_fan_out", "layers_to_transform", "layers_pattern"),
+)
 WIDTH_STEP = 8  # columns: 16 bytes of bfloat16
 
 
@@ -215,12 +222,13 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     config = _read_config(folder)
     config.base_model_name_or_path = base
     state = {name.removeprefix(PREFIX): tensor.float() for name, tensor in read_tensors(folder / WEIGHTS_NAME)}
+    _refuse_other_ranks(config, state, folder)
     trained_on = read_json(folder / CONFIG_NAME).get("base_model_name_or_path")
     remedy = f"the adapter {folder} was trained on {trained_on}, and does not fit {base}"
     try:
         _inject(model, config)
-    except ValueError as error:
-        raise ValueError(f"{remedy}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error) as error:
+        raise ValueError(f"{remedy}: {error}") from error  # what peft raises for values of another kind
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     wrong = [
         *(f"{name} is missing" for name in own if name not in state),
@@ -234,6 +242,21 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     if wrong:
         raise ValueError(f"{remedy}: {'; '.join(wrong)}")
     set_peft_model_state_dict(model, state)
+
+
+def _refuse_other_ranks(config: PeftLoraConfig, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Before layers of the declared rank are made: the weights must have it."""
+    odd = [name for name, tensor in state.items() if not tensor.isfinite().all()]
+    if odd:
+        raise ValueError(f"{folder / WEIGHTS_NAME} holds NaN or infinity, first in {odd[0]}: take an earlier adapter")
+    stored = {tensor.shape[0] for name, tensor in state.items() if ".lora_A." in name and tensor.ndim == 2}
+    declared = [config.r, *(config.rank_pattern or {}).values()]
+    if not stored or not all(isinstance(rank, int) and 1 <= rank <= max(stored) for rank in declared):
+        held = ", ".join(map(str, sorted(stored))) or "none"
+        raise ValueError(
+            f"{folder / CONFIG_NAME} asks for rank {', '.join(str(rank)[:40] for rank in declared)}, but the ranks in "
+            f"{WEIGHTS_NAME} are {held}: copy or download the adapter again"
+        )
 
 
 def save(model: nn.Module, folder: Path, base: str, base_fingerprint: str) -> None:
@@ -261,11 +284,16 @@ def _read_config(folder: Path) -> PeftLoraConfig:
     if kind != "LORA":
         raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
     try:
-        config: PeftLoraConfig = PeftLoraConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError) as error:
+        given = PeftLoraConfig.from_pretrained(str(folder))
+        # These alone: others make peft import a module that the file names, or compute weights of its own.
+        config = PeftLoraConfig(**{name: getattr(given, name) for name in TAKEN}, init_lora_weights=True)
+        whole(config.r, "r", 1)
+        if not math.isfinite(config.lora_alpha) or not 0 <= config.lora_dropout < 1:
+            raise ValueError(f"lora_alpha is {config.lora_alpha} and lora_dropout is {config.lora_dropout}")
+    except Exception as error:  # what peft raises for values of another kind is not documented
         raise ValueError(f"{folder / CONFIG_NAME} is malformed ({error}): copy or download it again") from error
-    extras = {name: getattr(config, name, None) for name in ("use_dora", "lora_bias", "modules_to_save")}
-    extras["bias"] = None if config.bias == "none" else config.bias
+    extras = {name: getattr(given, name, None) for name in ("use_dora", "lora_bias", "modules_to_save")}
+    extras["bias"] = None if given.bias == "none" else given.bias
     used = [f"{name} = {value!r}" for name, value in extras.items() if value]
     if used:
         raise ValueError(

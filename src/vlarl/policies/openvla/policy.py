@@ -17,7 +17,7 @@ from torch import nn
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
 from vlarl.errors import UsageError
-from vlarl.policies import distribution
+from vlarl.policies import checksums, distribution
 from vlarl.policies.base import Chooser, Policy, Scores
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
@@ -191,6 +191,7 @@ class OpenVLAPolicy(Policy):
         known = [key for key in (suite, f"{suite}_no_noops") if key in self.config.norm_stats]
         try:
             self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
+            self.normalizer.check(self.action_dim, self.config.proprio_dim if self.config.use_proprio else None)
         except ValueError as error:
             raise UsageError(f"policy.unnorm_key: {error}") from error
 
@@ -328,6 +329,7 @@ class OpenVLAPolicy(Policy):
         `dtype` rounds the weights."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / checksums.FILE_NAME).unlink(missing_ok=True)  # of other weights
         write_json(folder / "config.json", self.config.to_json())
         write_json(folder / "dataset_statistics.json", self.config.norm_stats)
         write_json(folder / "preprocessor_config.json", preprocessor_config(self.config))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vlarl.policies.openvla.actions import Normalizer
-from vlarl.policies.openvla.config import OpenVLAConfig
+from vlarl.policies.openvla.config import INSTRUCTION, OpenVLAConfig
 from vlarl.policies.openvla.images import (
     ImagePipeline,
     bicubic_resize,
@@ -79,13 +79,19 @@ class Processor:
                 "the checkpoint folder has no tokenizer.json, so prompts can't be encoded: copy the tokenizer of its "
                 "base model into the folder"
             )
-        prompt = self.config.prompt_template.format(instruction=instruction.lower())
+        prompt = self.config.prompt_template.replace(INSTRUCTION, instruction.lower())
         ids: list[int] = self.tokenizer.encode(prompt).ids
         bos, suffix = self.config.bos_id, self.config.prompt_suffix_id
         if bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
-        if suffix is not None and ids[-1] != suffix:
+        if suffix is not None and ids[-1:] != [suffix]:
             ids = [*ids, suffix]
+        rows = self.config.padded_vocab_size
+        if not ids or max(*ids, self.config.pad_token_id) >= rows:
+            raise ValueError(
+                f"the tokenizer makes the ids {ids[:4]}… of a prompt, and the model has {rows} rows for them: the "
+                "checkpoint's tokenizer.json or config.json is of another model, copy or download the folder again"
+            )
         return tuple(ids)
 
     def _pictures(self, observed: Sequence[UInt8Array]) -> UInt8Array:

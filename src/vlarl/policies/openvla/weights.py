@@ -28,6 +28,7 @@ MAX_SHARD_BYTES = 5_000_000_000  # what the original checkpoints' shards were cu
 # Buffers that old versions of transformers stored and that the model computes by itself.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
+_FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
 _WRITTEN = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors(\.part|\.index\.json)?")
 
 
@@ -40,6 +41,8 @@ def weight_files(folder: Path) -> list[Path]:
             )
         return [folder / WEIGHTS_NAME]
     files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+    if not files:
+        raise ValueError(f"{folder / INDEX_NAME} names no files, so that there are no weights: copy the folder again")
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise FileNotFoundError(f"{folder}: the index names {', '.join(absent)}, which are not there: copy them")
@@ -73,7 +76,8 @@ def stored_dtype(folder: Path) -> torch.dtype:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 part = file.get_slice(name)
                 counts[part.get_dtype()] += math.prod(part.get_shape())
-    return torch.bfloat16 if counts.most_common(1)[0][0] == "BF16" else torch.float32  # the next larger one for others
+    usual = max(counts, key=counts.__getitem__, default="F32")
+    return torch.bfloat16 if usual == "BF16" else torch.float32  # the next larger one for others
 
 
 def load_model(
@@ -97,7 +101,10 @@ def load_model(
     for path in weight_files(folder):
         for name, tensor in read_tensors(path):
             if name in fills and name not in own:
-                _put(model, fills[name], _loaded(_get(model, fills[name][0]), tensor, dtype, device))
+                old = _get(model, fills[name][0])
+                if isinstance(old, nn.Parameter) and not tensor.is_floating_point():
+                    raise _not_floats(path, name, str(tensor.dtype).removeprefix("torch."))
+                _put(model, fills[name], _loaded(old, tensor, dtype, device))
 
 
 def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
@@ -122,13 +129,27 @@ def has_component(folder: Path, name: str) -> bool:
 
 def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
     """State of a component: our `<name>.safetensors`, or OFT's `<name>--<step>_checkpoint.pt` of the latest step."""
-    ours = folder / f"{name}.safetensors"
-    if ours.is_file():
-        return {key: tensor.clone() for key, tensor in read_tensors(ours)}
-    found = {int(m[1]): p for p in folder.glob(f"{name}--*_checkpoint.pt") if (m := re.search(r"--(\d+)_", p.name))}
-    if not found:
-        return None
-    return {key.removeprefix("module."): tensor for key, tensor in _unpickled(found[max(found)]).items()}
+    path = folder / f"{name}.safetensors"
+    if path.is_file():
+        state = {key: tensor.clone() for key, tensor in read_tensors(path)}
+    else:
+        files = folder.glob(f"{name}--*_checkpoint.pt")
+        found = {int(m[1]): p for p in files if (m := re.search(r"--(\d{1,18})_", p.name))}
+        if not found:
+            return None
+        path = found[max(found)]
+        state = {key.removeprefix("module."): tensor for key, tensor in _unpickled(path).items()}
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.is_sparse or tensor.is_quantized:
+            raise _not_floats(path, key, str(tensor.dtype).removeprefix("torch."))
+    return state
+
+
+def _not_floats(path: Path, name: str, kind: str) -> ValueError:
+    return ValueError(
+        f"{path}: {name} is stored as {kind}, and weights must be floats (float32, bfloat16, float16 or float64): take "
+        "the checkpoint as it was trained, not a quantised or damaged copy"
+    )
 
 
 def save_weights(
@@ -203,6 +224,8 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
         problem = f"a name is {odd[0]!r}"
     elif odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         problem = f"{odd[0]} is a {type(state[odd[0]]).__name__}"
+    elif not state:
+        problem = "it is empty"
     if problem is not None:
         raise ValueError(f"{path} is no file of named tensors: {problem}. Save the module's state_dict")
     tensors: dict[str, torch.Tensor] = state
@@ -224,6 +247,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{folder / INDEX_NAME} has no weight_map of file names: copy the file again")
+    odd = [name for name in weight_map.values() if not _FILE_NAME.fullmatch(name)]
+    if odd:
+        raise ValueError(
+            f"{folder / INDEX_NAME} names {odd[0][:80]!r}, which is not the name of a safetensors file in the same "
+            "folder: copy or download the folder again"
+        )
     return weight_map
 
 

@@ -1,0 +1,68 @@
+"""How large a model may be that a stranger's config.json asks for: known before any of it is made.
+
+A model is made of what its files hold, so the files bound it: a config.json that asks for more is not theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlarl.policies.openvla.config import OpenVLAConfig
+
+LARGEST_IMAGE = 8192  # pixels of a side
+LARGEST_CHUNK = 4096  # actions of a decision, dimensions of an action or of a robot's state
+LARGEST_NUM_IMAGES = 64
+LARGEST_NUM_BINS = 1 << 16
+LARGEST_SIZE = 1 << 40  # of anything that the weight files bound as well
+
+
+def whole(value: Any, name: str, low: int, high: int = LARGEST_SIZE) -> int:
+    """A whole number within its bounds; ValueError with its name for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not low <= value <= high:
+        raise ValueError(f"{name} is {str(value)[:40]!r}, which must be a whole number from {low} to {high}")
+    if int(value) != value:
+        raise ValueError(f"{name} is {value!r}, which must be a whole number from {low} to {high}")
+    return int(value)
+
+
+def check_size(config: OpenVLAConfig, folder: Path, shapes: Mapping[str, tuple[int, ...]], towers: bool) -> None:
+    """Refuse a model that has more layers or parameters than the folder's files hold; `towers` too, unless they come
+    from another file."""
+    from vlarl.policies.openvla.config import language_config
+
+    text = language_config(config.text)
+    layers, width = int(text.num_hidden_layers), int(text.hidden_size)
+    # At least: what every layer has, whatever its kind of attention.
+    least = config.padded_vocab_size * width + layers * width * (3 * int(text.intermediate_size) + width)
+    num_blocks = layers
+    if towers:
+        num_blocks += sum(tower.depth for tower in config.towers)
+        least += sum(
+            tower.depth * tower.embed_dim * (4 * tower.embed_dim + 2 * tower.mlp_dim)
+            + tower.num_positions * tower.embed_dim
+            for tower in config.towers
+        )
+    stored = sum(math.prod(shape) for shape in shapes.values())
+    if least > stored or num_blocks > len(shapes):
+        raise ValueError(
+            f"config.json asks for {num_blocks:,} layers with {least:,} parameters or more, but the weight files of "
+            f"{folder} hold {stored:,} in {len(shapes):,} tensors: config.json and weights are of different "
+            "checkpoints. Copy or download the folder again"
+        )
+
+
+@contextmanager
+def building(source: Path | str) -> Iterator[None]:
+    """Turn what PyTorch and transformers raise for sizes that don't go together into a message."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, AssertionError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"the config.json of {source} describes a model that can't be built ({reason}): copy or download it again"
+        ) from error
