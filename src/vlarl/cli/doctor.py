@@ -82,7 +82,8 @@ def _describe_model(given: Any) -> int:
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
     try:
-        description = describe_checkpoint(model_path(given.model), given.decoder, given.num_images)
+        model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
+        description = describe_checkpoint(model, given.decoder, given.num_images)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {given.model} can't be described: {reason}") from error

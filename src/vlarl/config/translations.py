@@ -140,7 +140,8 @@ def _trackers(value: object, _: Mapping[str, object]) -> Values | str:
         wanted = {path for path in TRACKERS.values() if path}
     if "none" in names:
         return {"logging.wandb": False, "logging.tensorboard": False}
-    return {"logging.wandb": "logging.wandb" in wanted} | dict.fromkeys(sorted(wanted), True)
+    values: Values = {"logging.wandb": False}
+    return values | dict.fromkeys(sorted(wanted), True)
 
 
 def _wandb_mode(value: object, _: Mapping[str, object]) -> Values | str:

@@ -59,7 +59,7 @@ def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits, _, exponent = str(loader.construct_scalar(node)).lower().partition("e")
     if len(digits) > MAX_DIGITS or len(exponent) > len("+99"):
         raise ValueError("an integer of too many digits")
-    return int(digits) * 10 ** int(exponent)
+    return int(int(digits) * 10 ** int(exponent))
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
