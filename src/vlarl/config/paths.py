@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.schema import Config, Section
+from vlarl.config.schema import Section
 
-AnyConfig = TypeVar("AnyConfig", bound=Config | FinetuneConfig)
+AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
 
 PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path")
 """Options that are always a path."""
