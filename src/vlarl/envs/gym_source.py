@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vlarl.config.problems import ConfigError, Problem, nearest, shown
 from vlarl.config.schema import GymConfig
+from vlarl.errors import told
 
 GymnasiumEnv = gymnasium.Env[Any, Any]
 GymnasiumVectorEnv = VectorEnv[Any, Any, Any]
@@ -98,11 +99,11 @@ def refused(config: GymConfig, message: str) -> ConfigError:
     return ConfigError([Problem(f"gym.env = {shown(config.env)}", message, ("gym.env",))])
 
 
-def raised(config: GymConfig, doing: str, error: Exception) -> ConfigError:
-    """The error for a user's environment that raised something by itself, with the line it came from."""
+def raised(config: GymConfig, doing: str, error: BaseException) -> ConfigError:
+    """The error for a user's environment that raised something or called sys.exit, with the line it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return refused(config, f"{doing} raised {type(error).__name__}: {error}{place}")
+    return refused(config, f"{doing} {told(error)}{place}")
 
 
 def _kind(value: object) -> str:

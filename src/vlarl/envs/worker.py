@@ -28,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
-from vlarl.errors import UsageError
+from vlarl.envs.guardian import end_with_parent
+from vlarl.errors import UsageError, excerpt, told
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 PARENT_CHECK_S = 2.0
 LENGTH = struct.Struct("!Q")  # in front of every answer: its size in bytes
+LONGEST_TRACEBACK = 16_000  # characters
 MEAN_PAUSE = 15  # steps that a hesitating expert stands still
 
 
@@ -75,7 +77,7 @@ class Answer:
 
     content: Any = None  # ChunkOutcome without an observation, a picture, or a Demonstration
     instruction: str = ""
-    error: str | None = None  # what it raised, and where: the environment is not to be trusted any more
+    error: str | None = None  # "raised …", and where: the environment is not to be trusted any more
     refusal: str | None = None  # a message for the user: nothing that another attempt would mend
 
 
@@ -264,6 +266,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer, which then closes its pool
     logging.basicConfig(level=logging.WARNING)
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    if sys.argv[3] == "1":
+        end_with_parent()
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     sys.path[:] = connection.recv()  # the trainer's, before its factory, which may be of a user's own module
     factory: EnvFactory = connection.recv()
@@ -278,8 +282,8 @@ def main() -> None:
             answer = departing(runner.answer(message), shared)
         except UsageError as error:
             answer = Answer(refusal=str(error))
-        except Exception as error:  # noqa: BLE001 - a process border: whatever a simulator raises is told to the trainer
-            answer = Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc().strip()}")
+        except (Exception, SystemExit) as error:  # a process border: whatever a simulator raises is told to the trainer
+            answer = Answer(error=f"{told(error)}\n{excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)}")
         try:
             send_answer(connection, answer)
         except (BrokenPipeError, ConnectionResetError):
