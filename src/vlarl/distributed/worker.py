@@ -69,9 +69,11 @@ class Whereabouts:
 class Host:
     """The actor's side: makes its part once, then answers."""
 
+    _log_file: Path | None = None
+
     def prepare(self, log_file: str, folder: str, modules: Sequence[str]) -> None:
         """Write to the log from now on; paths and modules mean what they mean to the driver."""
-        self._log_file = log_file
+        self._log_file = Path(log_file)
         _write_to(log_file)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -87,8 +89,9 @@ class Host:
 
     def answer(self, method: str, *arguments: Any) -> Answer:
         """Call a method of the part."""
-        with open(self._log_file, "a+b") as log:  # noqa: PTH123
-            shorten(log)
+        if self._log_file is not None:
+            with self._log_file.open("a+b") as log:
+                shorten(log)
         return _answer(lambda: getattr(self.part, method)(*arguments))
 
     def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:
