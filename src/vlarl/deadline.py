@@ -1,7 +1,7 @@
 """Calls that are waited for no longer than a deadline, whatever they do.
 
     caller ── work ──► thread, which does one call after the other
-           ◄── its result, or TimeoutError when the time is up: the thread is given up, and the next call has another one
+           ◄── its result, or DeadlineError when the time is up: the thread is given up, the next call has another
 
 A thread can't be killed. One that is given up is told to end: Python code does, at its next line; code that hangs
 inside a library or the system stays until that returns, or until the process ends.
@@ -20,6 +20,10 @@ Result = TypeVar("Result")
 Call = tuple[Callable[[], Any], "queue.SimpleQueue[tuple[Any, BaseException | None]]"]
 
 
+class DeadlineError(TimeoutError):
+    """A call has not returned in time."""
+
+
 class TimedCaller:
     """Makes calls in a thread of its own, always the same one as long as calls return in time."""
 
@@ -28,7 +32,7 @@ class TimedCaller:
         self._thread: _CallThread | None = None
 
     def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """What the work returns or raises; TimeoutError when it does neither in time."""
+        """What the work returns or raises; DeadlineError when it does neither in time."""
         if self._thread is None:
             self._thread = _CallThread(self._name)
             self._thread.start()
@@ -38,7 +42,7 @@ class TimedCaller:
             result, error = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         except queue.Empty:
             self._give_up()
-            raise TimeoutError(f"took longer than {timeout_s:g} s") from None
+            raise DeadlineError(f"took longer than {timeout_s:g} s") from None
         except KeyboardInterrupt:
             self._give_up()
             raise
@@ -73,5 +77,5 @@ class _CallThread(threading.Thread):
 
 
 def call_in_time(work: Callable[[], Result], timeout_s: float, name: str = "call") -> Result:
-    """One call with a deadline; TimeoutError when it does not return in time."""
+    """One call with a deadline; DeadlineError when it does not return in time."""
     return TimedCaller(name).call(work, timeout_s)

@@ -86,6 +86,7 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
         trajectories += fresh
         num_missing = selection.add(group_up(fresh), len(tasks))
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
+    refuse_unscored(iteration, trajectories)
     parts.sampler.report_results(trajectories)
     metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | selection.metrics() | parts.sampler.metrics()
     return Rollout(
@@ -111,14 +112,23 @@ def roll_out(parts: Parts, session: Session, groups: list[list[Task]]) -> list[T
 def score(parts: Parts, session: Session, iteration: int, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Pay for what happened; a reward that fails too often ends the run."""
     try:
-        scored = parts.reward.score_all(trajectories)
+        scored = parts.reward.score_all(trajectories, session.guard.check)
     except RewardFailureError as error:
-        raise VlarlError(
-            f"iteration {iteration}: {error} Fix the reward, or raise reward.max_failure_rate, and resume."
-        ) from error
+        raise VlarlError(f"iteration {iteration}: {error}") from error
     if failures := sum(t.reward_error is not None for t in scored):
         session.progress.note(f"iteration {iteration}: the reward failed on {failures} of {len(scored)} episodes")
     return scored
+
+
+def refuse_unscored(iteration: int, trajectories: Sequence[Trajectory]) -> None:
+    """End the run where the reward failed on every episode: there is nothing to learn from, however few they are."""
+    tried = [trajectory for trajectory in trajectories if trajectory.status != "crashed"]
+    if tried and all(trajectory.reward_error is not None for trajectory in tried):
+        raise VlarlError(
+            f"iteration {iteration}: the reward failed on all {len(tried)} episodes. The last was "
+            f"{tried[-1].task.episode_id}: {tried[-1].reward_error}. The log has the traceback of each. Fix the reward "
+            "and resume."
+        )
 
 
 def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:

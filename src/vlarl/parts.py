@@ -25,7 +25,7 @@ from vlarl.policies import load_configured
 from vlarl.policies.base import Policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rewards import Surroundings
-from vlarl.rewards.base import Reward
+from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engine import Engine
@@ -46,7 +46,7 @@ class Parts:
     engine: Engine
     collector: Collector
     sampler: Sampler
-    reward: Reward
+    reward: SafeReward
     algorithm: Algorithm
     learner: Trainer
     eval_tasks: list[Task]
