@@ -35,9 +35,12 @@ from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
-def train(config: Config, resume: Path | None = None) -> RunSummary:
-    """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
-    parts, session = open_run(config, resume)
+def train(config: Config, resume: Path | None = None, checkpoint: Path | None = None) -> RunSummary:
+    """Improve a policy as configured; `resume` is the folder of an earlier run to go on with, from a checkpoint of it.
+
+    Without `checkpoint` that is the newest one; with it, later ones are set aside.
+    """
+    parts, session = open_run(config, resume, checkpoint)
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
@@ -185,12 +188,17 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     """Measure success on initial states that training never sees."""
+
+    def on_episode(done: int) -> None:
+        session.guard.check()
+        session.progress.evaluating(done, len(parts.eval_tasks))
+
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         result = evaluate_policy(
             parts.collector,
             parts.eval_tasks,
             session.config.eval.temperature,
             num_filmed=session.films_due,
-            on_episode=lambda done: session.progress.evaluating(done, len(parts.eval_tasks)),
+            on_episode=on_episode,
         )
         return session.record_evaluation(result)

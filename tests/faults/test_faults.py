@@ -205,7 +205,7 @@ def test_a_full_disk_ends_the_run_with_a_message(capsys, tmp_path, checkpoint, f
     finally:
         RunDirectory.truncate_after = kept
     message = capsys.readouterr().err
-    assert f"{file}: the disk is full: free some space" in message and "Traceback" not in message
+    assert f"{file}: the disk is full (" in message and "MiB free in" in message and "Traceback" not in message
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "failed" and "the disk is full" in status["message"]
     assert (run / "checkpoints" / "final" / "trainer.json").is_file()

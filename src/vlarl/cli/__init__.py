@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlarl import __version__
-from vlarl.errors import UsageError, VlarlError
+from vlarl.errors import UsageError, VlarlError, excerpt
 
 INTERRUPTED = 130
+LONGEST_MESSAGE = 20_000  # characters
 
 
 def _train(arguments: list[str]) -> int:
@@ -116,13 +117,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except VlarlError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {excerpt(str(error), LONGEST_MESSAGE)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `vlarl train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        from vlarl.observability.files import full_disk, is_full
+
+        if not is_full(error):
+            raise
+        print(f"error: {full_disk(error.filename or os.getcwd())}", file=sys.stderr)
         return 1
 
 

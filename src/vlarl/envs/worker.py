@@ -77,7 +77,7 @@ class Answer:
 
     content: Any = None  # ChunkOutcome without an observation, a picture, or a Demonstration
     instruction: str = ""
-    error: str | None = None  # "raised …", and where: the environment is not to be trusted any more
+    error: str | None = None  # what went wrong, and where: the environment is not to be trusted any more
     refusal: str | None = None  # a message for the user: nothing that another attempt would mend
 
 
@@ -283,7 +283,8 @@ def main() -> None:
         except UsageError as error:
             answer = Answer(refusal=str(error))
         except (Exception, SystemExit) as error:  # a process border: whatever a simulator raises is told to the trainer
-            answer = Answer(error=f"{told(error)}\n{excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)}")
+            trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
+            answer = Answer(error=f"the environment {told(error)}\n{trace}")
         try:
             send_answer(connection, answer)
         except (BrokenPipeError, ConnectionResetError):

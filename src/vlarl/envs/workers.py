@@ -110,7 +110,7 @@ class WorkerProcess:
         if answer.refusal is not None:
             raise UsageError(answer.refusal)
         if answer.error is not None:
-            raise WorkerError(f"the environment {answer.error}")
+            raise WorkerError(answer.error)
         return answer
 
     def _read_answer(self) -> Answer:
