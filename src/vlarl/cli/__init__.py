@@ -6,13 +6,15 @@ Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (aft
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlarl import __version__
-from vlarl.errors import UsageError, VlarlError, excerpt
+from vlarl.errors import UsageError, VlarlError, excerpt, told
 
 INTERRUPTED = 130
 LONGEST_MESSAGE = 20_000  # characters
@@ -119,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VlarlError as error:
         print(f"error: {excerpt(str(error), LONGEST_MESSAGE)}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as error:  # of argparse, which has said why; or of a user's environment, where nothing has
+        if _is_of_argparse(error):
+            raise
+        print(f"error: code that vlarl calls {told(error)}; let it return, or raise what is wrong", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -146,6 +153,11 @@ def _dispatch(arguments: list[str]) -> int:
     if command is None:
         raise UsageError(_unknown_command(name))
     return command.run(rest)
+
+
+def _is_of_argparse(error: SystemExit) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename == argparse.__file__
 
 
 def _unknown_command(name: str) -> str:
