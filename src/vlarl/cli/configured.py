@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.runs import find_run
@@ -73,7 +73,7 @@ def _supervised(config: FinetuneConfig) -> FinetuneSummary:
     return finetune(config)
 
 
-def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None], RunSummary] = _loop) -> int:
+def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and where everything is."""
     request = _parse(arguments, Config, trains=True)
     if request.wants_help:
@@ -136,7 +136,8 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             field, needs = WITH_NAME[flag]
             if not value:
                 raise UsageError(f"{flag}: needs {needs}")
-            request = replace(request, **{field: value})
+            change: dict[str, Any] = {field: value}
+            request = replace(request, **change)
         else:
             rest.append(token)
     flags = parse_flags(rest, schema)

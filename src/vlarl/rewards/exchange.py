@@ -93,7 +93,7 @@ class _WatchedHttp(HTTPHandler):
         self._watch = watch
 
     def http_open(self, request: Request) -> HTTPResponse:
-        return self.do_open(partial(_connection, HTTPConnection, self._watch), request)  # type: ignore[arg-type]
+        return self.do_open(partial(_connection, HTTPConnection, self._watch), request)
 
 
 class _WatchedHttps(HTTPSHandler):
@@ -103,7 +103,7 @@ class _WatchedHttps(HTTPSHandler):
 
     def https_open(self, request: Request) -> HTTPResponse:
         kind = partial(_connection, HTTPSConnection, self._watch)
-        return self.do_open(kind, request, context=self._context)  # type: ignore[arg-type,attr-defined]
+        return self.do_open(kind, request, context=self._context)  # type: ignore[attr-defined]
 
 
 def _connection(kind: Callable[..., Any], watch: Watch, host: str, **options: Any) -> Any:
