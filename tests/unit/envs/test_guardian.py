@@ -18,7 +18,7 @@ from vlarl.envs.guardian import Guardian, run_watched
 from vlarl.envs.workers import WorkerPool
 from vlarl.types import Task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(60)
 
 
 def sleeper(pipe: int) -> subprocess.Popen:
