@@ -4,6 +4,8 @@ import base64
 import io
 import threading
 import time
+from http.client import HTTPException
+from urllib.request import Request
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from vlarl.errors import VlarlError
 from vlarl.rewards.base import RewardUnavailableError
+from vlarl.rewards.exchange import WatchedExchange
 from vlarl.rewards.remote import RemoteReward, episode_json
 from vlarl.rewards.safe import SafeReward
 
@@ -176,6 +179,28 @@ def test_a_connection_that_was_given_up_is_closed(ask, service, episodes):
     with pytest.raises(RewardUnavailableError):
         ask(timeout_s=0.5, retries=0).score_all(episodes)
     assert service.server.dripped.wait(30), "the service notices"
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_the_block_ends_an_exchange_that_waits(service):
+    """The service says nothing at all, and the thread waits for it inside the system."""
+    asked, release = threading.Event(), threading.Event()
+    service.script = [lambda handler, question: (asked.set(), release.wait(300))]
+    failures = []
+
+    def run() -> None:
+        try:
+            exchange.run()
+        except (OSError, HTTPException) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with WatchedExchange(Request(service.url, b"{}"), max_response_bytes=1000, socket_timeout_s=600) as exchange:
+        thread.start()
+        assert asked.wait(30)
+    thread.join(20)
+    assert not thread.is_alive() and len(failures) == 1
+    release.set()
 
 
 def test_nobody_there(episodes, service):
