@@ -244,4 +244,4 @@ def test_mistakes_are_reported_at_once_and_nothing_starts(tmp_path, monkeypatch,
     assert "exists already" in captured.err and captured.out == ""
     assert main(["finetune", "--detach"]) == 2
     assert "--detach: unknown option" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "first"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "first", "config.yaml"]
