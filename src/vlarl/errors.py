@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+LONGEST_TEXT = 4000  # characters of an error that others have written, in a message
+
+
+def excerpt(text: str, limit: int = LONGEST_TEXT) -> str:
+    """The text, or the beginning and the end of one that is too long for a message or a log."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} … ({len(text) - 2 * half:,} characters left out) … {text[-half:]}"
+
+
+def told(error: BaseException) -> str:
+    """What a user's code did, as the rest of a sentence: `raised KeyError: 'x'`, or that it called sys.exit."""
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({excerpt(repr(error.code))})"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a user's own exception
+        text = "(its text can't be read)"
+    return f"raised {type(error).__name__}: {excerpt(text)}"
+
 
 class VlarlError(Exception):
     """Something went wrong that the message explains; the command line ends with `exit_code`."""

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+
+STOPPING = "stopping after the decision or update under way; press Ctrl-C again to end at once, without saving"
 
 
 class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """The user asked to stop."""
 
 
-class InterruptGuard:
-    """While active, the first SIGINT or SIGTERM is only noted; a second one interrupts at once."""
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
-    def __init__(self) -> None:
+
+class InterruptGuard:
+    """While active, the first SIGINT or SIGTERM is noted and said; a second one interrupts at once."""
+
+    def __init__(self, say: Callable[[str], None] = _say) -> None:
+        """`say` shows a line to the user."""
         self.requested = False
+        self._say = say
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> InterruptGuard:
@@ -44,3 +55,5 @@ class InterruptGuard:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        # In a thread: the signal may have come while the main one was writing, with a lock that is not given twice.
+        threading.Thread(target=self._say, args=(STOPPING,), name="interrupt", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +39,7 @@ from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.session import Session
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.learner import Learner
+from vlarl.training.rewind import SET_ASIDE, set_later_aside
 from vlarl.training.state import TrainerState
 from vlarl.training.weight_sync import publish_weights
 
@@ -89,8 +91,8 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     return parts
 
 
-def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
-    """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
+def open_run(config: Config, resume: Path | None, checkpoint: Path | None = None) -> tuple[Parts, Session]:
+    """The parts of a run and its session: a new one, or one that goes on from a checkpoint, by default its newest."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
     refuse_crowd_here(config)
@@ -99,22 +101,37 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
             label = f"{config.env.suite}_{config.algorithm.name}"
             root, name = config.run.root, config.run.name or default_run_name(label, config.run.seed, datetime.now())
             directory = RunDirectory.create(root, name)
+            lock = stack.enter_context(directory.claim())
             stack.callback(directory.remove)
+            directory.write_config(to_yaml(located(config)))
         else:
             directory = RunDirectory.open(resume)
-        lock = stack.enter_context(directory.lock())
-        if resume is None:
-            directory.write_config(to_yaml(located(config)))
-        checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
+            lock = stack.enter_context(directory.lock())
+        is_chosen = checkpoint is not None
+        checkpoint = checkpoint or CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         trace = stack.enter_context(Trace(directory.trace_file) if config.logging.trace else NoTrace())
         parts = launch(config, directory, trace, checkpoint)
         stack.callback(parts.close)
         store = parts.open_store(directory.checkpoints)
         state = store.restore(parts.learner, checkpoint) if checkpoint else TrainerState()
+        opening: list[str] = []
         if resume is not None:
+            later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
+            opening = resume_lines(checkpoint, state.iteration, later)
             parts.sampler.restore(state.sampler)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing learnt: evaluate again
         publish_weights(parts.learner, parts.engine)
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
-    return parts, Session(config, directory, parts.learner, store, state, lock, trace, created=resume is None)
+    is_new = resume is None
+    return parts, Session(config, directory, parts.learner, store, state, lock, trace, created=is_new, opening=opening)
+
+
+def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:
+    """What a resumed run says first: where it goes on, and what was set aside for that."""
+    if checkpoint is None:
+        return ["resuming without a checkpoint, as none was saved yet: it starts again at iteration 1"]
+    lines = [f"resuming from checkpoint {checkpoint.name}, after iteration {iteration}"]
+    if later:
+        lines.append(f"set aside, in {checkpoint.parent / SET_ASIDE}: {', '.join(later)}")
+    return lines

@@ -35,9 +35,12 @@ from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
-def train(config: Config, resume: Path | None = None) -> RunSummary:
-    """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
-    parts, session = open_run(config, resume)
+def train(config: Config, resume: Path | None = None, checkpoint: Path | None = None) -> RunSummary:
+    """Improve a policy as configured; `resume` is the folder of an earlier run to go on with, from a checkpoint of it.
+
+    Without `checkpoint` that is the newest one; with it, later ones are set aside.
+    """
+    parts, session = open_run(config, resume, checkpoint)
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
@@ -86,6 +89,7 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
         trajectories += fresh
         num_missing = selection.add(group_up(fresh), len(tasks))
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
+    refuse_unscored(iteration, trajectories)
     parts.sampler.report_results(trajectories)
     metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | selection.metrics() | parts.sampler.metrics()
     return Rollout(
@@ -111,14 +115,23 @@ def roll_out(parts: Parts, session: Session, groups: list[list[Task]]) -> list[T
 def score(parts: Parts, session: Session, iteration: int, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Pay for what happened; a reward that fails too often ends the run."""
     try:
-        scored = parts.reward.score_all(trajectories)
+        scored = parts.reward.score_all(trajectories, session.guard.check)
     except RewardFailureError as error:
-        raise VlarlError(
-            f"iteration {iteration}: {error} Fix the reward, or raise reward.max_failure_rate, and resume."
-        ) from error
+        raise VlarlError(f"iteration {iteration}: {error}") from error
     if failures := sum(t.reward_error is not None for t in scored):
         session.progress.note(f"iteration {iteration}: the reward failed on {failures} of {len(scored)} episodes")
     return scored
+
+
+def refuse_unscored(iteration: int, trajectories: Sequence[Trajectory]) -> None:
+    """End the run where the reward failed on every episode: there is nothing to learn from, however few they are."""
+    tried = [trajectory for trajectory in trajectories if trajectory.status != "crashed"]
+    if tried and all(trajectory.reward_error is not None for trajectory in tried):
+        raise VlarlError(
+            f"iteration {iteration}: the reward failed on all {len(tried)} episodes. The last was "
+            f"{tried[-1].task.episode_id}: {tried[-1].reward_error}. The log has the traceback of each. Fix the reward "
+            "and resume."
+        )
 
 
 def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
@@ -175,12 +188,17 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     """Measure success on initial states that training never sees."""
+
+    def on_episode(done: int) -> None:
+        session.guard.check()
+        session.progress.evaluating(done, len(parts.eval_tasks))
+
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         result = evaluate_policy(
             parts.collector,
             parts.eval_tasks,
             session.config.eval.temperature,
             num_filmed=session.films_due,
-            on_episode=lambda done: session.progress.evaluating(done, len(parts.eval_tasks)),
+            on_episode=on_episode,
         )
         return session.record_evaluation(result)

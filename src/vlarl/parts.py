@@ -28,7 +28,7 @@ from vlarl.policies.fresh import FRESH
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rewards import Surroundings
-from vlarl.rewards.base import Reward
+from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engine import Engine
@@ -49,7 +49,7 @@ class Parts:
     engine: Engine
     collector: Collector
     sampler: Sampler
-    reward: Reward
+    reward: SafeReward
     algorithm: Algorithm
     learner: Trainer
     eval_tasks: list[Task]

@@ -21,10 +21,10 @@ from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
-from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError
+from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, excerpt, told
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
-from vlarl.observability.files import write_atomically
+from vlarl.observability.files import full_disk, is_full, write_atomically
 from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
@@ -68,13 +68,15 @@ class Session:
         lock: IO[str],
         trace: NoTrace,
         created: bool = False,
+        opening: Sequence[str] = (),
     ) -> None:
         """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
-        it away again if it can't begin."""
+        it away again if it can't begin; `opening`: lines to show first."""
         self.config = config
         self._lock = lock
         self.trace = trace
         self._created = created
+        self._opening = opening
         self.directory = directory
         self.learner = learner
         self.state = state
@@ -116,8 +118,10 @@ class Session:
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.progress = stack.enter_context(Progress(self.total_iterations, start=self.state.iteration))
-            self.guard = stack.enter_context(InterruptGuard())
+            self.guard = stack.enter_context(InterruptGuard(self.progress.note))
             self._write_status("running")
+            for line in self._opening:
+                self.progress.note(line)
             self._stack = stack.pop_all()
 
     def _wandb(self) -> WandbSink:
@@ -142,15 +146,27 @@ class Session:
                 self._write_status("interrupted", "stopped at once, after a second Ctrl-C")
             else:
                 logging.getLogger(__name__).error("the run failed", exc_info=error)
-                reason = f"{type(error).__name__}: {error}"
-                self._write_status("failed", reason)
-                remedy = f"{self._save_after(error)}{self._resumes_from()}"
-                self._write_status("failed", f"{reason} {remedy}")
+                reason = excerpt(f"{type(error).__name__}: {error}")
+                self._say_failed(reason)
+                remedy = f"{self._save_after(error)}{self._resumes_from(isinstance(error, DivergedError))}"
+                self._say_failed(f"{reason} {remedy}")
+                if isinstance(error, SystemExit):  # of a user's callback, reward or environment
+                    text = f"code that the run calls {told(error)}; let it return, or raise what is wrong."
+                    raise VlarlError(f"{text}\n{remedy}") from error
+                if isinstance(error, OSError) and is_full(error):
+                    raise VlarlError(f"{full_disk(error.filename or self.directory.path)}\n{remedy}") from error
                 if isinstance(error, VlarlError):
                     kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
                     raise kind(f"{error}\n{remedy}") from error
                 error.add_note(remedy)
         return isinstance(error, Interrupted)
+
+    def _say_failed(self, message: str) -> None:
+        """Write the status; the error that ended the run must not be lost over a disk that is full."""
+        try:
+            self._write_status("failed", message)
+        except VlarlError as failure:
+            logging.getLogger(__name__).error("the status could not be written", exc_info=failure)
 
     def _save_after(self, error: BaseException) -> str:
         """Save what the last whole update left, where that is still there; otherwise say why not."""
@@ -170,13 +186,22 @@ class Session:
             return f"The last whole iteration, {self._resumable.iteration}, could not be saved ({failure}). "
         return ""
 
-    def _resumes_from(self) -> str:
-        """Where a run that failed resumes, and how."""
+    def _resumes_from(self, diverged: bool = False) -> str:
+        """Where a run that failed resumes, and how; what diverged may have begun to before its newest checkpoint."""
         if self._saved == 0:
             return f"There is no checkpoint yet: `{self.directory.resume_command}` starts again at iteration 1."
         return (
             f"The newest checkpoint is of iteration {self._saved}, in {brief(self.directory.checkpoints)}: resume from "
             f"it with `{self.directory.resume_command}`."
+        ) + (self._earlier_checkpoints() if diverged else "")
+
+    def _earlier_checkpoints(self) -> str:
+        found = sorted(path.name for path in self.directory.checkpoints.glob("step_*"))
+        name = found[-2] if len(found) > 1 else f"step_{self._saved:06d}"
+        return (
+            f" Lower optim.lr there. If it diverges again, go back to an earlier checkpoint with "
+            f"`{self.directory.resume_command} --from {name}`; there {'is' if len(found) == 1 else 'are'} "
+            f"{', '.join(found) or 'none'}."
         )
 
     @property

@@ -15,7 +15,7 @@ from vlarl.config.load import load_config
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.distributed.cluster import Cluster, Room, wait_started
 from vlarl.distributed.engines import EngineGroup, build_torch_engine
-from vlarl.distributed.environments import PoolGroup, Simulator, shares_of
+from vlarl.distributed.environments import PoolGroup, Share, Simulator, shares_of
 from vlarl.distributed.learners import LearnerGroup, Rank
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
@@ -63,7 +63,8 @@ def cluster(ray_here, tmp_path):
 def counting(cluster, *troubles, timeout_s=60.0):
     """A pool with one simulator for each of the troubles."""
     diary = str(cluster.logs / "diary")
-    builds = [partial(Simulator, CountingFactory(trouble, f"{diary}-{i}")) for i, trouble in enumerate(troubles)]
+    factories = [CountingFactory(trouble, f"{diary}-{i}") for i, trouble in enumerate(troubles)]
+    builds = [Share(Simulator, (factory,), {}).build for factory in factories]
     workers = [
         cluster.worker(f"environments {i}", build, NO_ROOM, timeout_s=timeout_s) for i, build in enumerate(builds)
     ]
@@ -103,6 +104,20 @@ def test_simulators_that_fail_are_replaced_and_can_be_reset(cluster):
     assert reasons["raise"] in pool.receive()[0][1].error, "its episode is gone with it"
     pool.reset(slots[1:], tasks[1:])
     assert [outcome.error for outcome in pool.step_chunk(slots[1:], ones(3))] == [None] * 3
+
+
+@pytest.mark.timeout(120)
+def test_what_a_simulator_has_started_ends_with_its_worker(cluster):
+    """Both hold a pipe open for as long as they live."""
+    os.mkfifo(pipe := cluster.logs / "diary-0.pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    pool = counting(cluster, (("child", 0),))
+    pool.reset([0], [Task("counting", 0, 1, 7)])
+    os.kill(pool.workers[0].where.pid, signal.SIGSTOP)
+    pool.workers[0].stop()
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_what_a_simulator_refuses_is_told_to_the_user(cluster):

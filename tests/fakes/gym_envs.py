@@ -1,6 +1,7 @@
 """Gymnasium environments to be wrapped: a right one, and one for each thing that can be wrong."""
 
 import os
+import sys
 import time
 from typing import Any, ClassVar
 
@@ -116,6 +117,10 @@ def dies() -> None:
 
 def hangs() -> None:
     time.sleep(60)
+
+
+def exits() -> None:
+    sys.exit("no licence")
 
 
 def discrete() -> Reach:

@@ -1,8 +1,10 @@
 """Environments for a process each, that do what a test asks of them: run, raise, die, hang, refuse, send nonsense."""
 
+import ctypes
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -81,16 +83,34 @@ class CountingEnv:
         self.note(f"reset {task.task_id} {task.init_state}")
         self.task, self.steps, self.total = task, 0, 0.0
         self.rng = np.random.default_rng([task.task_id, task.init_state])
+        if "child" in self.trouble:  # both hold the pipe open for as long as they live
+            held = os.open(f"{self.diary}.pipe", os.O_WRONLY)
+            subprocess.Popen(["sleep", "600"], pass_fds=(held,))
         if "refuse" in self.trouble:
             raise UsageError("the assets are missing: fetch them")
 
     def step(self, action) -> StepOutcome:
         self.steps += 1
         self.total += float(action[0])
+        self.fail()
+        success = self.total >= self.task.task_id + 5
+        if self.once("success"):
+            success = truth("no", "info['success']")
+        reward = float("nan") if self.once("nan reward") else float(self.steps)
+        return StepOutcome(reward, success, self.trouble.get("truncate") == self.steps, success)
+
+    def fail(self) -> None:
+        """What ends a step before it has a result."""
         if self.once("die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.once("hang"):
             time.sleep(600)
+        if self.once("hold the GIL"):
+            ctypes.PyDLL(None).sleep(600)
+        if self.once("sys.exit"):
+            sys.exit(3)
+        if self.once("say much"):
+            raise ArithmeticError("x" * 50_000_000)
         for kind in _NONSENSE:
             if self.once(kind):
                 nonsense(int(sys.argv[1]), kind)
@@ -99,11 +119,6 @@ class CountingEnv:
         if self.once("exit"):
             print("a last word", flush=True)
             os._exit(3)
-        success = self.total >= self.task.task_id + 5
-        if self.once("success"):
-            success = truth("no", "info['success']")
-        reward = float("nan") if self.once("nan reward") else float(self.steps)
-        return StepOutcome(reward, success, self.trouble.get("truncate") == self.steps, success)
 
     def observe(self) -> Observation:
         self.note("observe")

@@ -6,12 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from vlarl.cli import main
+from vlarl.envs.tabletop.pool import TabletopPool
 
 
 def flags(checkpoint: Path | str, root: Path, *extra: str) -> list[str]:
@@ -205,7 +209,7 @@ def test_a_full_disk_ends_the_run_with_a_message(capsys, tmp_path, checkpoint, f
     finally:
         RunDirectory.truncate_after = kept
     message = capsys.readouterr().err
-    assert f"{file}: the disk is full: free some space" in message and "Traceback" not in message
+    assert f"{file}: the disk is full (" in message and "MiB free in" in message and "Traceback" not in message
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "failed" and "the disk is full" in status["message"]
     assert (run / "checkpoints" / "final" / "trainer.json").is_file()
@@ -264,3 +268,66 @@ def noted(self, *arguments):
 TabletopPool.step_chunk, InterruptGuard._note = slow, noted
 sys.exit(main(sys.argv[1:]))
 """
+
+
+ONLY_STEPS = ["--no-checkpoint.best_return"]
+
+
+def test_going_back_to_a_checkpoint_repeats_the_run_and_keeps_what_was_there(capsys, tmp_path, checkpoint):
+    """Rows are the same bit by bit; later checkpoints are set aside, and the next resume begins at the newest again."""
+    assert main(flags(checkpoint, tmp_path, "--run.iterations", "3", "--checkpoint.interval", "1", *ONLY_STEPS)) == 0
+    run = tmp_path / "run"
+    before = rows(run)
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--from", "step_000001"]) == 0
+    output = capsys.readouterr().out
+    assert "resuming from checkpoint step_000001, after iteration 1\n" in output
+    assert f"set aside, in {run / 'checkpoints' / 'set_aside'}: final, step_000002\n" in output
+    assert rows(run) == before
+    checkpoints = run / "checkpoints"
+    assert sorted(path.name for path in (checkpoints / "set_aside").iterdir()) == ["final", "step_000002"]
+    for folder in ("final", "step_000002"):
+        ours, theirs = (
+            load_file(place / folder / "model.safetensors") for place in (checkpoints, checkpoints / "set_aside")
+        )
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert main(["train", "--resume", str(run), "--run.iterations", "4"]) == 0
+    assert "resuming from checkpoint final, after iteration 3\n" in capsys.readouterr().out
+
+
+def rows(run: Path) -> list[dict]:
+    """metrics.jsonl without what the clock says."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time", "perf/", "rollout/collection_time", "rollout/env_steps_per_s")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in found]
+
+
+def test_an_update_with_absurd_weights_pushes_no_good_checkpoint_out(capsys, tmp_path, checkpoint):
+    arguments = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--optim.schedule", "constant"]
+    assert main(flags(checkpoint, tmp_path, *arguments, "--run.iterations", "2", "--optim.warmup_iterations", "0")) == 0
+    run = tmp_path / "run"
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--run.iterations", "4", "--optim.lr", "1e8"]) == 1
+    message = capsys.readouterr().err
+    assert "the weights are absurd" in message and "not saved" in message and "--from" in message
+    kept = json.loads((run / "checkpoints" / "final" / "trainer.json").read_text())
+    assert kept["iteration"] == 2 and (run / "checkpoints" / "step_000001").is_dir()
+    assert not (run / "checkpoints" / "step_000003").exists()
+
+
+def test_ctrl_c_in_an_evaluation_is_answered_at_once(capsys, tmp_path, checkpoint, monkeypatch):
+    """The first one is answered with a line, and ends the evaluation after the decision under way."""
+    step_chunk, calls = TabletopPool.step_chunk, []
+
+    def interrupted(self: TabletopPool, *arguments: Any) -> Any:
+        calls.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        for thread in [each for each in threading.enumerate() if each.name == "interrupt"]:
+            thread.join(60)
+        assert "press Ctrl-C again" in capsys.readouterr().out, "while it steps"
+        return step_chunk(self, *arguments)
+
+    monkeypatch.setattr(TabletopPool, "step_chunk", interrupted)
+    assert main(flags(checkpoint, tmp_path, "--eval.states_per_task", "4")) == 130
+    assert len(calls) == 1 and "interrupted: saving" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "interrupted"

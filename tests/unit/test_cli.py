@@ -1,6 +1,7 @@
 """Commands, their exit codes and what they print. Training itself is a fake here."""
 
 import dataclasses
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -248,3 +249,40 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m vlarl.cli train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: vlarl train") and done.stderr == ""
+
+
+@pytest.mark.parametrize("code", [0, 3, "enough"])
+def test_an_environment_that_exits_is_a_failure_with_a_message(code, monkeypatch, capsys):
+    def run(arguments):
+        sys.exit(code)
+
+    monkeypatch.setitem(COMMANDS, "broken", Command(run, "", ""))
+    assert main(["broken"]) == 1
+    assert f"error: code that vlarl calls called sys.exit({code!r})" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refused:
+        main(["report", "--help"])  # argparse's own way to end
+    assert refused.value.code == 0 and "usage: vlarl report" in capsys.readouterr().out
+
+
+def test_a_disk_that_is_full_and_a_text_without_end_are_short_messages(monkeypatch, capsys):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "/nowhere/video.mp4")
+
+    def long(arguments):
+        raise VlarlError("x" * 50_000_000)
+
+    monkeypatch.setitem(COMMANDS, "full", Command(full, "", ""))
+    assert main(["full"]) == 1
+    message = capsys.readouterr().err
+    assert (
+        message.startswith("error: cannot write /nowhere/video.mp4: the disk is full (") and "Traceback" not in message
+    )
+    monkeypatch.setitem(COMMANDS, "long", Command(long, "", ""))
+    assert main(["long"]) == 1 and len(capsys.readouterr().err) < 21_000
+
+    def other(arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setitem(COMMANDS, "other", Command(other, "", ""))
+    with pytest.raises(OSError, match="Input/output"):
+        main(["other"])

@@ -238,9 +238,10 @@ def test_mistakes_are_reported_at_once_and_nothing_starts(tmp_path, monkeypatch,
     assert message.startswith("error: 2 problems") and "optim.lr" in message and "env.suite" in message
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").write_text("run: {}")
     assert main(["train", "--detach", "--run.name", "first"]) == 2
     captured = capsys.readouterr()
     assert "exists already" in captured.err and captured.out == ""
     assert main(["finetune", "--detach"]) == 2
     assert "--detach: unknown option" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "first"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "first", "config.yaml"]

@@ -12,13 +12,14 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "config"}
+BASE = {"types", "errors", "deadline", "config"}
 PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training"}
 
 # types <- config, algorithms, envs, policies, rewards, observability <- rollout <- training <- launch, loop <- cli
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "deadline": {"errors"},
     "interrupt": {"errors"},
     "config": {"types", "errors"},
     "envs": BASE,

@@ -52,6 +52,36 @@ def test_a_process_gets_to_save(number):
     assert (process.returncode, output) == (130, "saved\n")
 
 
+def test_the_first_signal_is_answered_at_once_and_once():
+    said, lines = threading.Event(), []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    with InterruptGuard(say) as guard:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert said.wait(60) and "press Ctrl-C again" in lines[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        guard.request()
+    assert len(lines) == 1
+
+
+def test_it_is_said_while_the_main_thread_writes():
+    """A signal may come in the middle of a write, whose lock is not given to it a second time."""
+    writing, said = threading.Lock(), threading.Event()
+
+    def say(line: str) -> None:
+        with writing:
+            said.set()
+
+    with InterruptGuard(say):
+        with writing:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert said.wait(60)
+
+
 def test_another_thread_may_have_a_guard_without_signals():
     found: list[bool] = []
 

@@ -13,7 +13,7 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
-from vlarl.loop import estimate, group_up, improve
+from vlarl.loop import estimate, group_up, improve, refuse_unscored
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.learner import Learner
@@ -202,6 +202,20 @@ def test_members_that_crashed_or_were_not_scored_are_left_out_of_their_group(tra
     lost = [episode(1, 4, "crashed"), episode(1, 5, "reward_failed"), episode(2, 6, "crashed")]
     groups = group_up([*lost, left, *whole])
     assert groups == [TrajectoryGroup(tuple(whole), 0), TrajectoryGroup((left,), 2)]
+
+
+@pytest.mark.parametrize("status", ["reward_failed", "ok"])
+def test_a_reward_that_fails_on_every_episode_ends_the_run_however_few_there_are(trajectory, status):
+    """`ok`: with reward.fallback zero they count as paid nothing."""
+    failed = replace(trajectory([[1]], seed=1), status=status, reward_error="KeyError: 'score'")
+    crashed, fine = replace(trajectory([[1]], seed=2), status="crashed"), trajectory([[1]], seed=3)
+    refuse_unscored(4, [failed, crashed, fine])
+    refuse_unscored(4, [crashed])
+    with pytest.raises(
+        VlarlError, match="iteration 4: the reward failed on all 2 episodes.*KeyError: 'score'"
+    ) as stopped:
+        refuse_unscored(4, [failed, crashed, failed])
+    assert failed.task.episode_id in str(stopped.value) and stopped.value.exit_code == 1
 
 
 def test_what_is_left_of_a_group_makes_no_update(tiny, act, configure):

@@ -1,5 +1,6 @@
 """The memory of a run: what it writes down, and what it saves when the run fails; with a learner and a store by hand."""
 
+import errno
 import itertools
 import json
 from collections.abc import Callable
@@ -212,6 +213,64 @@ def test_a_policy_that_diverged_is_not_saved(tmp_path):
     assert [name for name, _, _ in run.store.saved] == ["step_000005"]
     assert "weights that diverged were not saved" in str(raised)
     assert "newest checkpoint is of iteration 5" in str(raised)
+    assert f"`vlarl train --resume {run.directory.path} --from step_000005`" in str(raised)
+
+
+def test_a_policy_that_diverged_names_the_checkpoint_before_the_newest_one(tmp_path):
+    run = Run(tmp_path)
+    for name in ("step_000004", "step_000005"):
+        (run.directory.checkpoints / name).mkdir(parents=True)
+    raised = fail(run, DivergedError("the weights are absurd"), lambda: run.iterate(7))
+    assert f"--resume {run.directory.path} --from step_000004`; there are step_000004, step_000005." in str(raised)
+    other = Run(tmp_path / "other")
+    assert "--from" not in str(fail(other, VlarlError("the disk went away"), lambda: other.iterate(7)))
+
+
+@pytest.mark.parametrize("code", [0, 3, "enough"])
+def test_code_of_the_user_that_exits_is_a_failure(tmp_path, code):
+    run = Run(tmp_path)
+    with pytest.raises(VlarlError, match=rf"calls called sys.exit\({code!r}\)") as caught, run.session:
+        run.iterate(1)
+        raise SystemExit(code)
+    assert caught.value.exit_code == 1 and "resume" in str(caught.value)
+    assert run.status()["state"] == "failed" and [name for name, _, _ in run.store.saved] == ["step_000001"]
+
+
+def test_a_full_disk_is_one_message_whoever_wrote(tmp_path):
+    """Such as a library that knows nothing of ours."""
+    run = Run(tmp_path)
+    message = r"cannot write .*video.mp4: the disk is full \(.* MiB free in"
+    with pytest.raises(VlarlError, match=message) as caught, run.session:
+        run.iterate(1)
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "video.mp4"))
+    assert "newest checkpoint is of iteration 1" in str(caught.value)
+
+
+def test_a_status_that_can_not_be_written_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+
+    def full(*_: object) -> None:
+        raise VlarlError("cannot write status.json: the disk is full")
+
+    with pytest.raises(VlarlError, match="the reward is gone"), run.session:
+        run.iterate(1)
+        monkeypatch.setattr(type(run.directory), "write_status", full)
+        raise VlarlError("the reward is gone")
+
+
+def test_what_an_error_says_without_end_is_cut_in_the_status(tmp_path):
+    run = Run(tmp_path)
+    fail(run, ValueError("x" * 50_000_000))
+    assert len(str(run.status()["message"])) < 6000
+    assert run.directory.log_file.stat().st_size < 40_000
+
+
+def test_the_first_lines_of_a_session_are_shown(tmp_path, capsys):
+    run = Run(tmp_path)
+    run.session._opening = ("resuming from checkpoint step_000002, after iteration 2",)
+    with run.session:
+        pass
+    assert "resuming from checkpoint step_000002, after iteration 2\n" in capsys.readouterr().out
 
 
 def test_an_update_without_a_single_step_leaves_a_state_that_is_saved(tmp_path):

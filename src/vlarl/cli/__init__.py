@@ -6,15 +6,18 @@ Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (aft
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlarl import __version__
-from vlarl.errors import UsageError, VlarlError
+from vlarl.errors import UsageError, VlarlError, excerpt, told
 
 INTERRUPTED = 130
+LONGEST_MESSAGE = 20_000  # characters
 
 
 def _train(arguments: list[str]) -> int:
@@ -119,13 +122,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         from vlarl.config.secrets import masked
         from vlarl.observability.terminal import printable
 
-        print(printable(masked(f"error: {error}")), file=sys.stderr)
+        print(printable(masked(f"error: {excerpt(str(error), LONGEST_MESSAGE)}")), file=sys.stderr)
         return error.exit_code
+    except SystemExit as error:  # of argparse, which has said why; or of a user's environment, where nothing has
+        if _is_of_argparse(error):
+            raise
+        print(f"error: code that vlarl calls {told(error)}; let it return, or raise what is wrong", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `vlarl train --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        from vlarl.observability.files import full_disk, is_full
+
+        if not is_full(error):
+            raise
+        print(f"error: {full_disk(error.filename or os.getcwd())}", file=sys.stderr)
         return 1
 
 
@@ -141,6 +156,11 @@ def _dispatch(arguments: list[str]) -> int:
     if command is None:
         raise UsageError(_unknown_command(name))
     return command.run(rest)
+
+
+def _is_of_argparse(error: SystemExit) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename == argparse.__file__
 
 
 def _unknown_command(name: str) -> str:

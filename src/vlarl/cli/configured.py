@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.runs import find_run
 from vlarl.config.aliases import ALIASES, alias_of
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
@@ -37,6 +39,12 @@ FINETUNE_PRESET = "tabletop_base"
 RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weights come from the run's own checkpoint
 
 
+WITH_NAME = {
+    "--resume": ("resume", "the name or folder of a run"),
+    "--from": ("start", "the name of a checkpoint of the run, such as step_000002"),
+}
+"""Flags of `train` that a name follows: the field of the request, and what it is."""
+
 WHERE = {
     "unseen": "unseen initial states",
     "trained": "the training's own initial states",
@@ -52,16 +60,17 @@ class Request:
     source: str | None  # preset or file
     flags: Flags
     resume: str | None = None
+    start: str | None = None  # name of the checkpoint to resume from; by default the newest
     dry_run: bool = False
     detach: bool = False
     wants_help: bool = False
     trust: bool = False
 
 
-def _loop(config: Config, resume: Path | None) -> RunSummary:
+def _loop(config: Config, resume: Path | None, checkpoint: Path | None = None) -> RunSummary:
     from vlarl.loop import train
 
-    return train(config, resume=resume)
+    return train(config, resume=resume, checkpoint=checkpoint)
 
 
 def _supervised(config: FinetuneConfig) -> FinetuneSummary:
@@ -70,7 +79,7 @@ def _supervised(config: FinetuneConfig) -> FinetuneSummary:
     return finetune(config)
 
 
-def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None], RunSummary] = _loop) -> int:
+def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and where everything is."""
     request = _parse(arguments, Config, trains=True)
     if request.wants_help:
@@ -79,6 +88,10 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     run_dir: Path | None = None
     if request.resume is not None:
         config, run_dir = _resumed(request)
+        if request.start is not None:
+            run_training = partial(run_training, checkpoint=named_checkpoint(run_dir, request.start))
+    elif request.start is not None:
+        raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
     else:
         config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
@@ -124,11 +137,13 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             return replace(request, wants_help=True)
         if token in switches:
             request = replace(request, **{switches[token]: True})
-        elif trains and token.partition("=")[0] == "--resume":
+        elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
+            field, needs = WITH_NAME[flag]
             if not value:
-                raise UsageError("--resume: needs the name or folder of a run")
-            request = replace(request, resume=value)
+                raise UsageError(f"{flag}: needs {needs}")
+            change: dict[str, Any] = {field: value}
+            request = replace(request, **change)
         else:
             rest.append(token)
     flags = parse_flags(rest, schema)
@@ -153,6 +168,7 @@ def _resumed(request: Request) -> tuple[Config, Path]:
     """The configuration of the run to go on with, changed by the flags, and its folder."""
     assert request.resume is not None
     folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
+    refuse_damaged(folder / "config.yaml")
     address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
     saved = load_config(folder / "config.yaml", address, trust=True)  # only to compare with
     config = load_config(folder / "config.yaml", request.flags, trust=True)
@@ -230,7 +246,7 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
-    resume = " [--resume RUN] [--trust] [--detach]" if command == "train" else ""
+    resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
         "  --help        this text",
@@ -238,6 +254,7 @@ def _help(command: str, default_preset: str) -> str:
     if command == "train":
         own = [
             "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+            "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
             "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
             "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
             *own,

@@ -43,7 +43,8 @@ def start(command: Sequence[str], folder: Path) -> int:
     """Start a command that makes or resumes the run in this folder, and wait for it to say that it is running."""
     run = RunDirectory(folder)
     # On the disk of the run's folder, which is not there yet, so that moving it leaves its writer undisturbed.
-    output = nearest_existing(folder) / f".vlarl-output-{os.getpid()}.log"
+    # Not in it: the folder of a run that never began must be empty to be used again.
+    output = nearest_existing(folder.parent) / f".vlarl-output-{os.getpid()}.log"
     print(f"starting {brief(folder)} …", flush=True)
     with _deaf_to_hangups():
         since = time.time()

@@ -15,6 +15,8 @@ from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
 
+OWN = "module:function"  # any reward of the user's own
+
 READ_BY: dict[str, tuple[str, ...]] = {
     "sources": ("combined",),
     "weights": ("combined",),
@@ -34,7 +36,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "url": ("remote",),
     "headers_env": ("remote",),
     "images": ("remote",),
-    "timeout_s": ("remote",),
+    "timeout_s": ("remote", OWN),
     "max_request_bytes": ("remote",),
     "max_response_bytes": ("remote",),
 }
@@ -122,7 +124,7 @@ def _recipe(reward: RewardConfig) -> Problems:
 
 def _unread(reward: RewardConfig) -> Problems:
     """Options that were set and that no reward in use reads."""
-    used, defaults = used_rewards(reward), RewardConfig()
+    used, defaults = [name if name in KNOWN_REWARDS else OWN for name in used_rewards(reward)], RewardConfig()
     for option, readers in READ_BY.items():
         value = getattr(reward, option)
         if value != getattr(defaults, option) and not set(readers) & set(used):

@@ -283,8 +283,9 @@ class RewardConfig(Section):
     `Authorization: Bearer …`. It is read at each request and never written down."""
     images: Literal["none", "last", "all"] = "none"
     """remote: pictures sent along, as JPEG: none, the last one, or one for each decision."""
-    timeout_s: PositiveFloat = 10.0
-    """remote: seconds until a request counts as failed."""
+    timeout_s: PositiveFloat | None = None
+    """remote, module:function: seconds until a request with its answer, or a call, counts as failed; by default 10 for
+    a request and 300 for a call."""
     max_request_bytes: PositiveInt = 64_000_000
     """remote: larger requests are not sent."""
     max_response_bytes: PositiveInt = 1_000_000

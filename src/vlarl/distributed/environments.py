@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -25,6 +26,7 @@ from vlarl.config.suites import suite_facts
 from vlarl.distributed.worker import Question, Worker
 from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
 from vlarl.envs.build import build_factory, build_pool
+from vlarl.envs.guardian import Guardian
 from vlarl.envs.worker import Chunk, EnvRunner, Reset
 from vlarl.errors import WorkerLostError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
@@ -109,7 +111,10 @@ class Share:
     variables: dict[str, str]  # that its process is started with
 
     def build(self) -> Environments:
-        """The environments; called over there."""
+        """The environments; called over there. What they start ends with their worker, and it with the node's Ray."""
+        with suppress(PermissionError):  # it leads a session already
+            os.setpgid(0, 0)
+        Guardian(owners=[os.getppid()]).watch(os.getpgrp())
         return self.part(*self.arguments)
 
 

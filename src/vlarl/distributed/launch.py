@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import ray
 import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.distributed.address import check_answers
 from vlarl.distributed.cluster import Cluster, Demand, Place, Room, wait_started
 from vlarl.distributed.curriculum import CurriculumWorker
 from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
@@ -41,6 +43,8 @@ SMALL = Room(0.0, 0.0)  # what the curriculum takes
 
 def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None) -> Parts:
     """Start all workers; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    if config.distributed.address is not None and not ray.is_initialized():
+        check_answers(config.distributed.address)
     checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = read_policy(config, folder, torch.device("meta"))

@@ -27,7 +27,8 @@ from typing import Any
 import ray
 from ray import exceptions
 
-from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.envs.process_log import last_lines, shorten
+from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError, excerpt
 from vlarl.observability.trace import NoTrace
 
 Build = Callable[[], object]
@@ -42,6 +43,7 @@ DIED = (
 """What Ray raises for an actor that is gone."""
 
 LOG_TAIL_LINES = 12
+LONGEST_TRACEBACK = 16_000  # characters
 _END = object()
 
 
@@ -67,8 +69,11 @@ class Whereabouts:
 class Host:
     """The actor's side: makes its part once, then answers."""
 
+    _log_file: Path | None = None
+
     def prepare(self, log_file: str, folder: str, modules: Sequence[str]) -> None:
         """Write to the log from now on; paths and modules mean what they mean to the driver."""
+        self._log_file = Path(log_file)
         _write_to(log_file)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -84,6 +89,9 @@ class Host:
 
     def answer(self, method: str, *arguments: Any) -> Answer:
         """Call a method of the part."""
+        if self._log_file is not None:
+            with self._log_file.open("a+b") as log:
+                shorten(log)
         return _answer(lambda: getattr(self.part, method)(*arguments))
 
     def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:
@@ -110,8 +118,8 @@ def _answer(work: Callable[[], Any]) -> Answer:
         return Answer(work(), began=began, ended=time.time())
     except VlarlError as error:
         return Answer(error=_portable(error))
-    except Exception:  # noqa: BLE001 - a process border: whatever a part raises is told to the driver
-        return Answer(defect=traceback.format_exc().strip())
+    except (Exception, SystemExit):  # a process border: whatever a part raises is told to the driver
+        return Answer(defect=excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK))
 
 
 def _portable(error: VlarlError) -> VlarlError:
@@ -216,10 +224,10 @@ class Worker:
     def log_tail(self) -> str:
         """The last lines that it wrote, for a message; empty if it wrote nothing."""
         try:
-            lines = self.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            with self.log_file.open("rb") as file:
+                tail = "".join(f"\n    {line}" for line in last_lines(file, LOG_TAIL_LINES))
         except OSError:
             return ""
-        tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
         return f" The end of {self.log_file}:{tail}" if tail else ""
 
     def replace(self) -> None:

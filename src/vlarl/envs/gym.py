@@ -14,8 +14,10 @@ from typing import NoReturn
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import Expert, RewardMode, SingleEnv, StepOutcome, SuiteSpec
+from vlarl.envs.guardian import run_watched
 from vlarl.envs.gym_reading import RENDER, ActionMap, Reader, Seen, Tasks, judged, picture
 from vlarl.envs.gym_source import GymnasiumEnv, make_env, refused
+from vlarl.envs.process_log import last_lines
 from vlarl.errors import UsageError
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
@@ -125,22 +127,15 @@ def gym_spec(
         (folder / "request").write_bytes(pickle.dumps((config, max_steps, sys.path)))
         with (folder / "log").open("wb") as log:
             try:
-                done = subprocess.run(
-                    [sys.executable, "-m", "vlarl.envs.gym_probe", place],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**environ, **(variables or {})},
-                    timeout=timeout_s,
-                    check=False,
-                )
+                command = [sys.executable, "-m", "vlarl.envs.gym_probe", place]
+                code = run_watched(command, log, {**environ, **(variables or {})}, timeout_s)
             except subprocess.TimeoutExpired as error:
                 message = f"was not ready within env.timeout_s = {timeout_s:g} s; raise that if it only is slow"
                 raise refused(config, message) from error
         if not (folder / "answer").exists():
-            lines = (folder / "log").read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
-            wrote = "".join(f"\n    {line}" for line in lines)
-            raise refused(config, f"its process ended with exit code {done.returncode} while it was tried out{wrote}")
+            with (folder / "log").open("rb") as log:
+                wrote = "".join(f"\n    {line}" for line in last_lines(log, LOG_TAIL_LINES))
+            raise refused(config, f"its process ended with exit code {code} while it was tried out{wrote}")
         answer: SuiteSpec | str = pickle.loads((folder / "answer").read_bytes())
     if isinstance(answer, str):
         raise UsageError(answer)

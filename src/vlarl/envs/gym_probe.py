@@ -86,7 +86,7 @@ def asked(config: GymConfig, doing: str, action: Callable[[], Result]) -> Result
         return action()
     except UsageError:
         raise
-    except Exception as error:  # noqa: BLE001 - the border to code that is not ours
+    except (Exception, SystemExit) as error:  # the border to code that is not ours
         raise raised(config, doing, error) from error
 
 

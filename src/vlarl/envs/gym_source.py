@@ -16,6 +16,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vlarl.config.problems import ConfigError, Problem, nearest, shown
 from vlarl.config.schema import GymConfig
+from vlarl.envs.mujoco import log_warnings
+from vlarl.errors import told
 
 GymnasiumEnv = gymnasium.Env[Any, Any]
 GymnasiumVectorEnv = VectorEnv[Any, Any, Any]
@@ -28,17 +30,21 @@ def make_env(config: GymConfig, max_steps: int | None) -> GymnasiumEnv:
     """One environment. `max_steps` replaces the time limit that a registered id brings."""
     factory = find_factory(config)
     if factory is not None:
+        log_warnings()
         made = factory(**config.kwargs)
+        log_warnings()  # its simulator may have been loaded just now
         if not isinstance(made, gymnasium.Env):
             raise refused(config, f"returned {_kind(made)}, not a gymnasium.Env; with gym.batched it may be a vector")
         return made
     arguments: dict[str, Any] = {"render_mode": "rgb_array", "max_episode_steps": max_steps, **config.kwargs}
     try:
         # Gymnasium's own checker warns in every process; `vlarl env check` says more, once.
-        return gymnasium.make(str(config.env), disable_env_checker=True, **arguments)
+        registered: GymnasiumEnv = gymnasium.make(str(config.env), disable_env_checker=True, **arguments)
     except (gymnasium.error.Error, ImportError) as error:
         remedy = "`module:factory` names an environment of yours"
         raise refused(config, f"Gymnasium can't make it: {str(error).rstrip('.')}; {remedy}") from error
+    log_warnings()
+    return registered
 
 
 def make_vector_env(config: GymConfig, num_envs: int) -> GymnasiumVectorEnv:
@@ -46,7 +52,9 @@ def make_vector_env(config: GymConfig, num_envs: int) -> GymnasiumVectorEnv:
     factory = find_factory(config)
     if factory is None:
         raise refused(config, "gym.batched needs module:factory, a function that takes num_envs and returns the vector")
+    log_warnings()
     made = factory(num_envs=num_envs, **config.kwargs)
+    log_warnings()
     if not isinstance(made, VectorEnv):
         raise refused(
             config, f"returned {_kind(made)}, not a gymnasium.vector.VectorEnv; leave out gym.batched for one"
@@ -98,11 +106,11 @@ def refused(config: GymConfig, message: str) -> ConfigError:
     return ConfigError([Problem(f"gym.env = {shown(config.env)}", message, ("gym.env",))])
 
 
-def raised(config: GymConfig, doing: str, error: Exception) -> ConfigError:
-    """The error for a user's environment that raised something by itself, with the line it came from."""
+def raised(config: GymConfig, doing: str, error: BaseException) -> ConfigError:
+    """The error for a user's environment that raised something or called sys.exit, with the line it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return refused(config, f"{doing} raised {type(error).__name__}: {error}{place}")
+    return refused(config, f"{doing} {told(error)}{place}")
 
 
 def _kind(value: object) -> str:

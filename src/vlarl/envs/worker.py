@@ -28,12 +28,14 @@ from typing import Any
 import numpy as np
 
 from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
+from vlarl.envs.guardian import end_with_parent
 from vlarl.envs.signals import SignalError, UnreadableError, check_observation, check_reward
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, excerpt, told
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 PARENT_CHECK_S = 2.0
 LENGTH = struct.Struct("!Q")  # in front of every answer: its size in bytes
+LONGEST_TRACEBACK = 16_000  # characters
 MEAN_PAUSE = 15  # steps that a hesitating expert stands still
 
 
@@ -277,6 +279,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer, which then closes its pool
     logging.basicConfig(level=logging.WARNING)
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    if sys.argv[3] == "1":
+        end_with_parent()
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     sys.path[:] = connection.recv()  # the trainer's, before its factory, which may be of a user's own module
     factory: EnvFactory = connection.recv()
@@ -293,9 +297,9 @@ def main() -> None:
             answer = Answer(refusal=str(error))
         except SignalError as error:
             answer = Answer(error=str(error))
-        except Exception as error:  # noqa: BLE001 - a process border: whatever a simulator raises is told to the trainer
-            raised = f"the environment raised {type(error).__name__}: {error}"
-            answer = Answer(error=f"{raised}\n{traceback.format_exc().strip()}")
+        except (Exception, SystemExit) as error:  # a process border: whatever a simulator raises is told to the trainer
+            trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
+            answer = Answer(error=f"the environment {told(error)}\n{trace}")
         try:
             send_answer(connection, answer)
         except (BrokenPipeError, ConnectionResetError):

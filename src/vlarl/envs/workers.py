@@ -5,7 +5,8 @@
 
 Nobody waits for the slowest: `receive` returns as soon as one worker has answered, with all that have; in lock-step,
 with all that were asked. A worker that dies, or doesn't answer before its deadline, is killed and replaced, and its
-slot answers with an error: the collector runs that episode again.
+slot answers with an error: the collector runs that episode again. A worker has a session of its own and is killed with
+all that it has started; when the trainer itself is killed, its guardian does that (`envs/guardian.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import IO
 
 import numpy as np
 
 from vlarl.envs.base import AsyncPool, Demonstration, EnvFactory, fitting, started
+from vlarl.envs.guardian import Guardian, kill_group
+from vlarl.envs.process_log import appended_file, last_lines, shorten
 from vlarl.envs.worker import LENGTH, Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
 from vlarl.errors import UsageError, VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
@@ -38,6 +41,7 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "from vlarl.envs.worker import main; main()"
 LOG_TAIL_LINES = 12
+LOG_CHECK_S = 10.0  # how often the logs of workers that say nothing else are kept within bounds
 CLOSE_S = 5.0
 MAX_ANSWER_BYTES = 1 << 36  # no answer is longer: the length in front of it is none
 READ_BYTES = 1 << 20  # read at a time
@@ -50,25 +54,30 @@ class WorkerError(Exception):
 class WorkerProcess:
     """One process with its connection, its shared memory and its log."""
 
-    def __init__(self, factory: EnvFactory, slot: int, timeout_s: float) -> None:
+    def __init__(self, factory: EnvFactory, slot: int, timeout_s: float, guardian: Guardian) -> None:
         self.slot = slot
+        self._guardian = guardian
         self.deadline: float | None = None  # when its answer is due; None: nothing was asked
         self._timeout_s = timeout_s
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `kill`
+        self._log = appended_file()  # closed by `kill`
         ours, theirs = socket.socketpair()
         # A worker that hangs does not read, either.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(timeout_s), 0))
         size = SharedObservation.size(factory.image_shape, factory.spec.proprio_dim)
         with tempfile.TemporaryFile(dir=_memory_folder()) as memory, theirs:
             memory.truncate(size)
+            # The system can end it with the thread that starts it: of use where that thread lasts as long as we do.
+            lasting = int(threading.current_thread() is threading.main_thread())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(memory.fileno())],
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(memory.fileno()), str(lasting)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), memory.fileno()),
                 env={**os.environ, **factory.variables(slot)},
+                start_new_session=True,
             )
+            guardian.watch(self._process.pid)
             self.shared = SharedObservation(memory.fileno(), factory.image_shape, factory.spec.proprio_dim)
         self.connection = Connection(ours.detach())
         self._tell(list(sys.path))
@@ -84,6 +93,7 @@ class WorkerProcess:
         if self.deadline is not None:
             raise RuntimeError(f"slot {self.slot} has not answered yet: receive its answer before asking again")
         self.deadline = time.monotonic() + self._timeout_s
+        self.shorten_log()
         self._tell(message)
 
     def _tell(self, message: Message | EnvFactory | list[str]) -> None:
@@ -142,25 +152,26 @@ class WorkerProcess:
 
     def log_tail(self) -> str:
         """The last lines that it wrote, for a message; empty if it wrote nothing."""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
-        return "".join(f"\n    {line}" for line in lines)
+        return "".join(f"\n    {line}" for line in last_lines(self._log, LOG_TAIL_LINES))
+
+    def shorten_log(self) -> None:
+        """Keep what it has written within bounds."""
+        shorten(self._log)
 
     def stop(self) -> None:
         """Ask it to end by closing the connection."""
         self.connection.close()
 
-    def kill(self) -> None:
-        """End it now, unless it has ended within `CLOSE_S` where it was asked to."""
-        if self.connection.closed:
-            try:
-                self._process.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                log.debug("process %d did not end by itself", self.pid)
-        else:
-            self.connection.close()
-        self._process.kill()
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End it now with all that it has started, unless it ends by itself within so many seconds."""
+        self.connection.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            log.debug("process %d did not end by itself", self.pid)
+        kill_group(self.pid)
         self._process.wait()
+        self._guardian.forget(self.pid)
         self._log.close()
 
 
@@ -180,9 +191,10 @@ class WorkerPool(AsyncPool):
         self.lockstep = lockstep
         self._ended = [True] * num_envs
         self._last_seen = [self._blank()] * num_envs
+        self._guardian = Guardian()
         self._workers: list[WorkerProcess] = []
         for slot in range(num_envs):
-            self._workers.append(WorkerProcess(factory, slot, timeout_s))
+            self._workers.append(WorkerProcess(factory, slot, timeout_s, self._guardian))
 
     @property
     def pids(self) -> list[int]:
@@ -259,21 +271,26 @@ class WorkerPool(AsyncPool):
                 given += 1
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes: they have a few seconds together to end by themselves."""
+        end = time.monotonic() + CLOSE_S
         for worker in self._workers:
             worker.stop()
         for worker in self._workers:
-            worker.kill()
+            worker.kill(max(0.0, end - time.monotonic()))
         self._workers = []
+        self._guardian.close()
 
     def _asked(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.deadline is not None]
 
     def _ready(self, slots: Sequence[int] | None = None) -> list[int]:
-        """Wait until a slot has answered or missed its deadline; all such slots."""
+        """Wait until a slot has answered or missed its deadline; all such slots. None after a while without either."""
         due = {w.connection: w.deadline for w in self._asked() if w.deadline and (slots is None or w.slot in slots)}
-        answered = wait(list(due), max(0.0, min(due.values()) - time.monotonic()))
+        answered = wait(list(due), min(LOG_CHECK_S, max(0.0, min(due.values()) - time.monotonic())))
         now = time.monotonic()
+        if not answered:
+            for worker in self._workers:
+                worker.shorten_log()
         ready = {connection for connection, deadline in due.items() if connection in answered or now >= deadline}
         return [worker.slot for worker in self._workers if worker.connection in ready]
 
@@ -300,7 +317,7 @@ class WorkerPool(AsyncPool):
 
     def _replace(self, slot: int) -> None:
         self._workers[slot].kill()
-        self._workers[slot] = WorkerProcess(self._factory, slot, self._timeout_s)
+        self._workers[slot] = WorkerProcess(self._factory, slot, self._timeout_s, self._guardian)
 
     def _blank(self) -> Observation:
         images = np.zeros(self._factory.image_shape, np.uint8)

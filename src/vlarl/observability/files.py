@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +22,27 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            remedy = "the disk is full: free some space, then go on with --resume"
-        else:
-            remedy = f"{error.strerror or error}: check the disk and the folder's permissions, then go on with --resume"
+        if is_full(error):
+            raise VlarlError(full_disk(path)) from error
+        remedy = f"{error.strerror or error}: check the disk and the folder's permissions, then go on with --resume"
         raise VlarlError(f"cannot write {path}: {remedy}") from error
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or the quota on it, is full."""
+    return error.errno in _NO_ROOM
+
+
+def full_disk(path: Path | str) -> str:
+    """The message for a disk that has no space left for a file."""
+    folder = Path(path).parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free in {folder}"
+    except OSError:
+        free = f"no space left in {folder}"
+    return f"cannot write {path}: the disk is full ({free}): free some space, then go on with --resume"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,28 +1,56 @@
-"""A log file for as long as something runs."""
+"""A log file for as long as something runs, within bounds."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from vlarl.config.secrets import masked
+from vlarl.errors import excerpt
 from vlarl.observability.terminal import printable
+
+LONGEST_RECORD = 32_000  # characters of a record, its traceback included
+LARGEST_LOG = 32 << 20  # bytes of a log file; the one before it is kept beside it, as `.1`
 
 
 class CleanFormatter(logging.Formatter):
-    """Writes records without secrets in addresses and without control characters."""
+    """Writes records without secrets in addresses, without control characters, and cut where they are too long."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record's lines, those of its exception too."""
-        return printable(masked(super().format(record)))
+        return printable(masked(excerpt(super().format(record), LONGEST_RECORD)))
+
+
+class BoundedFileHandler(RotatingFileHandler):
+    """Keeps two files of a limited size; a disk that is full costs records, and is said once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+        self._failed = False
+
+    def close(self) -> None:
+        """Close the file; what a full disk did not take is lost."""
+        with suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Say it once, without logging's traceback: what ends the run is said elsewhere."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and not self._failed:
+            self._failed = True
+            sys.stderr.write(f"warning: cannot write {self.baseFilename}: {error.strerror or error}\n")
+        elif not isinstance(error, OSError):
+            super().handleError(record)
 
 
 @contextmanager
 def log_to_file(path: Path, logger: str = "vlarl", level: int = logging.INFO) -> Iterator[Path]:
     """Send a logger's records, and Python's warnings, to a file while the block runs."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = BoundedFileHandler(path)
     handler.setFormatter(CleanFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     target, warnings_logger = logging.getLogger(logger), logging.getLogger("py.warnings")
     previous_level = target.level

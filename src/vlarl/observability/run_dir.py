@@ -31,6 +31,7 @@ from vlarl.observability.machine import describe_machine
 
 RunState = Literal["running", "finished", "failed", "interrupted"]
 
+END_OF_CONFIG = "# end of the configuration"
 FOLDERS = ("logs", "checkpoints", "videos", "eval", "tensorboard")
 
 
@@ -62,11 +63,11 @@ class RunDirectory:
         """Make the folder of a new run. An existing one is refused; what can't be made leaves nothing behind."""
         cls.refuse_existing(root, name)
         path = Path(root) / name
-        made_in = nearest_existing(path)
+        made_in = nearest_existing(path.parent)
         try:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=_never_began(path))
             for folder in FOLDERS:
-                (path / folder).mkdir()
+                (path / folder).mkdir(exist_ok=True)
         except FileExistsError:
             raise UsageError(f"another process has just made {path}: choose another `--run.name`") from None
         except OSError as error:
@@ -79,7 +80,7 @@ class RunDirectory:
         path = Path(root) / name
         if not name or Path(name).name != name or name in {".", ".."}:
             raise UsageError(f"run.name is {name!r}, which is no folder name: leave out slashes")
-        if path.exists():
+        if path.exists() and not _never_began(path):
             raise UsageError(
                 f"the run {brief(path)} exists already, and runs are never overwritten: "
                 f"go on with it by `--resume {brief(path)}`, or choose another `--run.name`"
@@ -126,6 +127,14 @@ class RunDirectory:
             ) from None
         return file
 
+    def claim(self) -> IO[str]:
+        """The lock of a new run. A folder that another process was first to begin its run in is refused."""
+        file = self.lock()
+        if self.config_file.exists():
+            file.close()
+            raise UsageError(f"another process has just made {self.path}: choose another `--run.name`")
+        return file
+
     def is_locked(self) -> bool | None:
         """Whether a process works on this run; None where no lock can tell."""
         try:
@@ -148,7 +157,11 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration with the seal that says whose it is; the seal first, see `trust.seals`."""
+        """Write the resolved configuration with a last line that says that it is whole and a seal that says whose it is.
+
+        The seal is written first, see `trust.seals`.
+        """
+        text = f"{text}{END_OF_CONFIG}\n"
         if seals := trust.seals(self.config_file, text):
             write_atomically(trust.seal_file(self.config_file), seals)
         write_atomically(self.config_file, text)
@@ -338,6 +351,19 @@ def nearest_existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def _never_began(path: Path) -> bool:
+    """Whether a folder is what is left of a run that was killed before its configuration was written: empty folders,
+    a lock that is free, and what was not whole yet."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    for entry in path.iterdir():
+        is_empty_folder = entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir())
+        is_rest = entry.name == ".lock" or (entry.name.startswith(".config.yaml.") and entry.suffix == ".tmp")
+        if not is_empty_folder and not is_rest:
+            return False
+    return RunDirectory(path).is_locked() is not True
 
 
 def _unwritable(path: Path, error: OSError, remedy: str = ROOT_REMEDY) -> str:

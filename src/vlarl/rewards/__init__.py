@@ -15,7 +15,7 @@ from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.function import FunctionReward
 from vlarl.rewards.model import load_reward_model
 from vlarl.rewards.outcome import DenseReward, SparseReward
-from vlarl.rewards.remote import RemoteReward
+from vlarl.rewards.remote import REMOTE_TIMEOUT_S, RemoteReward
 from vlarl.rewards.rules import RulesReward
 from vlarl.rewards.safe import SafeReward
 from vlarl.rewards.shaping import ShapedReward
@@ -47,7 +47,9 @@ def build_bare_reward(config: RewardConfig, run: Surroundings) -> Reward:
 
 def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
     """The named reward, or the user's own `module:function`."""
-    return REWARDS[source](config, run) if source in REWARDS else FunctionReward(source)
+    if source in REWARDS:
+        return REWARDS[source](config, run)
+    return FunctionReward(source) if config.timeout_s is None else FunctionReward(source, config.timeout_s)
 
 
 def _combined(config: RewardConfig, run: Surroundings) -> CombinedReward:
@@ -93,7 +95,7 @@ def _remote(config: RewardConfig, run: Surroundings) -> RemoteReward:
         config.scoring,
         config.batch_size,
         config.images,
-        config.timeout_s,
+        REMOTE_TIMEOUT_S if config.timeout_s is None else config.timeout_s,
         config.retries,
         config.max_request_bytes,
         config.max_response_bytes,

@@ -18,6 +18,10 @@ class RewardUnavailableError(VlarlError):
     """What scores can't be reached and was asked often enough: the sample is not at fault, and others fail as well."""
 
 
+class RewardTimeoutError(VlarlError):
+    """The reward has not returned in time: asked again it would take as long."""
+
+
 class Reward(ABC):
     """Scores trajectories after they were collected."""
 

@@ -6,30 +6,46 @@ import importlib
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import SupportsFloat
 
 from vlarl.config.problems import nearest
-from vlarl.errors import UsageError, VlarlError
-from vlarl.rewards.base import Reward, pay_at_the_end
+from vlarl.deadline import DeadlineError, TimedCaller
+from vlarl.errors import UsageError, VlarlError, excerpt, told
+from vlarl.rewards.base import Reward, RewardTimeoutError, pay_at_the_end
 from vlarl.types import Trajectory
 
 LISTED = 10  # functions that a message names
+TIMEOUT_S = 300.0  # where reward.timeout_s is null: the first call may have a model to load
 
 
 class FunctionReward(Reward):
-    """Calls `function(trajectory) -> float` and pays the answer on the last executed step."""
+    """Calls `function(trajectory) -> float` and pays the answer on the last executed step.
 
-    def __init__(self, source: str) -> None:
+    The function is called in a thread of its own, so that it can be given up when it does not return.
+    """
+
+    def __init__(self, source: str, timeout_s: float = TIMEOUT_S) -> None:
         self.source = source
+        self.timeout_s = timeout_s
         self.function = import_function(source)
+        self._caller = TimedCaller(f"reward {source}")
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Pay what the user's function says the episode was worth."""
-        reward = self.function(trajectory)
+        try:
+            reward = self._caller.call(lambda: self.function(trajectory), self.timeout_s)
+        except DeadlineError as error:
+            limit = f"reward.timeout_s = {self.timeout_s:g} s"
+            raise RewardTimeoutError(f"reward.source: {self.source} has not returned within {limit}.") from error
+        except SystemExit as error:
+            raise VlarlError(f"reward.source: {self.source} {told(error)}; it must return a finite number.") from error
         if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
-            raise VlarlError(f"reward.source: {self.source} returned {reward!r}; it must return a finite number.")
+            returned = excerpt(repr(reward), 200)
+            raise VlarlError(f"reward.source: {self.source} returned {returned}; it must return a finite number.")
         return pay_at_the_end(trajectory, float(reward))
 
 
@@ -40,10 +56,9 @@ def import_function(source: str) -> Callable[[Trajectory], float]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # a user's module: whatever it does is told to them
         raise UsageError(
-            f"reward.source: cannot import the module {module_name!r} of {source!r}: {error}. "
-            "Run from the folder that holds it, or put that folder on PYTHONPATH."
+            f"reward.source: cannot import the module {module_name!r} of {source!r}: {_why(error, module_name)}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -59,3 +74,19 @@ def _there(module: ModuleType, name: str) -> str:
         return "it defines none; write `def NAME(trajectory): ...` in it"
     match = nearest(name, own)
     return (f"did you mean {module.__name__}:{match}? " if match else "") + f"It has {', '.join(own[:LISTED])}"
+
+
+def _why(error: BaseException, module: str) -> str:
+    """What went wrong while a module was imported, and what helps."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"{error}. Run from the folder that holds it, or put that folder on PYTHONPATH."
+    if isinstance(error, ModuleNotFoundError):
+        return f"it needs the package {error.name!r}, which is not installed in this environment; install it."
+    if isinstance(error, SyntaxError):
+        place = f"{Path(error.filename or module).name}, line {error.lineno}"
+        return f"{type(error).__name__} in {place}: {error.msg}; correct it."
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    if isinstance(error, SystemExit):
+        return f'it {told(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
+    return f"it {told(error)}{place}; correct it, or move what fails into the function."

@@ -10,20 +10,22 @@ import math
 import time
 from collections.abc import Sequence
 from http.client import HTTPException
-from typing import IO, Any, Literal
-from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from typing import Any, Literal
+from urllib.request import Request
 
 from PIL import Image
 
 from vlarl.config.secrets import masked_url, read_headers, secrets_in, without
+from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError
 from vlarl.rewards.base import RewardUnavailableError, Scoring, ScoringReward
+from vlarl.rewards.exchange import RefusalError, WatchedExchange
 from vlarl.types import Observation, Trajectory, UInt8Array
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+REMOTE_TIMEOUT_S = 10.0  # where reward.timeout_s is null
 FIRST_WAIT_S = 0.5  # before the first repeat; twice as long before each further one
 BUSY = 429  # the one refusal that says nothing about the request
 
@@ -37,7 +39,7 @@ class RemoteReward(ScoringReward):
         scoring: Scoring = "outcome",
         batch_size: int = 16,
         images: Literal["none", "last", "all"] = "none",
-        timeout_s: float = 10.0,
+        timeout_s: float = REMOTE_TIMEOUT_S,
         retries: int = 2,
         max_request_bytes: int = 64_000_000,
         max_response_bytes: int = 1_000_000,
@@ -55,7 +57,7 @@ class RemoteReward(ScoringReward):
         self.max_request_bytes = max_request_bytes
         self.max_response_bytes = max_response_bytes
         self.first_wait_s = first_wait_s
-        self._opener = build_opener(_NoRedirects)
+        self._caller = TimedCaller("remote reward")
 
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Ask the service; an episode that it answers with null has the score NaN."""
@@ -81,10 +83,8 @@ class RemoteReward(ScoringReward):
                 time.sleep(self.first_wait_s * 2 ** (attempt - 1))
             try:
                 return self._post(body)
-            except HTTPError as error:
-                with error:
-                    reason = f"HTTP {error.code} {error.reason}: {error.read(200).decode(errors='replace').strip()}"
-                reason = self._without_secrets(reason)
+            except RefusalError as error:
+                reason = self._without_secrets(str(error))
                 if error.code < 500 and error.code != BUSY:
                     raise VlarlError(f"{self.shown_url} refused a request: {reason}") from None
             except (OSError, HTTPException) as error:  # OSError: refused, reset, unknown host, timed out
@@ -95,11 +95,14 @@ class RemoteReward(ScoringReward):
         raise RewardUnavailableError(f"{self.shown_url} did not answer in {self.retries + 1} attempts: {reason}")
 
     def _post(self, body: bytes) -> bytes:
-        deadline = time.monotonic() + self.timeout_s
+        """One exchange with one deadline, from looking up the name to the last byte, whatever the service does."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"} | self._headers()
         request = Request(self.url, body, headers)
-        with self._opener.open(request, timeout=self.timeout_s) as response:
-            return _read(response, self.max_response_bytes, deadline)
+        with WatchedExchange(request, self.max_response_bytes, 2 * self.timeout_s) as exchange:
+            try:
+                return self._caller.call(exchange.run, self.timeout_s)
+            except DeadlineError:
+                raise TimeoutError(f"the exchange took longer than reward.timeout_s = {self.timeout_s:g} s") from None
 
     def _headers(self) -> dict[str, str]:
         """The user's own headers, read again each time: a token may be renewed while the run goes on."""
@@ -108,26 +111,6 @@ class RemoteReward(ScoringReward):
     def _without_secrets(self, text: str) -> str:
         """What a service says, which may repeat what it was sent."""
         return without(text, secrets_in(self.url, self._headers().values()))
-
-
-class _NoRedirects(HTTPRedirectHandler):
-    """A redirected POST becomes a GET without its content: treated as the refusal that it is."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Follow nothing."""
-
-
-def _read(response: IO[bytes], limit: int, deadline: float) -> bytes:
-    """The whole answer, unless it is too long or drips in too slowly."""
-    parts, size = [], 0
-    while part := response.read1(min(limit + 1, 65_536)):  # type: ignore[attr-defined]
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            raise VlarlError(f"the answer is longer than reward.max_response_bytes = {limit}.")
-        if time.monotonic() > deadline:
-            raise TimeoutError("the answer took longer than reward.timeout_s")
-    return b"".join(parts)
 
 
 def read_answer(answer: bytes, per_episode: Sequence[int]) -> list[list[float]]:

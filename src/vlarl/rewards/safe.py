@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 
-from vlarl.errors import ClusterError, VlarlError
-from vlarl.rewards.base import Reward, RewardUnavailableError
+from vlarl.errors import ClusterError, VlarlError, excerpt
+from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError
 from vlarl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -19,8 +19,11 @@ log = logging.getLogger(__name__)
 HANDFUL = 8  # episodes below which a share says little: they are judged together with the next ones
 
 
+MOST_LATE = 3  # episodes in a row on which the reward has not returned in time, before the run ends
+
+
 class RewardFailureError(VlarlError):
-    """The reward failed on a larger share of episodes than reward.max_failure_rate."""
+    """The reward failed on a larger fraction of episodes than reward.max_failure_rate, or returns no more."""
 
 
 class SafeReward(Reward):
@@ -40,17 +43,24 @@ class SafeReward(Reward):
         self.env_reward = reward.env_reward
         self.batch_size = reward.batch_size
         self._judged = self._failed = 0  # since the share of failures was last looked at
+        self._late = 0  # episodes in a row on which it has not returned in time
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Score one episode; one that can't be scored has its `reward_error` set."""
         return self.score_all([trajectory])[0]
 
-    def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Score all episodes that are ok; those that can't be scored have their `reward_error` set."""
+    def score_all(
+        self, trajectories: Sequence[Trajectory], before_each: Callable[[], None] = lambda: None
+    ) -> list[Trajectory]:
+        """Score all episodes that are ok; those that can't be scored have their `reward_error` set.
+
+        `before_each` is called before each batch, and may raise to stop.
+        """
         scored = list(trajectories)
         places = [place for place, trajectory in enumerate(trajectories) if trajectory.status == "ok"]
         self._judged += len(places)
         for start in range(0, len(places), self.batch_size):
+            before_each()
             batch = places[start : start + self.batch_size]
             for place, answer in zip(batch, self._score_batch([trajectories[p] for p in batch]), strict=True):
                 scored[place] = answer
@@ -83,11 +93,16 @@ class SafeReward(Reward):
                 (answer,) = self._ask([trajectory])
             except RewardUnavailableError as error:
                 return self._replacement(trajectory, error)
+            except RewardTimeoutError as error:
+                self._late += 1
+                self._stop_if_it_hangs(trajectory, error)
+                return self._replacement(trajectory, error)
             except ClusterError:
                 raise
             except Exception as error:
                 problem = error
             else:
+                self._late = 0
                 if is_finite(answer):
                     return answer
         return self._replacement(trajectory, problem)
@@ -105,7 +120,7 @@ class SafeReward(Reward):
         log.error("the reward of episode %s failed", trajectory.task.episode_id, exc_info=error)
         nothing = trajectory.with_rewards([np.zeros_like(t.rewards) for t in trajectory.transitions])
         status: Literal["ok", "reward_failed"] = "ok" if self.fallback == "zero" else "reward_failed"
-        return replace(nothing, status=status, reward_error=f"{type(error).__name__}: {error}")
+        return replace(nothing, status=status, reward_error=excerpt(f"{type(error).__name__}: {error}"))
 
     def _stop_if_too_many(self, last: Trajectory) -> None:
         """Also before all are scored: a service that is down need not be waited for to the end."""
@@ -113,8 +128,16 @@ class SafeReward(Reward):
             raise RewardFailureError(
                 f"the reward failed on {self._failed} of {self._judged} episodes, more than reward.max_failure_rate = "
                 f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {last.reward_error}. The log "
-                "has the traceback of each."
+                "has the traceback of each. Fix the reward, or raise reward.max_failure_rate, and resume."
             )
+
+    def _stop_if_it_hangs(self, last: Trajectory, error: RewardTimeoutError) -> None:
+        """Each of them costs the whole time limit, and may leave a thread behind that never ends."""
+        if self._late >= MOST_LATE:
+            raise RewardFailureError(
+                f"the reward has not returned in time on {self._late} episodes in a row. The last was "
+                f"{last.task.episode_id}: {error} Fix the reward, or raise reward.timeout_s, and resume."
+            ) from error
 
 
 def is_finite(trajectory: Trajectory) -> bool:

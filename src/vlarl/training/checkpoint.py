@@ -3,7 +3,7 @@
 A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (optimizer state,
 averages of the weights, random states of all ranks), `trainer.json` (counters) and, with a separate critic, `critic/`
 (what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it. Weights that are
-not finite are never saved.
+not finite, or of an absurd size, are never saved.
 
 A learner whose weights are spread over ranks writes them in parts (`sharded/`, see shards.py) in place of the files of
 the trainer and the critic; its periodic checkpoints leave the policy out, which takes gathering. Either kind is read by
@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from vlarl.errors import UsageError, VlarlError
-from vlarl.observability.files import disk_errors
+from vlarl.errors import DivergedError, UsageError, VlarlError
+from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
 from vlarl.policies.checksums import verify_checksums, write_checksums
 from vlarl.policies.tensor_file import write_tensors
@@ -51,6 +51,7 @@ Entry = TypeVar("Entry")
 TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
+LARGEST_WEIGHT = 1e6  # beyond it an update has gone wrong, though it is finite
 PERIODIC = "step_"  # how names of checkpoints begin that are kept for a while only
 
 
@@ -72,7 +73,7 @@ class CheckpointStore:
 
     def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
         """Write a checkpoint that training can resume from, and the average of the weights as a policy of its own."""
-        self._refuse_not_finite(learner)
+        self._refuse_diverged(learner)
         exported = not (learner.sharded and name.startswith(PERIODIC))
         tensors = trainer_tensors(learner) | random_states(self.generators(learner.device), self.ranks)
 
@@ -127,13 +128,15 @@ class CheckpointStore:
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
         return max(found, key=lambda path: _read_counters(path)["iteration"], default=None)
 
-    def _refuse_not_finite(self, learner: Learner) -> None:
+    def _refuse_diverged(self, learner: Learner) -> None:
         """All ranks must call: each looks at its parts."""
-        broken = next((name for name, p, _ in learner.named_trained() if not _is_finite(p)), None)
-        if self.ranks.any(broken is not None):
-            raise VlarlError(
-                f"the weights are not finite ({broken or 'on another rank'}), so they are not saved; checkpoints that "
-                f"were written before are in {self.folder}. Lower optim.lr (now {learner.config.optim.lr}) and resume."
+        faults = ((name, _fault(parameter)) for name, parameter, _ in learner.named_trained())
+        name, fault = next(((name, fault) for name, fault in faults if fault), ("", ""))
+        if self.ranks.any(bool(fault)):
+            raise DivergedError(
+                f"the weights are {fault or 'not finite or absurd'} ({name or 'on another rank'}), so they are not "
+                f"saved; checkpoints that were written before are in {self.folder}. Lower optim.lr (now "
+                f"{learner.config.optim.lr}) and resume."
             )
 
     def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
@@ -203,9 +206,15 @@ def policy_folder(checkpoint: Path) -> Path | None:
     return checkpoint if (checkpoint / "config.json").is_file() else None
 
 
-def _is_finite(parameter: torch.Tensor) -> bool:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return bool(torch.isfinite(local).all())
+def _fault(parameter: torch.Tensor) -> str:
+    """What is wrong with weights that can't be those of a model any more; empty where nothing is."""
+    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    if local.numel() == 0:
+        return ""
+    largest = max(abs(float(value)) for value in torch.aminmax(local))
+    if not math.isfinite(largest):  # a NaN anywhere makes both ends NaN
+        return "not finite"
+    return f"absurd, up to {largest:.0e}" if largest > LARGEST_WEIGHT else ""
 
 
 def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -383,7 +392,9 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise VlarlError(f"cannot write {path}: {error}: free some space, then go on with --resume") from error
+        if "os error 28" in str(error):  # as Rust writes ENOSPC
+            raise VlarlError(full_disk(path)) from error
+        raise VlarlError(f"cannot write {path}: {error}: check the disk, then go on with --resume") from error
 
 
 def _sync(folder: Path) -> None:

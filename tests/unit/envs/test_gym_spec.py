@@ -51,6 +51,11 @@ def test_the_environment_is_never_made_in_the_callers_process():
         gym_spec(config, 12)
 
 
+def test_an_environment_that_exits_is_refused_with_what_it_said():
+    with pytest.raises(UsageError, match=r"making it called sys.exit\('no licence'\) \(gym_envs.py, line \d+\)"):
+        gym_spec(changed(env="fakes.gym_envs:exits"), 12)
+
+
 def test_an_environment_that_hangs_is_given_up():
     with pytest.raises(UsageError, match=r"was not ready within env.timeout_s = 2 s; raise that if it only is slow"):
         gym_spec(changed(env="fakes.gym_envs:hangs"), 12, timeout_s=2.0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fakes.worker_envs import SPEC, CountingFactory
 
+from vlarl.envs.guardian import Guardian
 from vlarl.envs.worker import Chunk
 from vlarl.envs.workers import WorkerError, WorkerPool, WorkerProcess
 from vlarl.errors import UsageError, VlarlError
@@ -111,7 +112,12 @@ def test_nobody_waits_for_the_slowest_but_lockstep_does(pools):
 
 @pytest.mark.parametrize(
     ("trouble", "reason"),
-    [("die", "was killed by SIGKILL"), ("raise", "the joints exploded"), ("exit", "exit code 3\n    a last word")],
+    [
+        ("die", "was killed by SIGKILL"),
+        ("raise", "the environment raised ArithmeticError: the joints exploded"),
+        ("exit", "exit code 3\n    a last word"),
+        ("sys.exit", "the environment called sys.exit(3)"),
+    ],
 )
 def test_a_worker_that_fails_says_why_and_is_replaced(pools, tmp_path, trouble, reason):
     pool = pools(2, {trouble: 2}, tmp_path / "diary")
@@ -199,7 +205,8 @@ def test_a_worker_that_hangs_in_the_middle_of_a_message_or_sends_nonsense_is_rep
 @pytest.mark.timeout(60)
 def test_sending_to_a_worker_that_no_longer_listens_has_a_deadline():
     """The message does not fit into the pipe, and the worker is stopped before it reads any of it."""
-    worker = WorkerProcess(CountingFactory(), 0, timeout_s=1.0)
+    guardian = Guardian()
+    worker = WorkerProcess(CountingFactory(), 0, timeout_s=1.0, guardian=guardian)
     try:
         os.kill(worker.pid, signal.SIGSTOP)
         worker.send(Chunk(np.zeros((1 << 20, 2), np.float32), film=False))
@@ -207,6 +214,7 @@ def test_sending_to_a_worker_that_no_longer_listens_has_a_deadline():
             worker.receive()
     finally:
         worker.kill()
+        guardian.close()
     assert not alive(worker.pid)
 
 

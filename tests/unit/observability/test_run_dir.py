@@ -145,3 +145,45 @@ def test_a_run_goes_on_in_one_process_at_a_time(tmp_path):
     with run.lock(), pytest.raises(UsageError, match="is going on in another process"):
         RunDirectory(run.path).lock()
     run.lock().close()
+
+
+def test_a_run_that_was_killed_before_it_began_can_be_started_again_under_its_name(tmp_path: Path) -> None:
+    """Its configuration was not written: there are empty folders, a lock that is free, and a file that is not whole."""
+    (tmp_path / "runs" / "empty").mkdir(parents=True)
+    RunDirectory.create(tmp_path / "runs", "locked").lock().close()
+    (tmp_path / "runs" / "locked" / ".config.yaml.123.tmp").write_text("run:\n")
+    for name in ("empty", "locked"):
+        RunDirectory.refuse_existing(tmp_path / "runs", name)
+        run = RunDirectory.create(tmp_path / "runs", name)
+        with run.claim():
+            run.write_config("run: {}\n")
+        with pytest.raises(UsageError, match="exists already"):
+            RunDirectory.create(tmp_path / "runs", name)
+
+
+def test_one_that_another_process_begins_just_now_is_left_alone(tmp_path: Path) -> None:
+    first, second = (RunDirectory.create(tmp_path, "run") for _ in range(2))  # both found an empty folder
+    with first.claim():
+        with pytest.raises(UsageError, match="exists already"):
+            RunDirectory.refuse_existing(tmp_path, "run")
+        with pytest.raises(UsageError, match="in another process"):
+            second.claim()
+        first.write_config("run: {}\n")
+    with pytest.raises(UsageError, match="another process has just made"):
+        second.claim()
+    second.lock().close()
+
+
+@pytest.mark.parametrize("file", ["notes.txt", "checkpoints/final/config.json", "logs/train.log", "config.yaml"])
+def test_a_folder_with_anything_in_it_is_not_taken(tmp_path: Path, file: str) -> None:
+    path = RunDirectory.create(tmp_path, "run").path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        RunDirectory.create(tmp_path, "run")
+
+
+def test_removing_a_run_that_took_over_an_empty_folder_leaves_the_folder_above(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    RunDirectory.create(tmp_path / "runs", "run").remove()
+    assert (tmp_path / "runs").is_dir() and not (tmp_path / "runs" / "run").exists()

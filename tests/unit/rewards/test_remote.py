@@ -4,6 +4,8 @@ import base64
 import io
 import threading
 import time
+from http.client import HTTPException
+from urllib.request import Request
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from vlarl.errors import VlarlError
 from vlarl.rewards.base import RewardUnavailableError
+from vlarl.rewards.exchange import WatchedExchange
 from vlarl.rewards.remote import RemoteReward, episode_json
 from vlarl.rewards.safe import SafeReward
 
@@ -121,30 +124,83 @@ def test_waits_grow(ask, service, episodes, monkeypatch):
 def test_a_slow_service_is_given_up(ask, service, episodes):
     given_up = threading.Event()
     service.script = [lambda handler, question: given_up.wait(300)]
-    with pytest.raises(RewardUnavailableError, match="timed out"):
+    with pytest.raises(RewardUnavailableError, match="took longer than reward.timeout_s = 0.1 s"):
         ask(timeout_s=0.1, retries=1).score_all(episodes)
     given_up.set()
 
 
-def test_an_answer_that_drips_in_is_given_up(ask, service, episodes):
-    """Each piece comes in time, the whole does not."""
+def raw(*parts, then=b" "):
+    """Sends these bytes, then one more again and again for as long as the other side listens."""
 
     def drip(handler, question):
-        handler.send_response(200)
-        handler.end_headers()
-        for _ in range(6000):
-            try:
-                handler.wfile.write(b" ")
-            except OSError:
-                return
-            if given_up.wait(0.05):
-                return
+        try:
+            for part in parts:
+                handler.wfile.write(part)
+            while not handler.server.dripped.wait(0.02):
+                handler.wfile.write(then)
+        except OSError:  # the other side has ended the connection
+            handler.server.dripped.set()
 
-    given_up = threading.Event()
+    return drip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "drip",
+    [
+        pytest.param(raw(then=b"x"), id="the status line"),
+        pytest.param(raw(b"HTTP/1.1 100 Continue\r\n\r\n", then=b"HTTP/1.1 100 Continue\r\n\r\n"), id="continue"),
+        pytest.param(raw(b"HTTP/1.1 200 OK\r\nX: ", then=b"x"), id="a header"),
+        pytest.param(raw(b"HTTP/1.1 200 OK\r\n\r\n"), id="the body"),
+        pytest.param(raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", then=b"1\r\n \r\n"), id="chunks"),
+        pytest.param(
+            raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", then=b"X: y\r\n"), id="trailers"
+        ),
+        pytest.param(raw(b"HTTP/1.1 500 Oops\r\nContent-Length: 100\r\n\r\n", then=b""), id="the body of an error"),
+    ],
+)
+def test_an_exchange_that_drips_has_one_deadline_and_its_connection_ends(ask, service, episodes, drip):
+    """Each byte comes in time, the whole does not."""
+    service.server.dripped = threading.Event()
     service.script = [drip]
-    with pytest.raises(RewardUnavailableError, match="took longer than reward.timeout_s"):
-        ask(timeout_s=2.0, retries=0).score_all(episodes)
-    given_up.set()
+    reward = ask(timeout_s=0.5, retries=0)
+    with pytest.raises(RewardUnavailableError, match=r"took longer than reward.timeout_s = 0.5 s"):
+        reward.score_all(episodes)
+    service.requests.clear()
+    service.script = [length_of_each]
+    assert [s.env_return for s in reward.score_all(episodes)] == [1, 3, 5], "the next request is not held up"
+    service.server.dripped.set()
+
+
+@pytest.mark.timeout(60)
+def test_a_connection_that_was_given_up_is_closed(ask, service, episodes):
+    service.server.dripped = threading.Event()
+    service.script = [raw(b"HTTP/1.1 200 OK\r\n\r\n")]
+    with pytest.raises(RewardUnavailableError):
+        ask(timeout_s=0.5, retries=0).score_all(episodes)
+    assert service.server.dripped.wait(30), "the service notices"
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_the_block_ends_an_exchange_that_waits(service):
+    """The service says nothing at all, and the thread waits for it inside the system."""
+    asked, release = threading.Event(), threading.Event()
+    service.script = [lambda handler, question: (asked.set(), release.wait(300))]
+    failures = []
+
+    def run() -> None:
+        try:
+            exchange.run()
+        except (OSError, HTTPException) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with WatchedExchange(Request(service.url, b"{}"), max_response_bytes=1000, socket_timeout_s=600) as exchange:
+        thread.start()
+        assert asked.wait(30)
+    thread.join(20)
+    assert not thread.is_alive() and len(failures) == 1
+    release.set()
 
 
 def test_nobody_there(episodes, service):

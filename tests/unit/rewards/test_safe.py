@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from vlarl.errors import ClusterError, VlarlError
-from vlarl.rewards.base import Reward, RewardUnavailableError, pay_at_the_end
+from vlarl.interrupt import Interrupted
+from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError, pay_at_the_end
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.safe import RewardFailureError, SafeReward, is_device_fault
 from vlarl.rollout.statistics import rollout_metrics
@@ -175,6 +176,36 @@ def test_a_good_past_does_not_excuse_an_iteration(episodes):
 def test_with_a_share_of_zero_the_first_failure_stops(episodes):
     with pytest.raises(RewardFailureError, match="1 of 8"):
         SafeReward(Scripted({3: ValueError("x")}), retries=0, max_failure_rate=0.0).score_all(episodes(8))
+
+
+def test_a_reward_that_hangs_is_not_asked_again_and_ends_the_run_after_three_in_a_row(episodes):
+    hangs = {n: RewardTimeoutError("it has not returned within reward.timeout_s = 1 s.") for n in (0, 1, 3, 4, 5)}
+    inner = Scripted(hangs)
+    reward = SafeReward(inner, retries=2, max_failure_rate=1.0)
+    with pytest.raises(RewardFailureError) as stopped:
+        reward.score_all(batch := episodes(10))
+    assert inner.calls == [[0], [1], [2], [3], [4], [5]], "two in a row don't end it"
+    message = str(stopped.value)
+    assert "not returned in time on 3 episodes in a row" in message and batch[5].task.episode_id in message
+    assert "raise reward.timeout_s" in message
+
+
+def test_it_can_be_stopped_before_each_batch(episodes):
+    inner, asked = Scripted(batch_size=2), []
+
+    def stop() -> None:
+        asked.append(len(inner.calls))
+        if len(asked) == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        SafeReward(inner).score_all(episodes(8), stop)
+    assert asked == [0, 1, 2] and len(inner.calls) == 2
+
+
+def test_what_a_reward_says_without_end_is_cut(episodes):
+    (scored,) = SafeReward(Scripted({0: ValueError("x" * 50_000_000)}), retries=0).score_all(episodes(1))
+    assert scored.reward_error.startswith("ValueError: xxx") and len(scored.reward_error) < 5000
 
 
 def test_an_interrupt_is_no_failure(episodes):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlarl.algorithms import build_algorithm
-from vlarl.errors import UsageError, VlarlError
+from vlarl.errors import DivergedError, UsageError, VlarlError
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
@@ -72,7 +72,9 @@ def test_a_full_disk_is_a_message_with_a_remedy(tmp_path):
 
     store = store_at(tmp_path)
     store.save_policy("final", NotePolicy("old"), {})
-    with pytest.raises(VlarlError, match=r"cannot write .*final: the disk is full: free some space"):
+    with pytest.raises(
+        VlarlError, match=r"cannot write .*final: the disk is full \([\d,.]+ MiB free in .*\): free some space"
+    ):
         store.save_policy("final", NotePolicy("new", OSError(errno.ENOSPC, "No space left on device")), {})
     assert contents(tmp_path / "final") == {"weights": "old", "more": "old"}
 
@@ -294,13 +296,22 @@ def test_a_nan_coefficient_of_an_older_version_is_not_restored(tmp_path, learner
     assert other.kl.coef == 0.25
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, learner):
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (float("nan"), "not finite"),
+        (float("-inf"), "not finite"),
+        (-3e9, r"absurd, up to 3e\+09"),
+        (2e6, "absurd, up to 2e.06"),
+    ],
+)
+def test_weights_that_are_not_finite_or_absurd_are_never_saved(tmp_path, learner, value, says):
     store = store_at(tmp_path, keep=1)
     kept = store.save("step_000001", learner, TrainerState(iteration=1))
     with torch.no_grad():
-        next(learner.policy.parameters()).view(-1)[0] = float("nan")
+        next(learner.policy.parameters()).view(-1)[0] = value
     for name in ("step_000002", "step_000001", "final"):
-        with pytest.raises(VlarlError, match=r"not finite .* not saved.*Lower optim.lr"):
+        with pytest.raises(DivergedError, match=rf"{says} .* not saved.*Lower optim.lr"):
             store.save(name, learner, TrainerState(iteration=2))
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     load_policy(kept)

@@ -14,6 +14,7 @@ from vlarl.envs.check.costs import memory, speed
 from vlarl.envs.check.episodes import ending, kept, replay, states, steps, success
 from vlarl.envs.check.findings import Finding, Findings, SlotEnv, Subject, breach, note
 from vlarl.envs.check.looks import first_look, numbers_and_words, pictures, suite
+from vlarl.errors import told
 
 __all__ = ["Finding", "SlotEnv", "Subject", "check_env"]
 
@@ -49,8 +50,8 @@ def _guarded(name: str, look: Callable[[Subject], Findings], subject: Subject) -
     """What a check finds; what the environment raises is a finding too."""
     try:
         yield from look(subject)
-    except Exception as error:  # noqa: BLE001 - the border to code that is being judged
+    except (Exception, SystemExit) as error:  # the border to code that is being judged
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
         remedy = "an environment that raises counts as crashed: its episode is run again, and then given up"
-        yield breach(f"{name}: raised {type(error).__name__}: {error} ({place})", remedy)
+        yield breach(f"{name}: {told(error)} ({place})", remedy)

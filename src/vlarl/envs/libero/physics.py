@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlarl.envs.libero.models import Scene, SceneReader
+from vlarl.envs.mujoco import log_warnings
 from vlarl.envs.signals import truth
 
 Float64Array = NDArray[np.float64]
@@ -34,6 +35,7 @@ class Physics:
     def __init__(self, problem_file: Path, scenes: SceneReader) -> None:
         import mujoco
 
+        log_warnings()
         self.simulator = _build(problem_file, scenes)
         self.model: Any = self.simulator.sim.model._model
         self.data: Any = self.simulator.sim.data._data

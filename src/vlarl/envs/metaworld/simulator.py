@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.envs.mujoco import log_warnings
 from vlarl.envs.signals import truth
 
 State = NDArray[np.float64]
@@ -31,6 +32,7 @@ class Simulator:
     def __init__(self, env_name: str) -> None:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
+        log_warnings()
         self._sim: Any = ALL_V3_ENVIRONMENTS[env_name]()
         self._name = env_name
         self._sim.max_path_length = sys.maxsize  # the pool holds the time limit

@@ -1,0 +1,152 @@
+"""Ends the simulators of a trainer that has died, however it died: a small process that holds a list of groups.
+
+    trainer ── "+123\\n": watch this group; "-123\\n": it has ended ──► guardian
+            ── the end of the pipe, or of the trainer ──────────────► guardian: SIGKILL to each group that is left
+
+A simulator has a session of its own, so its process group holds it and whatever it starts. A simulator that holds the
+GIL or is stopped can't notice that its trainer is gone; the guardian, which runs nothing else, can. It reads an
+inherited pipe and waits for nothing but that pipe and its owners. A process that an environment moves into yet another
+session is outside its group and is not found.
+
+The trainer starts this file as a program: it must import nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CLOSE_S = 5.0
+
+
+class Guardian:
+    """The trainer's side: starts the process and tells it what to watch. `close` ends what is still watched."""
+
+    def __init__(self, owners: Sequence[int] = ()) -> None:
+        """The groups end with this process, and with any other of the `owners`."""
+        read_end, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(read_end), *map(str, (os.getpid(), *owners))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(read_end,),
+                cwd="/",
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+
+    def __enter__(self) -> Guardian:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    def watch(self, group: int) -> None:
+        """End this process group when an owner dies."""
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """This process group has ended: another one may come to bear its number."""
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the process, and all groups that it still watches."""
+        if self._pipe < 0:
+            return
+        os.close(self._pipe)
+        self._pipe = -1
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it was killed: the trainer itself still ends what it started
+            os.write(self._pipe, line.encode())
+
+
+def run_watched(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str], timeout_s: float) -> int:
+    """Run a program to its end and give its exit code; it and all that it starts end with us, or after the time limit.
+
+    Raises subprocess.TimeoutExpired.
+    """
+    with Guardian() as guardian:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        guardian.watch(process.pid)
+        try:
+            return process.wait(timeout_s)
+        finally:
+            kill_group(process.pid)
+            process.wait()
+
+
+def kill_group(group: int) -> None:
+    """End all processes of a group; one that is gone already is no error."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that has just ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when the thread that started it ends (Linux only).
+
+    That thread must be one that lasts as long as its process.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """Watch until an owner or the pipe ends, then kill what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe, owners = int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]]
+    os.set_blocking(pipe, False)
+    groups: set[int] = set()
+    ends: list[int] = []
+    try:
+        if hasattr(os, "pidfd_open"):  # without it the end of the pipe is the only sign
+            ends = [os.pidfd_open(pid) for pid in owners]
+        rest = b""
+        while not select.select([*ends], [], [], 0)[0]:
+            ready, _, _ = select.select([pipe, *ends], [], [])
+            if pipe in ready:
+                content = os.read(pipe, 65536)
+                if not content:
+                    break
+                *lines, rest = (rest + content).split(b"\n")
+                _note(lines, groups)
+    except ProcessLookupError:  # an owner has died before it could be watched
+        pass
+    with suppress(BlockingIOError):
+        _note(os.read(pipe, 65536).split(b"\n"), groups)
+    for group in groups:
+        kill_group(group)
+
+
+def _note(lines: list[bytes], groups: set[int]) -> None:
+    for line in filter(None, lines):
+        (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Going back to an earlier checkpoint of a run: what was saved after it is set aside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vlarl.training.checkpoint import COUNTERS
+from vlarl.training.state import TrainerState
+
+SET_ASIDE = "set_aside"  # folder in `checkpoints`
+
+
+def set_later_aside(folder: Path, chosen: Path, state: TrainerState) -> list[str]:
+    """Move what was saved after a checkpoint into `set_aside`, so that the next resume finds the chosen one; the names.
+
+    One that can't be read counts as later.
+    """
+    later = [path for path in sorted(folder.glob("[!.]*")) if path.name != SET_ASIDE and _is_later(path, chosen, state)]
+    for path in later:
+        place = folder / SET_ASIDE / path.name
+        number = 1
+        while place.exists():
+            number += 1
+            place = folder / SET_ASIDE / f"{path.name}-{number}"
+        place.parent.mkdir(exist_ok=True)
+        path.rename(place)
+    return [path.name for path in later]
+
+
+def _is_later(path: Path, chosen: Path, state: TrainerState) -> bool:
+    if not path.is_dir() or path.name == chosen.name:
+        return False
+    if (path / COUNTERS).is_file():
+        return int(_read(path / COUNTERS).get("iteration", state.iteration + 1)) > state.iteration
+    noted = _read(path / "metadata.json")  # of a policy alone: the averages, or the best so far
+    if "global_step" in noted:
+        return int(noted["global_step"]) > state.env_steps
+    return int(noted.get("training_step", -1)) > state.iteration
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file of counters says; empty where it can't be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

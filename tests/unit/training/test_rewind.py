@@ -1,0 +1,49 @@
+"""Going back to an earlier checkpoint: what came later is set aside, and nothing is deleted."""
+
+import json
+
+from vlarl.training.rewind import set_later_aside
+from vlarl.training.state import TrainerState
+
+
+def checkpoint(folder, name, iteration):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "trainer.json").write_text(json.dumps({"iteration": iteration}))
+    return folder / name
+
+
+def policy(folder, name, **metadata):
+    (folder / name).mkdir(parents=True)
+    (folder / name / "metadata.json").write_text(json.dumps(metadata))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_later_is_set_aside_and_what_was_saved_before_stays(tmp_path):
+    chosen = checkpoint(tmp_path, "step_000002", 2)
+    for name, iteration in (("step_000001", 1), ("step_000003", 3), ("final", 4)):
+        checkpoint(tmp_path, name, iteration)
+    policy(tmp_path, "ema", training_step=4, checkpoint="final")
+    policy(tmp_path, "best_return", training_step=1, global_step=90)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "trainer.json").write_text("{")
+    (tmp_path / "note.txt").write_text("mine")
+    state = TrainerState(iteration=2, env_steps=100)
+    assert set_later_aside(tmp_path, chosen, state) == ["damaged", "ema", "final", "step_000003"]
+    assert names(tmp_path) == ["best_return", "note.txt", "set_aside", "step_000001", "step_000002"]
+    assert names(tmp_path / "set_aside") == ["damaged", "ema", "final", "step_000003"]
+    assert json.loads((tmp_path / "set_aside" / "final" / "trainer.json").read_text()) == {"iteration": 4}
+    assert set_later_aside(tmp_path, chosen, state) == []
+
+
+def test_setting_aside_twice_keeps_both(tmp_path):
+    chosen = checkpoint(tmp_path, "step_000002", 2)
+    for _ in range(3):
+        checkpoint(tmp_path, "step_000003", 3)
+        policy(tmp_path, "best_return", training_step=9, global_step=101)
+        assert set_later_aside(tmp_path, chosen, TrainerState(2, env_steps=100)) == ["best_return", "step_000003"]
+    assert names(tmp_path / "set_aside") == [
+        *("best_return", "best_return-2", "best_return-3", "step_000003", "step_000003-2", "step_000003-3"),
+    ]
