@@ -157,7 +157,7 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration with a last line that says that it is whole and a seal that says whose it is.
+        """Write the resolved configuration, with a last line that says it is whole and a seal that says whose it is.
 
         The seal is written first, see `trust.seals`.
         """

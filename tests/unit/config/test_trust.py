@@ -68,7 +68,7 @@ def test_a_run_from_elsewhere_is_refused_until_it_is_trusted(run, change, capsys
     if change == "no seal":
         seal_file(run.config_file).unlink()
     elif change == "edited":
-        run.config_file.write_text(run.config_file.read_text() + "# harmless?\n")
+        run.config_file.write_text("# harmless?\n" + run.config_file.read_text())
     else:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
         RunDirectory.create("runs", "mine").write_config("run: {}\n")  # this user has a key, too
