@@ -76,8 +76,8 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     return parts
 
 
-def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
-    """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
+def open_run(config: Config, resume: Path | None, checkpoint: Path | None = None) -> tuple[Parts, Session]:
+    """The parts of a run and its session: a new one, or one that goes on from a checkpoint, by default its newest."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
     with ExitStack() as stack:  # what is refused leaves nothing behind
@@ -91,9 +91,10 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         lock = stack.enter_context(directory.lock())
         if resume is None:
             write_atomically(directory.config_file, to_yaml(config))
-        checkpoint = CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
+        checkpoint = checkpoint or CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         trace = stack.enter_context(Trace(directory.trace_file) if config.logging.trace else NoTrace())
-        parts = launch(config, directory, trace, checkpoint)
+        with directory.log_to_file(is_shown=True):  # until the session opens the log for good
+            parts = launch(config, directory, trace, checkpoint)
         stack.callback(parts.close)
         store = parts.open_store(directory.checkpoints)
         state = store.restore(parts.learner, checkpoint) if checkpoint else TrainerState()

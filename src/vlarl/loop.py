@@ -18,6 +18,7 @@ from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.derive import kl_estimator
+from vlarl.config.run_checkpoints import split_resume
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
@@ -36,8 +37,8 @@ from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
 def train(config: Config, resume: Path | None = None) -> RunSummary:
-    """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
-    parts, session = open_run(config, resume)
+    """Improve a policy as configured; `resume` is the folder of an earlier run, or of the checkpoint to go on from."""
+    parts, session = open_run(config, *split_resume(resume))
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))

@@ -6,6 +6,7 @@ import argparse
 from typing import NoReturn
 
 from vlarl.config.env_checks import check_suite
+from vlarl.config.run_checkpoints import DEFAULT_ROOT
 from vlarl.errors import UsageError
 
 
@@ -30,6 +31,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report a mistake without the usage text, which `--help` has."""
         raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Take the folder of all runs by the same two names everywhere."""
+    parser.add_argument(
+        "--run.root", "--root", dest="root", default=DEFAULT_ROOT, metavar="DIR", help="folder that holds all runs"
+    )
 
 
 def positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_line
 from vlarl.cli.runs import find_run
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines
 from vlarl.config.describe import help_text, options
@@ -17,10 +19,13 @@ from vlarl.config.flags import ALIASES, Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.presets import DEFAULT_PRESET, presets_of
+from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress, split_resume
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
+from vlarl.config.words import brief_path
 from vlarl.errors import UsageError
+from vlarl.observability.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -70,20 +75,31 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if request.wants_help:
         print(_help("train", DEFAULT_PRESET))
         return 0
-    run_dir: Path | None = None
+    resume: Path | None = None
     if request.resume is not None:
-        config, run_dir = _resumed(request)
+        config, resume = _resumed(request)
+        progress = run_progress(resume)
+        if progress is not None and progress.is_finished(config):
+            run = split_resume(resume)[0] or resume
+            message = nothing_left(run, progress, config, list(request.flags.spelled.values()))
+            if not request.dry_run:
+                print(message)
+                return 0
     else:
         config = load_config(request.source, request.flags)
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive(config)))
         return 0
-    if run_dir is None:
+    if resume is None:
         config = _named(config, request.source or DEFAULT_PRESET)
+    run_dir = split_resume(resume)[0]
     if request.detach:
         return _detached(arguments, config, run_dir)
-    summary = run_training(config, run_dir)
-    print("\n".join(_closing_lines(summary, config)))
+    print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
+    summary = run_training(config, resume)
+    lines = _closing_lines(summary, config)
+    print("\n".join(lines))
+    log_lines(RunDirectory(summary.run_dir), lines)
     return 130 if summary.interrupted else 0
 
 
@@ -98,10 +114,16 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive_finetune(config)))
         return 0
-    summary = run_training(_named(config, source))
-    print(f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}")
-    print(f"demonstrations that succeed: {summary.demo_success:.1%}")
-    print(f"checkpoint: {summary.checkpoint}")
+    config = _named(config, source)
+    print(opening_line(config, Path(config.run.root) / str(config.run.name)), flush=True)
+    summary = run_training(config)
+    lines = [
+        f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
+        f"demonstrations that succeed: {summary.demo_success:.1%}",
+        f"checkpoint: {brief_path(summary.checkpoint)}",
+    ]
+    print("\n".join(lines))
+    log_lines(RunDirectory(summary.checkpoint.parent.parent), lines)
     return 0
 
 
@@ -121,7 +143,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         elif trains and token.partition("=")[0] == "--resume":
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             if not value:
-                raise UsageError("--resume: needs the name or folder of a run")
+                raise UsageError("--resume: needs the name or folder of a run, or a checkpoint in it")
             request = replace(request, resume=value)
         else:
             rest.append(token)
@@ -135,9 +157,11 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
 
 
 def _resumed(request: Request) -> tuple[Config, Path]:
-    """The configuration of the run to go on with, changed by the flags, and its folder."""
+    """The configuration of the run to resume, changed by the flags, and its folder, or that of a checkpoint in it."""
     assert request.resume is not None
-    folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
+    root = str(request.flags.values.get("run.root", Config().run.root))
+    checkpoint = resumed_checkpoint(request.resume, root)
+    folder = split_resume(checkpoint)[0] or find_run(request.resume, root)
     saved = load_config(folder / "config.yaml")
     config = load_config(folder / "config.yaml", request.flags)
     for path in RESUME_KEEPS:
@@ -145,7 +169,7 @@ def _resumed(request: Request) -> tuple[Config, Path]:
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
             raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
-    return config, folder
+    return config, checkpoint or folder
 
 
 def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) -> int:
@@ -171,15 +195,19 @@ def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
     print(to_yaml(config))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
+    print("\n# not checked here")
+    print("\n".join(f"# {line}" for line in not_checked(config)))
 
 
 def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     """Success before and after, and where the evidence is."""
     run = summary.run_dir
     lines = []
+    how = "greedy" if config.eval.temperature == 0 else "sampled"
+    if summary.success_before is not None and summary.success_after is None:
+        lines.append(f"{how} success before training: {summary.success_before:.1%}; there is no later evaluation")
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
-        how = "greedy" if config.eval.temperature == 0 else "sampled"
         if summary.interrupted:  # a sharded checkpoint on the way holds no policy that could say what it was trained on
             lines.append(f"{how} success: {change}")
         else:
@@ -187,13 +215,14 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
             lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
-        lines.append(f"interrupted and saved; go on with: vlarl train --resume {run}")
+        lines.append(f"interrupted and saved; resume with: vlarl train --resume {shlex.quote(brief_path(run))}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
         "videos": run / "videos",
     }
-    lines += [f"{name + ':':<12}{path}" for name, path in places.items() if path is not None and path.exists()]
+    there = ((name, path) for name, path in places.items() if path is not None and path.exists())
+    lines += [f"{name + ':':<12}{brief_path(path)}" for name, path in there]
     return lines
 
 
@@ -214,12 +243,13 @@ def _help(command: str, default_preset: str) -> str:
     width = max(len(name) for name in described)
     resume = " [--resume RUN] [--detach]" if command == "train" else ""
     own = [
-        "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
+        "  --dry-run     print the resolved configuration and what follows from it, and write nothing",
         "  --help        this text",
     ]
     if command == "train":
         own = [
-            "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+            "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it to go back to;",
+            "                flags may change the run, for example --run.iterations 40",
             "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
             *own,
         ]
@@ -231,6 +261,7 @@ def _help(command: str, default_preset: str) -> str:
         "",
         *own,
         "",
+        *([GLOSSARY, ""] if command == "train" else []),
         "Options with their defaults, which a preset may change. A list is written --section.field 0 1 2, a switch",
         "--section.field or --no-section.field; null stands for none.",
         "",

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlarl.config.words import brief_path
 from vlarl.observability.run_dir import RunDirectory, nearest_existing
 
 POLL_S = 0.1
@@ -43,7 +44,7 @@ def start(command: Sequence[str], folder: Path) -> int:
     run = RunDirectory(folder)
     # On the disk of the run's folder, which is not there yet, so that moving it leaves its writer undisturbed.
     output = nearest_existing(folder) / f".vlarl-output-{os.getpid()}.log"
-    print(f"starting {folder} …", flush=True)
+    print(f"starting {brief_path(folder)} …", flush=True)
     with _deaf_to_hangups():
         since = time.time()
         with output.open("wb") as file:
@@ -138,10 +139,10 @@ def _report_end(process: subprocess.Popen[bytes], text: str) -> int:
 
 def _places(run: RunDirectory, pid: int) -> list[str]:
     places = {
-        "run": run.path,
+        "run": brief_path(run.path),
         "pid": pid,
-        "log": run.output_file,
-        "status": f"vlarl status {shlex.quote(str(run.path))}",
+        "log": brief_path(run.output_file),
+        "status": f"vlarl status {shlex.quote(brief_path(run.path))}",
         "stop": f"kill -INT {pid}   (it saves first)",
     }
     return [f"{name + ':':<8}{value}" for name, value in places.items()]

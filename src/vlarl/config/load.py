@@ -16,6 +16,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.presets import find_source
 from vlarl.config.problems import ConfigError, Problem, nearest
+from vlarl.config.run_checkpoints import with_located
 from vlarl.config.schema import Config
 from vlarl.config.yaml_source import Document, describe_value, read_document
 
@@ -58,7 +59,7 @@ def load_config(
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
     if problems or config is None:
         raise ConfigError(problems)
-    return config
+    return with_located(config)
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:

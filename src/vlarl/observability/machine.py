@@ -35,6 +35,13 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def may_have_gpu() -> bool:
+    """Whether a GPU can be expected, by the files of its driver: asked before torch is loaded, which knows."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
+
+
 def _memory_gib() -> float | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

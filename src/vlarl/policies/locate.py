@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from vlarl.config.run_checkpoints import ACCEPTED, locate_checkpoint
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
@@ -33,7 +34,8 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder behind a built-in name, a path or a hub id, which is downloaded into the hub's cache."""
+    """The folder behind a built-in name, a path, a run or a hub id, which is downloaded into the hub's cache."""
+    path = locate_checkpoint(path).path
     if str(path) in BUILTIN:
         return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
     folder = Path(path).expanduser()
@@ -63,10 +65,7 @@ def _looks_local(path: str, hub_id: re.Match[str]) -> bool:
 
 
 def _not_a_checkpoint(path: str | Path, reason: str) -> UsageError:
-    return UsageError(
-        f"{path} is not a checkpoint: {reason}. Give a checkpoint folder, such as runs/<name>/checkpoints/final, "
-        f"a hub id, such as openvla/openvla-7b or openvla/openvla-7b@main, or one of {', '.join(BUILTIN)}."
-    )
+    return UsageError(f"{path} is not a checkpoint: {reason}. Give {ACCEPTED}.")
 
 
 def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
