@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def doctor(arguments: Sequence[str]) -> int:
         raise UsageError(f"one model is enough; got {given.named} and --model {given.model}")
     if given.model is not None or given.named is not None:
         located = locate_checkpoint(given.model or given.named, given.root)
+        refuse_unknown(located.path, given.root)
         if located.note and not given.json:
             print(located.note, flush=True)
         given.model = located.path

@@ -15,7 +15,7 @@ from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_reques
 from vlarl.config.flags import parse_flags
 from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.problems import ConfigError, Problem
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import DEFAULT_EPISODES
 from vlarl.config.training_data import TrainingData, local_folder, run_of
@@ -146,7 +146,7 @@ def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object
 
 
 def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, object]) -> EvalRequest:
-    return eval_request(
+    request = eval_request(
         checkpoint,
         options,
         training=_of_the_hub(checkpoint),
@@ -156,6 +156,8 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
         videos=given.videos or 0,
         device=given.device,
     )
+    refuse_unknown(checkpoint, given.root)
+    return request
 
 
 def _of_the_hub(checkpoint: str) -> TrainingData | None:
@@ -227,6 +229,7 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
         device=given.device,
         episode=given.episode,
     )
+    refuse_unknown(given.checkpoint, given.root)
     record = _run(request, given.out)
     if not record.result.complete:
         _print_result(record)

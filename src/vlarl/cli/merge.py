@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vlarl.cli import arguments as args
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.words import brief_path
 
 
@@ -27,6 +27,7 @@ def merge(arguments: Sequence[str]) -> int:
     args.add_root(parser)
     given = parser.parse_args(arguments)
     located = locate_checkpoint(given.adapter, given.root)
+    refuse_unknown(located.path, given.root)
     if located.note:
         print(located.note, file=sys.stderr, flush=True)
 

@@ -53,14 +53,21 @@ def list_runs(root: Path | str) -> list[str]:
 
 
 def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:
-    """The checkpoint that a name means; UsageError for a name that can be neither a checkpoint nor a run."""
-    if found := _of_a_run(str(name), root):
-        return found
-    text = str(name)
-    is_plain = Path(text).name == text and ":" not in text  # no path, hub id or built-in name
-    if is_plain and local_folder(text) is None:
-        raise UsageError(_unknown(text, root))
-    return Located(text)
+    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none."""
+    return _of_a_run(str(name), root) or Located(str(name))
+
+
+def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
+    """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there."""
+    if Path(name).name != name or ":" in name or local_folder(name) is not None:
+        return
+    runs = list_runs(Path(root).expanduser())
+    match = nearest(name, runs)
+    hint = f"Did you mean the run '{match}'? " if match else ""
+    listed = f"Runs in {root}/, newest first: {_listed(runs)}. " if runs else f"{root}/ holds no runs. "
+    raise UsageError(
+        f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
+    )
 
 
 def with_located(config: AnyConfig) -> AnyConfig:
@@ -183,14 +190,6 @@ def _counters(checkpoint: Path) -> dict[str, Any]:
 def _iteration(counters: dict[str, Any]) -> int:
     value = counters.get("iteration")
     return value if isinstance(value, int) else -1
-
-
-def _unknown(name: str, root: Path | str) -> str:
-    runs = list_runs(Path(root).expanduser())
-    match = nearest(name, runs)
-    hint = f"Did you mean the run '{match}'? " if match else ""
-    listed = f"Runs in {root}/, newest first: {_listed(runs)}. " if runs else f"{root}/ holds no runs. "
-    return f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
 
 
 def _listed(names: Iterable[str], limit: int = 12) -> str:

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vlarl.config.run_checkpoints import ACCEPTED, locate_checkpoint
+from vlarl.config.run_checkpoints import ACCEPTED, locate_checkpoint, refuse_unknown
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
@@ -41,6 +41,7 @@ def checkpoint_folder(path: str | Path) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         hub_id = HUB_ID.fullmatch(str(path))
+        refuse_unknown(str(path))
         if hub_id is None or _looks_local(str(path), hub_id):
             raise _not_a_checkpoint(path, "there is no such folder")
         folder = _download(hub_id["repo"], hub_id["revision"])
