@@ -11,10 +11,12 @@ from vlarl.errors import UsageError
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not the absence of one."""
+    """Shows defaults, but not the absence of one, nor that a switch is off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(str(item) for item in action.default)})"
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Take the folder of all runs by the same two names everywhere."""
     parser.add_argument(
-        "--run.root", "--root", dest="root", default=DEFAULT_ROOT, metavar="DIR", help="folder that holds all runs"
+        "--root", "--run.root", dest="root", default=DEFAULT_ROOT, metavar="DIR", help="folder that holds all runs"
     )
 
 

@@ -267,5 +267,6 @@ def _help(command: str, default_preset: str) -> str:
         "",
         help_text(schema, min(shutil.get_terminal_size((120, 24)).columns, 130)),
     ]
-    aliases = [f"  --{alias:<18} --{path}" for alias, path in ALIASES.items() if path in options(schema)]
+    widest = max(len(alias) for alias in ALIASES)
+    aliases = [f"  --{alias:<{widest}}  --{path}" for alias, path in ALIASES.items() if path in options(schema)]
     return "\n".join([*lines, "", "Names from other systems that work too:", *aliases])

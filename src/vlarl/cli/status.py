@@ -55,9 +55,9 @@ class Standing:
 
 def status(arguments: Sequence[str]) -> int:
     """Say where a run stands, or all below a root."""
-    parser = args.Parser("status", "Say where a run stands; without RUN a line for each, newest last.")
+    parser = args.Parser("status", "Print the status of a run; without RUN one line per run, newest last.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder of a run")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args.add_root(parser)
     given = parser.parse_args(arguments)
     now = time.time()
@@ -172,7 +172,7 @@ def _as_json(content: object) -> str:
 
 
 def _table(standings: Sequence[Standing], root: str, now: float) -> str:
-    """One line a run; its name comes last, so that it need not be cut."""
+    """One line per run; its name comes last, so that it need not be cut."""
     if not standings:
         return f"no runs in {root}/"
     rows = [("state", "iteration", "val", "ago", "run")]

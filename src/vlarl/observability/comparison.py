@@ -52,10 +52,9 @@ class Comparison:
         counts = (("B", self.only_b), ("A", self.only_a))
         first, second = sorted(counts, key=lambda count: -count[1])
         verdict = f"{first[0]} is better" if self.p_value < SIGNIFICANT else "that may be chance"
-        return (
-            f"{first[0]} wins {first[1]}, {second[0]} wins {second[1]} of {counted(differ, 'episode')} on which they differ "
-            f"({total} compared): p = {_shown(self.p_value)}, {verdict}."
-        )
+        episodes = f"{counted(differ, 'episode')} on which they differ ({total} compared)"
+        wins = f"{first[0]} wins {first[1]}, {second[0]} wins {second[1]}"
+        return f"{wins} of {episodes}: p = {_shown(self.p_value)}, {verdict}."
 
     def to_json(self) -> dict[str, Any]:
         """Everything there is to say, for programs."""

@@ -15,8 +15,8 @@ from torch import nn
 
 from vlarl.errors import MissingExtraError
 
-# Where a CPU has bfloat16 instructions, bitsandbytes looks for a kernel to download and warns that there is none, as soon
-# as it is loaded; and peft loads it for every adapter. Nothing here needs that kernel.
+# Where a CPU has bfloat16 instructions, bitsandbytes looks for a kernel to download and warns that there is none, as
+# soon as it is loaded; and peft loads it for every adapter. Nothing here needs that kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # The matrices that make up most of a model. Embeddings and lm_head stay as they are, and so do parts that never run.
