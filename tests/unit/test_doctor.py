@@ -362,10 +362,10 @@ def test_gpus_and_a_missing_ffmpeg(monkeypatch, work):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "4"], "--batch-size is about a checkpoint: add --model PATH"),
+        (["--batch-size", "4"], "--batch-size is about a checkpoint: add --model MODEL"),
         (["--model", "x", "--batch-size", "0"], "argument --batch-size: '0' must be an integer >= 1"),
         (["--model", "x", "--quantize", "5"], "argument --quantize: invalid choice: 5"),
-        (["--model", "nowhere"], "nowhere is not a checkpoint: there is no such folder."),
+        (["--model", "nowhere"], "nowhere is not a checkpoint: there is no folder or run of that name."),
     ],
 )
 def test_bad_requests(capsys, arguments, message):
