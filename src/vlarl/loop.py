@@ -18,7 +18,6 @@ from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.derive import kl_estimator
-from vlarl.config.run_checkpoints import split_resume
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
@@ -36,9 +35,12 @@ from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
-def train(config: Config, resume: Path | None = None) -> RunSummary:
-    """Improve a policy as configured; `resume` is the folder of an earlier run, or of the checkpoint to go on from."""
-    parts, session = open_run(config, *split_resume(resume))
+def train(config: Config, resume: Path | None = None, checkpoint: Path | None = None) -> RunSummary:
+    """Improve a policy as configured; `resume` is the folder of an earlier run to go on with, from a checkpoint of it.
+
+    Without `checkpoint` that is the newest one; with it, later ones are set aside.
+    """
+    parts, session = open_run(config, resume, checkpoint)
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))

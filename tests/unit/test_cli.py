@@ -30,9 +30,11 @@ class FakeTraining:
     def __init__(self, summary: Summary) -> None:
         self.summary = summary
         self.calls: list[tuple[Config, Path | None]] = []
+        self.checkpoint: Path | None = None
 
-    def __call__(self, config: Config, resume: Path | None) -> Summary:
+    def __call__(self, config: Config, resume: Path | None, checkpoint: Path | None = None) -> Summary:
         self.calls.append((config, resume))
+        self.checkpoint = checkpoint
         return self.summary
 
 
@@ -196,7 +198,8 @@ def test_a_checkpoint_in_a_run_is_resumed_from(saved_run, name, capsys):
     training = FakeTraining(Summary(saved_run))
     assert configured.train(["--resume", name], training) == 0
     ((config, resume),) = training.calls
-    assert resume is not None and resume.resolve() == checkpoint and config.run.name == "first"
+    assert resume is not None and resume.resolve() == saved_run and config.run.name == "first"
+    assert training.checkpoint is not None and training.checkpoint.resolve() == checkpoint
     assert capsys.readouterr().out.startswith("run runs/first: policy ")
 
 
@@ -213,7 +216,7 @@ def test_a_finished_run_says_that_it_is_and_how_to_go_on(saved_run, capsys):
     training = FakeTraining(Summary(saved_run))
     assert configured.train(["--resume", "first"], training) == 0
     assert capsys.readouterr().out == (
-        "the run runs/first has done 5 iterations, and run.iterations is 5: it is finished. To go on, ask for more: "
+        "the run runs/first has done 5 iterations, all of run.iterations = 5: it is finished. To go on, ask for more: "
         "vlarl train --resume runs/first --run.iterations 10\n"
     )
     assert training.calls == []
@@ -224,8 +227,8 @@ def test_a_finished_run_says_that_it_is_and_how_to_go_on(saved_run, capsys):
 @pytest.mark.parametrize(
     ("flags", "state", "no_effect"),
     [
-        (["--optim.lr", "1e-5"], "5 iterations, and run.iterations is 5: ", "--optim.lr"),
-        (["--run.iterations", "3"], "5 iterations, and run.iterations is 3: ", "--run.iterations"),
+        (["--optim.lr", "1e-5"], "5 iterations, all of run.iterations = 5: ", "--optim.lr"),
+        (["--run.iterations", "3"], "5 iterations, more than run.iterations = 3: ", "--run.iterations"),
     ],
 )
 def test_flags_of_a_finished_run_are_not_dropped(saved_run, capsys, flags, state, no_effect):

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,7 +20,7 @@ from vlarl.config.flags import ALIASES, Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.presets import DEFAULT_PRESET, presets_of
-from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress, split_resume
+from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -57,10 +58,10 @@ class Request:
     wants_help: bool = False
 
 
-def _loop(config: Config, resume: Path | None) -> RunSummary:
+def _loop(config: Config, resume: Path | None, checkpoint: Path | None = None) -> RunSummary:
     from vlarl.loop import train
 
-    return train(config, resume=resume)
+    return train(config, resume=resume, checkpoint=checkpoint)
 
 
 def _supervised(config: FinetuneConfig) -> FinetuneSummary:
@@ -75,13 +76,14 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if request.wants_help:
         print(_help("train", DEFAULT_PRESET))
         return 0
-    resume: Path | None = None
+    run_dir: Path | None = None
     if request.resume is not None:
-        config, resume = _resumed(request)
-        progress = run_progress(resume)
+        config, run_dir, checkpoint = _resumed(request)
+        if checkpoint is not None:
+            run_training = partial(run_training, checkpoint=checkpoint)
+        progress = run_progress(run_dir, checkpoint)
         if progress is not None and progress.is_finished(config):
-            run = split_resume(resume)[0] or resume
-            message = nothing_left(run, progress, config, list(request.flags.spelled.values()))
+            message = nothing_left(run_dir, progress, config, list(request.flags.spelled.values()))
             if not request.dry_run:
                 print(message)
                 return 0
@@ -90,13 +92,12 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive(config)))
         return 0
-    if resume is None:
+    if run_dir is None:
         config = _named(config, request.source or DEFAULT_PRESET)
-    run_dir = split_resume(resume)[0]
     if request.detach:
         return _detached(arguments, config, run_dir)
     print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
-    summary = run_training(config, resume)
+    summary = run_training(config, run_dir)
     lines = _closing_lines(summary, config)
     print("\n".join(lines))
     log_lines(RunDirectory(summary.run_dir), lines)
@@ -146,7 +147,8 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
                 raise UsageError("--resume: needs the name or folder of a run, or a checkpoint in it")
             request = replace(request, resume=value)
         else:
-            rest.append(token)
+            is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
+            rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
     flags = parse_flags(rest, schema)
     sources, flags.positionals = flags.positionals, []
     if len(sources) > 1:
@@ -156,12 +158,12 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
     return replace(request, source=sources[0] if sources else None, flags=flags)
 
 
-def _resumed(request: Request) -> tuple[Config, Path]:
-    """The configuration of the run to resume, changed by the flags, and its folder, or that of a checkpoint in it."""
+def _resumed(request: Request) -> tuple[Config, Path, Path | None]:
+    """The configuration of the run to resume, changed by the flags, its folder, and the checkpoint that was named."""
     assert request.resume is not None
     root = str(request.flags.values.get("run.root", Config().run.root))
     checkpoint = resumed_checkpoint(request.resume, root)
-    folder = split_resume(checkpoint)[0] or find_run(request.resume, root)
+    folder = find_run(request.resume, root) if checkpoint is None else checkpoint.parent.parent
     saved = load_config(folder / "config.yaml")
     config = load_config(folder / "config.yaml", request.flags)
     for path in RESUME_KEEPS:
@@ -169,7 +171,7 @@ def _resumed(request: Request) -> tuple[Config, Path]:
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
             raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
-    return config, checkpoint or folder
+    return config, folder, checkpoint
 
 
 def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) -> int:
@@ -267,6 +269,5 @@ def _help(command: str, default_preset: str) -> str:
         "",
         help_text(schema, min(shutil.get_terminal_size((120, 24)).columns, 130)),
     ]
-    widest = max(len(alias) for alias in ALIASES)
-    aliases = [f"  --{alias:<{widest}}  --{path}" for alias, path in ALIASES.items() if path in options(schema)]
+    aliases = [f"  --{alias:<18} --{path}" for alias, path in ALIASES.items() if path in options(schema)]
     return "\n".join([*lines, "", "Names from other systems that work too:", *aliases])

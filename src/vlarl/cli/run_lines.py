@@ -68,10 +68,11 @@ def not_checked(config: Config | FinetuneConfig) -> list[str]:
 
 def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequence[str]) -> str:
     """What to say of a run that has nothing left to do; UsageError where flags ask for what it would not do."""
-    shown, done = brief_path(run), progress.iteration
-    if done >= config.run.iterations:
-        state = f"the run {shown} has done {counted(done, 'iteration')}, and run.iterations is {config.run.iterations}"
-        option, more = "run.iterations", max(2 * config.run.iterations, done + 1)
+    shown, done, limit = brief_path(run), progress.iteration, config.run.iterations
+    if limit is not None and done >= limit:
+        than = "all of" if done == limit else "more than"
+        state = f"the run {shown} has done {counted(done, 'iteration')}, {than} run.iterations = {limit}"
+        option, more = "run.iterations", max(2 * limit, done + 1)
     else:
         state = f"the run {shown} has used up its {config.run.total_env_steps:,} environment steps"
         option, more = "run.total_env_steps", 2 * progress.env_steps

@@ -81,7 +81,6 @@ ALIASES: dict[str, str] = {
     "gpu-memory-utilization": "vllm.gpu_memory_utilization",
     "seed": "run.seed",
     "name": "run.name",
-    "root": "run.root",
 }
 """Flags that other systems of the field use, and the option each one sets here."""
 

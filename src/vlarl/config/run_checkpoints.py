@@ -91,25 +91,20 @@ class RunProgress:
 
     def is_finished(self, config: Config) -> bool:
         """Whether nothing is left to do under a configuration."""
-        budget = config.run.total_env_steps
+        limit, budget = config.run.iterations, config.run.total_env_steps
+        is_done = limit is not None and self.iteration >= limit
         is_spent = budget is not None and self.env_steps >= budget
-        return self.is_complete and (self.iteration >= config.run.iterations or is_spent)
+        return self.is_complete and (is_done or is_spent)
 
 
-def run_progress(resume: Path) -> RunProgress | None:
-    """How far a run has come: by a checkpoint of it, or by the newest one that it can resume from; None before that."""
-    folders = [resume] if run_of(str(resume)) is not None else (resume / "checkpoints").glob("*")
+def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | None:
+    """How far a run has come, by a checkpoint of it, by default the newest one that it can resume from; None: none."""
+    folders = [checkpoint] if checkpoint is not None else (run / "checkpoints").glob("*")
     counters = [_counters(folder) for folder in folders if (folder / COUNTERS).is_file()]
     newest = max(counters, key=_iteration, default={})
     if _iteration(newest) < 0:
         return None
     return RunProgress(_iteration(newest), int(newest.get("env_steps") or 0), not newest.get("unfinished"))
-
-
-def split_resume(resume: Path | None) -> tuple[Path | None, Path | None]:
-    """The run to resume and the checkpoint in it to go on from: `resume` is either's folder; None: the newest one."""
-    run = None if resume is None else run_of(str(resume))
-    return (resume, None) if run is None else (run, resume)
 
 
 def resumed_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:

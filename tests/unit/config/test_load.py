@@ -160,7 +160,6 @@ def test_every_alias_sets_its_option():
             "value-init-steps",
             "seed",
             "name",
-            "root",
         ),
         *("vla-path", "pretrained-checkpoint", "unnorm-key", "use-proprio", "num-images-in-input"),
         *("enable-gradient-checkpointing", "use-lora", "lora-rank", "lora-alpha", "lora-dropout"),

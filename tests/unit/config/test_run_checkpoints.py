@@ -14,7 +14,6 @@ from vlarl.config.run_checkpoints import (
     locate_checkpoint,
     refuse_unknown,
     run_progress,
-    split_resume,
 )
 from vlarl.errors import UsageError
 
@@ -133,11 +132,4 @@ def test_how_far_a_run_has_come(run):
     damaged = save(run, "step_000009")
     (damaged / "trainer.json").write_text("{")
     assert run_progress(run) == RunProgress(5, 35, is_complete=True)
-    assert run_progress(run / "checkpoints" / "step_000004") == RunProgress(4, 28, is_complete=True)
-
-
-def test_a_path_to_resume_is_a_run_or_a_checkpoint_in_it(run):
-    folder = save(run, "final", 5)
-    assert split_resume(None) == (None, None)
-    assert split_resume(run) == (run, None)
-    assert split_resume(folder) == (run, folder)
+    assert run_progress(run, run / "checkpoints" / "step_000004") == RunProgress(4, 28, is_complete=True)
