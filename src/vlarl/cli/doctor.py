@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
+from vlarl.config.words import counted
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _facts_lines(description: Description, num_images: int | None) -> list[str]:
     kind = description.kind
     if (adapter := description.adapter) is not None:
         kind += f" of {adapter.base}, rank {adapter.rank}, alpha {adapter.alpha}"
-    files = "1 file" if stored.num_files == 1 else f"{stored.num_files} files"
+    files = counted(stored.num_files, "file")
     rows = f"{config.padded_vocab_size} rows, action ids {config.first_action_id}..{config.vocab_size - 1}"
     facts = {
         "checkpoint": [description.path],

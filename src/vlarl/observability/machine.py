@@ -7,10 +7,12 @@ import platform
 import sys
 from pathlib import Path
 
+from vlarl.config.words import counted
+
 
 def describe_machine() -> str:
     """The processor, its usable cores, the memory, and the GPU when torch is loaded and sees one."""
-    parts = [f"{_processor()}, {available_cores()} cores"]
+    parts = [f"{_processor()}, {counted(available_cores(), 'core')}"]
     if memory := _memory_gib():
         parts.append(f"{memory:.0f} GiB memory")
     if gpu := _gpu():
