@@ -70,7 +70,7 @@ def _supervised(config: FinetuneConfig) -> FinetuneSummary:
     return finetune(config)
 
 
-def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None], RunSummary] = _loop) -> int:
+def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and where everything is."""
     request = _parse(arguments, Config, trains=True)
     if request.wants_help:

@@ -59,7 +59,7 @@ def load_config(
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
     if problems or config is None:
         raise ConfigError(problems)
-    return with_located(config)
+    return with_located(config) if isinstance(config, Config) else with_located(config)
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:
