@@ -48,8 +48,16 @@ class Located:
 
 def list_runs(root: Path | str) -> list[str]:
     """Names of the runs under the root, newest first."""
-    configs = sorted(Path(root).glob("*/config.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    configs = sorted(Path(root).glob("*/config.yaml"), key=_time_written, reverse=True)
     return [path.parent.name for path in configs]
+
+
+def _time_written(path: Path) -> float:
+    """0 for a run that is deleted in the meantime, and for a link that leads nowhere."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:

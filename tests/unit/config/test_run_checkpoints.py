@@ -11,6 +11,7 @@ from vlarl.config.load import load_config, to_yaml
 from vlarl.config.run_checkpoints import (
     RunProgress,
     find_run_folder,
+    list_runs,
     locate_checkpoint,
     refuse_unknown,
     run_progress,
@@ -103,6 +104,12 @@ def test_a_name_that_can_be_nothing_is_refused_with_the_runs_there_are(run):
         refuse_unknown("mien")
     for name in ("openvla/openvla-7b", "builtin:tiny-oft", "runs"):
         refuse_unknown(name)
+
+
+def test_a_link_that_leads_nowhere_is_listed_last(run):
+    (run.parent / "gone").mkdir()
+    (run.parent / "gone" / "config.yaml").symlink_to("nowhere")
+    assert list_runs("runs") == ["mine", "gone"]
 
 
 @pytest.mark.parametrize("option", ["policy.path", "policy.base", "lora.adapter"])
