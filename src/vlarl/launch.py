@@ -110,7 +110,8 @@ def open_run(config: Config, resume: Path | None, checkpoint: Path | None = None
         is_chosen = checkpoint is not None
         checkpoint = checkpoint or CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         trace = stack.enter_context(Trace(directory.trace_file) if config.logging.trace else NoTrace())
-        parts = launch(config, directory, trace, checkpoint)
+        with directory.log_to_file(is_shown=True):  # until the session opens the log for good
+            parts = launch(config, directory, trace, checkpoint)
         stack.callback(parts.close)
         store = parts.open_store(directory.checkpoints)
         state = store.restore(parts.learner, checkpoint) if checkpoint else TrainerState()

@@ -19,6 +19,7 @@ from pathlib import Path
 from vlarl.algorithms.base import Estimate
 from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
+from vlarl.config.words import counted
 from vlarl.errors import VlarlError
 from vlarl.evaluation import evaluate_policy
 from vlarl.launch import open_run
@@ -119,7 +120,9 @@ def score(parts: Parts, session: Session, iteration: int, trajectories: list[Tra
     except RewardFailureError as error:
         raise VlarlError(f"iteration {iteration}: {error}") from error
     if failures := sum(t.reward_error is not None for t in scored):
-        session.progress.note(f"iteration {iteration}: the reward failed on {failures} of {len(scored)} episodes")
+        session.progress.note(
+            f"iteration {iteration}: the reward failed on {failures} of {counted(len(scored), 'episode')}"
+        )
     return scored
 
 

@@ -21,6 +21,7 @@ from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
+from vlarl.config.words import counted
 from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, excerpt, told
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
@@ -45,7 +46,7 @@ class RunSummary:
 
     run_dir: Path
     success_before: float | None  # of the evaluation before the first update
-    success_after: float | None  # the same at the newest evaluation
+    success_after: float | None  # of the newest evaluation after an update; None: there was none
     report: Path | None
     interrupted: bool
 
@@ -344,7 +345,8 @@ class Session:
         self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
         self.recorder.film_episodes(iteration, result.episodes)
         if result.num_crashed:
-            self.progress.note(f"{result.num_crashed} of {len(result.episodes)} evaluated episodes could not be run")
+            of = counted(len(result.episodes), "evaluated episode")
+            self.progress.note(f"{result.num_crashed} of {of} could not be run")
         self.progress.evaluation(iteration, result.success_rate, len(result.counted))
         return {
             "val/success_rate": result.success_rate,
@@ -387,8 +389,9 @@ class Session:
     def summary(self) -> RunSummary:
         """What the run came to, with its report written."""
         report = write_report(self.directory.path) if self.config.logging.report else None
-        evaluations = [row["val/success_rate"] for row in self.directory.read_metrics() if "val/success_rate" in row]
-        before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
+        rows = [row for row in self.directory.read_metrics() if "val/success_rate" in row]
+        before = next((row["val/success_rate"] for row in rows if not row.get("iteration")), None)
+        after = next((row["val/success_rate"] for row in reversed(rows) if row.get("iteration")), None)
         return RunSummary(self.directory.path, before, after, report, self.interrupted)
 
     def _write_status(self, state: RunState, message: str = "") -> None:

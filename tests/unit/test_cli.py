@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,11 @@ class FakeTraining:
     def __init__(self, summary: Summary) -> None:
         self.summary = summary
         self.calls: list[tuple[Config, Path | None]] = []
+        self.checkpoint: Path | None = None
 
-    def __call__(self, config: Config, resume: Path | None) -> Summary:
+    def __call__(self, config: Config, resume: Path | None, checkpoint: Path | None = None) -> Summary:
         self.calls.append((config, resume))
+        self.checkpoint = checkpoint
         return self.summary
 
 
@@ -78,10 +81,28 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
     ((config, resume),) = training.calls
     assert resume is None and config.optim.lr == 1e-5 and config.algorithm.name == "ppo"
     assert config.run.name is not None and config.run.name.startswith("tabletop_ppo_seed3_20")
-    assert capsys.readouterr().out.splitlines() == [
-        "greedy success on unseen initial states: 55.0% → 92.5%",
-        "checkpoint: run/checkpoints/final",
-    ]
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("run runs/tabletop_ppo_seed3_20")
+    assert ": policy builtin:tiny-oft, suite tabletop_spatial, device c" in first
+    assert rest == ["greedy success on unseen initial states: 55.0% → 92.5%", "checkpoint: run/checkpoints/final"]
+
+
+def test_the_first_line_is_printed_before_training_starts(work, capsys):
+    def training(config: Config, resume: Path | None) -> Summary:
+        line = capsys.readouterr().out
+        assert line == "run mine/a: policy org/model, suite libero_goal, device cuda:1\n"
+        return Summary(work / "run")
+
+    flags = ["--run.name", "a", "--run.root", "mine", "--policy.path", "org/model", "--env.suite", "libero_goal"]
+    assert configured.train([*flags, "--run.device", "cuda:1"], training) == 0
+
+
+def test_the_closing_lines_are_in_the_log(work, capsys):
+    (work / "run" / "logs").mkdir(parents=True)
+    assert configured.train([], FakeTraining(Summary(work / "run"))) == 0
+    closing = capsys.readouterr().out.splitlines()[1:]
+    logged = (work / "run" / "logs" / "train.log").read_text().splitlines()
+    assert closing and [line.partition(": ")[2] for line in logged] == closing
 
 
 def trained_on(work: Path, data: TrainingData) -> None:
@@ -95,7 +116,7 @@ def test_the_last_line_says_what_was_measured(work, capsys):
     own = TrainedOn(by="train", suite="tabletop_spatial", protocol="benchmark", states=tuple(range(30, 50)))
     trained_on(work, TrainingData((own,)))
     assert configured.train(flags, FakeTraining(Summary(work / "run"))) == 0
-    first, second, _ = capsys.readouterr().out.splitlines()
+    _, first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "sampled success on the training's own initial states: 55.0% → 92.5%"
     assert second.startswith(
         "warning: 200 of 200 episodes begin from initial states that this run's policy was trained"
@@ -124,7 +145,7 @@ def test_states_are_called_unseen_only_where_that_is_known(work, capsys, data, w
     if data is not None:
         trained_on(work, data)
     assert configured.train([], FakeTraining(Summary(work / "run"))) == 0
-    first, second = capsys.readouterr().out.splitlines()[:2]
+    first, second = capsys.readouterr().out.splitlines()[1:3]
     assert first == f"greedy success on {where}: 55.0% → 92.5%" and second.startswith(f"warning: {warning}")
 
 
@@ -139,7 +160,10 @@ def test_a_given_name_and_a_file_are_kept(work):
 def test_an_interrupted_run_exits_130_and_says_how_to_go_on(work, capsys):
     training = FakeTraining(Summary(Path("runs/x"), success_after=None, interrupted=True))
     assert configured.train([], training) == 130
-    assert capsys.readouterr().out == "interrupted and saved; go on with: vlarl train --resume runs/x\n"
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "greedy success before training: 55.0%; there is no later evaluation",
+        "interrupted and saved; resume with: vlarl train --resume runs/x",
+    ]
 
 
 @pytest.mark.parametrize("run", ["first", "runs/first", "--resume=first"])
@@ -156,13 +180,99 @@ def test_resume_of_unknown_runs_lists_those_there_are(saved_run, capsys):
     assert failed(["train", "--resume", "frist"], capsys) == (
         "no run 'frist'; did you mean 'first'? Runs in runs/, newest first: first"
     )
-    assert failed(["train", "--resume", "x", "--run.root", "empty"], capsys) == "no run 'x': empty/ holds no runs"
+    message = "no run 'x': empty/ holds no runs. `vlarl train` makes one"
+    for root in ("--run.root", "--root"):
+        assert failed(["train", "--resume", "x", root, "empty"], capsys).startswith(message)
+
+
+def save_counters(run: Path, name: str, **counters: object) -> Path:
+    folder = run / "checkpoints" / name
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(json.dumps({"env_steps": 100, "unfinished": {}} | counters))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["first/checkpoints/step_000002", "runs/first/checkpoints/step_000002"])
+def test_a_checkpoint_in_a_run_is_resumed_from(saved_run, name, capsys):
+    save_counters(saved_run, "final", iteration=5)
+    checkpoint = save_counters(saved_run, "step_000002", iteration=2)
+    training = FakeTraining(Summary(saved_run))
+    assert configured.train(["--resume", name], training) == 0
+    ((config, resume),) = training.calls
+    assert resume is not None and resume.resolve() == saved_run and config.run.name == "first"
+    assert training.checkpoint is not None and training.checkpoint.resolve() == checkpoint
+    assert capsys.readouterr().out.startswith("run runs/first: policy ")
+
+
+def test_a_checkpoint_without_the_state_of_its_training_cannot_be_resumed_from(saved_run, capsys):
+    save_counters(saved_run, "step_000002", iteration=2)
+    (saved_run / "checkpoints" / "ema").mkdir()
+    message = failed(["train", "--resume", "first/checkpoints/ema"], capsys)
+    assert message.startswith("runs/first/checkpoints/ema cannot be resumed from: it holds a policy without")
+    assert message.endswith("Checkpoints that have it: step_000002.")
+
+
+def test_a_finished_run_says_that_it_is_and_how_to_go_on(saved_run, capsys):
+    save_counters(saved_run, "final", iteration=5)
+    training = FakeTraining(Summary(saved_run))
+    assert configured.train(["--resume", "first"], training) == 0
+    assert capsys.readouterr().out == (
+        "the run runs/first has done 5 iterations, all of run.iterations = 5: it is finished. To go on, ask for more: "
+        "vlarl train --resume runs/first --run.iterations 10\n"
+    )
+    assert training.calls == []
+    assert configured.train(["--resume", "first", "--run.iterations", "6"], training) == 0
+    assert len(training.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "state", "no_effect"),
+    [
+        (["--optim.lr", "1e-5"], "5 iterations, all of run.iterations = 5: ", "--optim.lr"),
+        (["--run.iterations", "3"], "5 iterations, more than run.iterations = 3: ", "--run.iterations"),
+    ],
+)
+def test_flags_of_a_finished_run_are_not_dropped(saved_run, capsys, flags, state, no_effect):
+    save_counters(saved_run, "final", iteration=5)
+    before = (saved_run / "config.yaml").read_bytes()
+    message = failed(["train", "--resume", "first", *flags], capsys)
+    assert message.startswith(f"the run runs/first has done {state}nothing is left to do, so {no_effect} would have no")
+    assert "vlarl train --resume runs/first --run.iterations " in message
+    assert (saved_run / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("counters", [{"iteration": 5, "unfinished": {"a": 1.0}}, {"iteration": 4}])
+def test_a_run_that_has_something_left_to_do_is_resumed(saved_run, counters):
+    save_counters(saved_run, "step_000005", **counters)
+    training = FakeTraining(Summary(saved_run))
+    assert configured.train(["--resume", "first"], training) == 0 and len(training.calls) == 1
+
+
+def test_a_run_that_has_used_up_its_environment_steps_is_finished(saved_run, capsys):
+    config = load_config(overrides={"run.name": "first", "run.iterations": 5, "run.total_env_steps": 100})
+    (saved_run / "config.yaml").write_text(to_yaml(config))
+    save_counters(saved_run, "final", iteration=2)
+    assert configured.train(["--resume", "first"], FakeTraining(Summary(saved_run))) == 0
+    printed = capsys.readouterr().out
+    assert "has used up its 100 environment steps" in printed and "--run.total_env_steps 200" in printed
+
+
+def test_a_dry_run_says_what_it_has_not_checked(work, capsys):
+    flags = ["--policy.path", "some/where", "--reward.source", "mine:judge", "--env.suite", "libero_goal"]
+    assert configured.train(["--dry-run", *flags]) == 0
+    unchecked = capsys.readouterr().out.partition("# not checked here\n")[2].splitlines()
+    assert unchecked == [
+        "# the files of policy.path: vlarl doctor --model some/where",
+        "# the code of the reward: mine:judge",
+        "# the simulator: vlarl doctor",
+        "# the device and its memory: vlarl doctor",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--resume"], "--resume: needs the name or folder of a run"),
+        (["--resume"], "--resume: needs the name or folder of a run, or a checkpoint in it"),
         (["--resume", "first", "tabletop_ppo"], "--resume reads the run's own configuration; leave out tabletop_ppo"),
         (["--resume", "first", "--seed", "4"], "run.seed = 4: a resumed run keeps its seed, 0; leave the flag out"),
         (
@@ -194,6 +304,10 @@ def test_help_of_train_lists_presets_options_and_aliases(capsys):
         "--optim.lr ",
         "--task-suite,",
         "Learning rate of",
+        "decision   one call of the policy",
+        "group      several episodes of one task",
+        "engine     what runs the policy",
+        "iteration  one round",
     ):
         assert part in text
     assert main(["finetune", "--help"]) == 0
@@ -232,7 +346,9 @@ def test_a_defect_is_not_hidden(monkeypatch):
     ("arguments", "message"),
     [
         (["bench", "x"], "argument what: invalid choice: 'x'"),
-        (["report", "x"], "no run 'x': runs/ holds no runs"),
+        (["bench"], "say what to measure: `vlarl bench env` "),
+        (["report", "x"], "no run 'x': runs/ holds no runs. `vlarl train` makes one"),
+        (["report"], "say which run: `vlarl report RUN` takes the name or the folder of a run. runs/ holds none"),
     ],
 )  # fmt: skip
 def test_bad_arguments_of_the_other_commands(work, capsys, arguments, message):

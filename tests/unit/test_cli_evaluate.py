@@ -23,6 +23,7 @@ from vlarl.cli.eval_display import (
     states_lines,
     success_table,
 )
+from vlarl.cli.evaluate import _more_tasks, _options, _parser, _request
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.comparison import compare as compare_records
@@ -41,8 +42,8 @@ def work(tmp_path, monkeypatch) -> Path:
     ("arguments", "message"),
     [
         (["eval"], "the following arguments are required: CHECKPOINT (see `vlarl eval --help`)"),
-        (["eval", "x", "--videos", "some"], "argument --videos: 'some' must be all, failures, none or a number"),
-        (["eval", "x", "--videos", "-1"], "argument --videos: '-1' must be all, failures, none or a number"),
+        (["eval", "x", "--videos", "some"], "argument --videos: 'some' must be all, failures, none or a count"),
+        (["eval", "x", "--videos", "-1"], "argument --videos: '-1' must be all, failures, none or a count"),
         (["eval", "x", "--num-envs", "0"], "argument --num-envs: '0' must be an integer >= 1 (see `vlarl eval --help`)"),
         (["eval", "x", "--temperature", "hot"], "argument --temperature: 'hot' must be a number >= 0 (see `vlarl eval --help`)"),
         (["eval", "x", "--tasks", "4", "4"], "--tasks = [4, 4]: task 4 given more than once; name each task once"),
@@ -51,9 +52,10 @@ def work(tmp_path, monkeypatch) -> Path:
         (["eval", "x", "--policy.actoins", "l1"], "--policy.actoins: unknown option; did you mean --policy.actions?"),
         (["eval", "x", "y"], "y: unexpected argument"),
         (["eval", "x", "--episodes", "21"], "--episodes = 21: a task of tabletop_spatial has 20 initial states"),
-        ([*REPLAY, "--tasks", "1", "--seed", "0"], "--episode says which episode to run and films it: leave out --tasks, --seed"),
+        ([*REPLAY, "--tasks", "1", "--seed", "0"], "--episode says which episode to run, and a video of it is recorded: leave out --tasks, --seed"),
         (["eval", "x", "--episode", "y"], "'y' is no episode's id: take one from episodes.jsonl"),
-        (["eval", "x", "--out", "."], ". exists already, and results are never overwritten: name a new folder."),
+        (["eval", "x"], "x is not a checkpoint: there is no folder or run of that name. runs/ holds no runs. Give a run's name"),
+        (["eval", "builtin:tiny-oft", "--out", "."], ". exists already, and results are never overwritten: name a new folder."),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_nothing_is_written(work, capsys, arguments, message):
@@ -114,7 +116,7 @@ def test_two_checkpoints_on_the_same_episodes(work, capsys, checkpoint):
         " all  0/2  0.0%  1/2   50.0%   +50.0",
         f"A: {checkpoint}",
         f"B: {BUILTIN}",
-        "B wins 1, A wins 0 of 1 episodes on which they differ (2 compared): p = 1.0000, that may be chance.",
+        "B wins 1, A wins 0 of 1 episode on which they differ (2 compared): p = 1.0000, that may be chance.",
         f"A: initial state: index 30 of each task; it was not trained on, says {checkpoint}/training_data.json",
         f"B: initial state: index 30 of each task; it was not trained on, says {BUILTIN}/training_data.json",
         "results: both/A",
@@ -181,7 +183,7 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
         " all  3/4    75.0%   30.1 - 95.4%   10.0",
     ]
     assert closing_lines(made) == [
-        "2 of 6 episodes could not be run: their simulator failed. They count neither as won nor as lost.",
+        "2 of 6 episodes could not be run, since the simulator failed, and count neither as won nor as lost.",
         "initial states: indices 1 to 3 of each task; 2 of them were trained on, says x/training_data.json",
         "warning: mind this.",
         "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
@@ -228,7 +230,7 @@ def test_a_comparison_names_what_it_leaves_out():
     assert comparison_lines(comparison, a, b) == [
         "A: one",
         "B: two",
-        "A wins 1, B wins 0 of 1 episodes on which they differ (1 compared): p = 1.0000, that may be chance.",
+        "A wins 1, B wins 0 of 1 episode on which they differ (1 compared): p = 1.0000, that may be chance.",
         f"8 episodes of A are left out, since B has none: {', '.join(ids)} and 3 more",
         "B is not complete: 2 of 9 episodes.",
     ]
@@ -241,6 +243,80 @@ def test_compare_reads_folders(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].split() == ["task", "A", "B", "B", "-", "A", "instruction"]
     with pytest.raises(UsageError, match="is no evaluation"):
         compare([str(tmp_path / "a"), str(tmp_path)])
+
+
+def evaluated_run(work: Path, name: str, *outcomes: bool, **settings: object) -> Path:
+    """A run with one evaluation for each outcome."""
+    run = work / "runs" / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("env: {suite: tabletop_spatial}\n")
+    for number, success in enumerate(outcomes):
+        made = record({(0, 1): success, (0, 2): True}, checkpoint=name, **settings)
+        EvalDirectory.create(run / "eval" / f"e{number}").write(made)
+    return run
+
+
+def test_runs_that_have_one_evaluation_each_are_compared(work, capsys):
+    evaluated_run(work, "a", True)
+    evaluated_run(work, "b", False)
+    assert main(["compare", "a", "runs/b"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3].endswith("A: a")
+
+
+def test_runs_without_or_with_several_evaluations_are_answered_with_what_to_type(work, capsys):
+    evaluated_run(work, "none")
+    evaluated_run(work, "replayed", True, replay_of="x")
+    evaluated_run(work, "two", True, False)
+    for name in ("none", "replayed"):
+        assert main(["compare", name, "two"]) == 2
+        message = capsys.readouterr().err
+        assert (
+            f"the run runs/{name} has no whole evaluation" in message and f"vlarl eval {name} --against two" in message
+        )
+    assert main(["compare", "two", "none"]) == 2
+    message = capsys.readouterr().err
+    assert "the run runs/two has 2 evaluations" in message
+    assert "runs/two/eval/e0" in message and "runs/two/eval/e1" in message
+
+
+def run_on_tasks(work: Path, task_ids: str) -> None:
+    checkpoint = work / "runs" / "mine" / "checkpoints" / "final"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    env = f"env: {{suite: tabletop_goal, task_ids: {task_ids}}}\n"
+    (work / "runs" / "mine" / "config.yaml").write_text(env)
+
+
+@pytest.mark.parametrize(
+    ("task_ids", "flags", "line"),
+    [
+        (
+            "[0, 3]",
+            [],
+            "its run was trained on tasks 0, 3 only; all tasks are evaluated (--tasks 0 3: those of the run",
+        ),
+        ("[4]", [], "its run was trained on task 4 only; all tasks are evaluated (--tasks 4: those of the run alone)"),
+        ("[0, 3]", ["--tasks", "0", "3"], None),
+        ("[0, 3]", ["--suite", "tabletop_object"], None),
+        ("null", [], None),
+    ],
+)
+def test_a_run_that_was_trained_on_some_tasks_is_said_to_be_measured_on_all(work, capsys, task_ids, flags, line):
+    run_on_tasks(work, task_ids)
+    given, _ = _parser().parse_known_args(["runs/mine/checkpoints/final", *flags])
+    said = _more_tasks(_request(given.checkpoint, given, _options(given, [])), given.tasks)
+    assert said == "" if line is None else said.startswith(line)
+
+
+def test_the_checkpoint_that_is_taken_of_a_run_is_said(work, capsys):
+    run_on_tasks(work, "[0]")
+    assert main(["eval", "mine", "--device", "cpu", "--num-envs", "1"]) == 2, "its config.json is empty"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "runs/mine: its checkpoints/final is taken"
+    assert lines[1].startswith("its run was trained on task 0 only")
+    assert lines[2].startswith(
+        "evaluating runs/mine/checkpoints/final on tabletop_goal, protocol disjoint, into runs/mine/"
+    )
 
 
 def test_the_counter_says_now_and_then_how_far_it_is():

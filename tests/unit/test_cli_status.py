@@ -55,7 +55,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_run_under_way(runs, capsys):
+def test_a_run_under_way(runs, capsys, monkeypatch):
     run = make_run("first")
     run.log_file.write_text("".join(f"line {number} {'x' * 100}\n" for number in range(500)))
     (run.logs / "engine-0.log").write_text("e" * 1234)
@@ -73,11 +73,13 @@ def test_a_run_under_way(runs, capsys):
     assert facts["logs"] == [{"name": "engine-0.log", "bytes": 1234}, {"name": "learner-1.log", "bytes": 0}]
 
     assert max(len(line) for line in text.splitlines()) == 80
+    monkeypatch.delenv("COLUMNS")  # and not a terminal: a program reads it
+    assert f"line 499 {'x' * 100}\n" in shown(capsys, "first")
     for line in (
         f"state      running, pid {os.getpid()} on {socket.gethostname()}\n",
         "iteration  3 of 10\n",
         " 1 min 40 s elapsed\n",
-        "left       about 2 min 15 s, at 20.0 s an iteration\n",
+        "left       about 2 min 15 s, at 20.0 s per iteration\n",
         "success    30.0% in the rollout of iteration 3\n",
         "           25.0% evaluated before training\n",
         "  engine-0.log     1.2 kB\n",

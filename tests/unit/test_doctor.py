@@ -20,7 +20,7 @@ TOWERS = "vit_large_patch14_reg4_dinov2.lvd142m, vit_so400m_patch14_siglip_224"
 OPENVLA = f"""\
 checkpoint  {GOLDEN}/openvla-tiny
 kind        original OpenVLA
-decoder     autoregressive, 1 x 7 action tokens a decision
+decoder     autoregressive, 1 x 7 action tokens per decision
 images      1 of 56 px, 16 tokens each
 proprio     not read
 FiLM        no
@@ -59,9 +59,9 @@ cards           ok when they have it beside 1 GiB for CUDA itself; a GPU here co
 OFT = f"""\
 checkpoint  {GOLDEN}/openvla-oft-tiny
 kind        original OpenVLA-OFT
-decoder     parallel, 8 x 7 action tokens a decision
+decoder     parallel, 8 x 7 action tokens per decision
 images      1 of 56 px, 16 tokens each (the folder does not say how many: add --num-images 2 for LIBERO's)
-proprio     8 numbers, one token
+proprio     8 values, one token
 FiLM        no
 heads       L1 regression
 vision      {TOWERS}
@@ -77,7 +77,7 @@ checkpoint  {path}
 kind        built-in model
 decoder     {decoder}
 images      1 of 56 px, 16 tokens each
-proprio     8 numbers, one token
+proprio     8 values, one token
 FiLM        no
 heads       none
 vision      {towers}
@@ -121,8 +121,8 @@ def test_an_original_oft_checkpoint(capsys):
 @pytest.mark.parametrize(
     ("path", "decoder"),
     [
-        ("builtin:tiny-oft", "parallel, 4 x 7 action tokens a decision"),
-        ("builtin:tiny-openvla", "autoregressive, 1 x 7 action tokens a decision"),
+        ("builtin:tiny-oft", "parallel, 4 x 7 action tokens per decision"),
+        ("builtin:tiny-openvla", "autoregressive, 1 x 7 action tokens per decision"),
     ],
 )
 def test_built_in_models(capsys, path, decoder):
@@ -346,7 +346,7 @@ def test_problems_end_with_1_and_are_named_at_the_end(capsys, work):
         "runs/",
         f"{work}/runs is not a writable folder: go elsewhere, or set run.root",
     ]
-    assert text.endswith("To mend first: runs/.\n")
+    assert text.endswith("To fix first: runs/.\n")
 
 
 def test_gpus_and_a_missing_ffmpeg(monkeypatch, work):
@@ -362,10 +362,10 @@ def test_gpus_and_a_missing_ffmpeg(monkeypatch, work):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "4"], "--batch-size is about a checkpoint: add --model PATH"),
+        (["--batch-size", "4"], "--batch-size is about a checkpoint: add --model MODEL"),
         (["--model", "x", "--batch-size", "0"], "argument --batch-size: '0' must be an integer >= 1"),
         (["--model", "x", "--quantize", "5"], "argument --quantize: invalid choice: 5"),
-        (["--model", "nowhere"], "nowhere is not a checkpoint: there is no such folder."),
+        (["--model", "nowhere"], "nowhere is not a checkpoint: there is no folder or run of that name."),
     ],
 )
 def test_bad_requests(capsys, arguments, message):

@@ -152,6 +152,14 @@ def test_adapters_do_load_peft():
     assert loaded(lora, ("peft",)) == "LOADED ['peft']"
 
 
+def test_adapters_load_without_a_warning_of_kernels_that_are_not_needed():
+    """bitsandbytes warns on some CPUs only, so its own line is asked for: it would not be printed."""
+    warn = "import logging; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm')\n"
+    code = PLAYED.replace("LoraConfig()", "LoraConfig(enabled=True)") + warn
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "gemm" not in done.stderr
+
+
 def test_help_loads_nothing_but_the_standard_library_and_its_own_modules():
     """So it answers at once, on any machine."""
     code = (

@@ -98,6 +98,18 @@ def fail(run: Run, error: BaseException, work: Callable[[], None] = lambda: None
 # What is written down
 
 
+@pytest.mark.parametrize(
+    ("rates", "before", "after"),
+    [({}, None, None), ({0: 0.2}, 0.2, None), ({0: 0.2, 5: 0.4, 10: 0.6}, 0.2, 0.6), ({5: 0.4}, None, 0.4)],
+)
+def test_success_after_training_is_that_of_a_later_evaluation_alone(tmp_path, rates, before, after):
+    run = Run(tmp_path)
+    rows = [{"iteration": iteration, "val/success_rate": rate} for iteration, rate in rates.items()]
+    run.directory.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = run.session.summary()
+    assert (summary.success_before, summary.success_after) == (before, after)
+
+
 def test_an_evaluation_leaves_crashes_out_of_its_rates(tmp_path, capsys):
     run = Run(tmp_path, TrainerState(iteration=4))
     run.learner.version = 9

@@ -60,7 +60,7 @@ def test_the_speed_of_a_simulator(capsys):
     flags = ["--suite", "metaworld_mt10", "--num-envs", "1", "2", "--steps", "16", "--image-size", "32"]
     assert main(["bench", "env", *flags]) == 0
     title, one, two, resets = capsys.readouterr().out.splitlines()
-    assert title == "metaworld_mt10, one camera of 32 px drawn every 8 steps: environment steps a second"
+    assert title == "metaworld_mt10, one camera of 32 px rendered every 8 steps: steps per second"
     assert re.fullmatch(r"  vlarl, 1 process +\d+\.\d\d  1\.00 x", one)
     assert re.fullmatch(r"  vlarl, 2 processes +\d+\.\d\d  \d+\.\d\d x", two)
     assert re.fullmatch(r"first reset \d+\.\d s, another episode \d+\.\d\d s", resets)

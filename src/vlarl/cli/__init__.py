@@ -97,15 +97,17 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(_train, "[PRESET|FILE] [--section.field value …]", "improve a policy by reinforcement learning"),
-    "eval": Command(_eval, "CHECKPOINT", "measure a checkpoint, with intervals; compare two; replay an episode"),
+    "eval": Command(_eval, "RUN|CHECKPOINT", "measure a checkpoint, with intervals; compare two; replay an episode"),
     "compare": Command(_compare, "RESULTS RESULTS", "two evaluations side by side, with a paired test"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
-    "merge": Command(_merge, "ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
+    "merge": Command(_merge, "RUN|ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
     "env": Command(_env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"),
     "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
-    "doctor": Command(_doctor, "[--model PATH]", "say what this machine and a checkpoint can do, and what is missing"),
-    "status": Command(_status, "[RUN] [--json]", "say where a run stands, or all of them"),
+    "doctor": Command(
+        _doctor, "[RUN|CHECKPOINT]", "say what this machine and a checkpoint can do, and what is missing"
+    ),
+    "status": Command(_status, "[RUN] [--json]", "print the status of a run, or of all runs"),
     "report": Command(_report, "RUN", "write the report of a run again"),
 }
 

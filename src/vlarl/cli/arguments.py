@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from vlarl.config.env_checks import check_suite
+from vlarl.config.run_checkpoints import DEFAULT_ROOT
 from vlarl.config.spelling import suite_name
 from vlarl.errors import UsageError
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not the absence of one."""
+    """Shows defaults, but not the absence of one, nor that a switch is off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(str(item) for item in action.default)})"
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +47,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report a mistake without the usage text, which `--help` has."""
         raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Take the folder of all runs by the same two names everywhere."""
+    parser.add_argument(
+        "--root", "--run.root", dest="root", default=DEFAULT_ROOT, metavar="DIR", help="folder that holds all runs"
+    )
 
 
 def positive(text: str) -> int:

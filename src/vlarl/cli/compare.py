@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlarl.cli import arguments as args
+from vlarl.config.paths import brief
+from vlarl.config.run_checkpoints import find_run_folder
+from vlarl.errors import UsageError
 
 
 def compare(arguments: Sequence[str]) -> int:
     """Compare two evaluations episode by episode and print which is better, and how sure that is."""
     about = (
         "Compare two evaluations, paired by task, initial state and seed, by McNemar's exact test. "
-        "`vlarl eval A --against B` evaluates and compares."
+        "Of a run with one evaluation, the run may be named. `vlarl eval A --against B` evaluates and compares."
     )
     parser = args.Parser("compare", about)
     for name in ("a", "b"):
-        parser.add_argument(name, type=Path, metavar=f"FOLDER_{name.upper()}", help="folder with results.json")
+        known = "folder with results.json, or the name or folder of a run that has one evaluation"
+        parser.add_argument(name, metavar=f"RESULTS_{name.upper()}", help=known)
+    args.add_root(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
 
@@ -26,7 +31,8 @@ def compare(arguments: Sequence[str]) -> int:
     from vlarl.observability.eval_dir import read_record
     from vlarl.observability.terminal import printable
 
-    a, b = read_record(given.a), read_record(given.b)
+    folders = [_results(name, given.root, other) for name, other in ((given.a, given.b), (given.b, given.a))]
+    a, b = (read_record(folder) for folder in folders)
     comparison = compare_records(a, b)
     if given.json:
         checkpoints = {"checkpoint_a": a.settings.checkpoint, "checkpoint_b": b.settings.checkpoint}
@@ -35,3 +41,22 @@ def compare(arguments: Sequence[str]) -> int:
     else:
         print(printable("\n".join([comparison_table(comparison), *comparison_lines(comparison, a, b)])))
     return 0
+
+
+def _results(name: str, root: str, other: str) -> Path:
+    """The folder of an evaluation: as named, or the only whole one of the run that is named."""
+    run = find_run_folder(name, root)
+    if run is None or (Path(name) / "results.json").is_file():
+        return Path(name).expanduser()
+    from vlarl.observability.eval_dir import find_records
+
+    whole = [r.folder for r in find_records(run / "eval") if r.result.complete and r.settings.replay_of is None]
+    folders = [folder for folder in whole if folder is not None]
+    if len(folders) == 1:
+        return folders[0]
+    both = f"`vlarl eval {name} --against {other}` evaluates both on the same episodes and compares them"
+    if not folders:
+        raise UsageError(f"the run {brief(run)} has no whole evaluation to compare: {both}.")
+    listed = ", ".join(brief(folder) for folder in folders)
+    many = f"the run {brief(run)} has {len(folders)} evaluations, newest first: {listed}"
+    raise UsageError(f"{many}. Name one of them; or {both}.")

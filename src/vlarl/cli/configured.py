@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_line
 from vlarl.cli.runs import find_run
 from vlarl.config.aliases import ALIASES, alias_of
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
@@ -22,12 +24,14 @@ from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
 from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
+from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import refuse_crowd_here
+from vlarl.observability.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -87,9 +91,15 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         return 0
     run_dir: Path | None = None
     if request.resume is not None:
-        config, run_dir = _resumed(request)
-        if request.start is not None:
-            run_training = partial(run_training, checkpoint=named_checkpoint(run_dir, request.start))
+        config, run_dir, checkpoint = _resumed(request)
+        if checkpoint is not None:
+            run_training = partial(run_training, checkpoint=checkpoint)
+        progress = run_progress(run_dir, checkpoint)
+        if progress is not None and progress.is_finished(config):
+            message = nothing_left(run_dir, progress, config, list(request.flags.spelled.values()))
+            if not request.dry_run:
+                print(message)
+                return 0
     elif request.start is not None:
         raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
     else:
@@ -102,8 +112,11 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         config = _named(config, request.source or DEFAULT_PRESET)
     if request.detach:
         return _detached(arguments, config, run_dir)
+    print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
     summary = run_training(config, run_dir)
-    print("\n".join(_closing_lines(summary, config)))
+    lines = _closing_lines(summary, config)
+    print("\n".join(lines))
+    log_lines(RunDirectory(summary.run_dir), lines)
     return 130 if summary.interrupted else 0
 
 
@@ -118,10 +131,16 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive_finetune(config)))
         return 0
-    summary = run_training(_named(config, source))
-    print(f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}")
-    print(f"demonstrations that succeed: {summary.demo_success:.1%}")
-    print(f"checkpoint: {brief(summary.checkpoint)}")
+    config = _named(config, source)
+    print(opening_line(config, Path(config.run.root) / str(config.run.name)), flush=True)
+    summary = run_training(config)
+    lines = [
+        f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
+        f"demonstrations that succeed: {summary.demo_success:.1%}",
+        f"checkpoint: {brief(summary.checkpoint)}",
+    ]
+    print("\n".join(lines))
+    log_lines(RunDirectory(summary.checkpoint.parent.parent), lines)
     return 0
 
 
@@ -145,7 +164,8 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             change: dict[str, Any] = {field: value}
             request = replace(request, **change)
         else:
-            rest.append(token)
+            is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
+            rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
     flags = parse_flags(rest, schema)
     for note in flags.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -164,10 +184,14 @@ def _source(sources: Sequence[str], request: Request, flags: Flags, trains: bool
     return preset_of(flags.values) if trains and request.resume is None else None
 
 
-def _resumed(request: Request) -> tuple[Config, Path]:
-    """The configuration of the run to go on with, changed by the flags, and its folder."""
+def _resumed(request: Request) -> tuple[Config, Path, Path | None]:
+    """The configuration of the run to resume, changed by the flags, its folder, and the checkpoint that was named."""
     assert request.resume is not None
-    folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))
+    root = str(request.flags.values.get("run.root", Config().run.root))
+    checkpoint = resumed_checkpoint(request.resume, root)
+    folder = find_run(request.resume, root) if checkpoint is None else checkpoint.parent.parent
+    if request.start is not None:
+        checkpoint = named_checkpoint(folder, request.start)
     refuse_damaged(folder / "config.yaml")
     address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
     saved = load_config(folder / "config.yaml", address, trust=True)  # only to compare with
@@ -179,7 +203,7 @@ def _resumed(request: Request) -> tuple[Config, Path]:
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
             raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
-    return config, folder
+    return config, folder, checkpoint
 
 
 def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) -> int:
@@ -205,15 +229,19 @@ def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
     print(to_yaml(briefly(config)))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
+    print("\n# not checked here")
+    print("\n".join(f"# {line}" for line in not_checked(config)))
 
 
 def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     """Success before and after, and where the evidence is."""
     run = summary.run_dir
     lines = []
+    how = "greedy" if config.eval.temperature == 0 else "sampled"
+    if summary.success_before is not None and summary.success_after is None:
+        lines.append(f"{how} success before training: {summary.success_before:.1%}; there is no later evaluation")
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
-        how = "greedy" if config.eval.temperature == 0 else "sampled"
         if summary.interrupted:  # a sharded checkpoint on the way holds no policy that could say what it was trained on
             lines.append(f"{how} success: {change}")
         else:
@@ -221,13 +249,14 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
             lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
-        lines.append(f"interrupted and saved; go on with: vlarl train --resume {brief(run)}")
+        lines.append(f"interrupted and saved; resume with: vlarl train --resume {shlex.quote(brief(run))}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
         "videos": run / "videos",
     }
-    lines += [f"{name + ':':<12}{brief(path)}" for name, path in places.items() if path is not None and path.exists()]
+    there = ((name, path) for name, path in places.items() if path is not None and path.exists())
+    lines += [f"{name + ':':<12}{brief(path)}" for name, path in there]
     return lines
 
 
@@ -248,12 +277,13 @@ def _help(command: str, default_preset: str) -> str:
     width = max(len(name) for name in described)
     resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
     own = [
-        "  --dry-run     print the resolved configuration and the derived numbers, write nothing",
+        "  --dry-run     print the resolved configuration and what follows from it, and write nothing",
         "  --help        this text",
     ]
     if command == "train":
         own = [
-            "  --resume RUN  go on with a run (its name, or its folder); flags may change it, e.g. --run.iterations 40",
+            "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it to go back to;",
+            "                flags may change the run, for example --run.iterations 40",
             "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
             "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
             "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
@@ -267,6 +297,7 @@ def _help(command: str, default_preset: str) -> str:
         "",
         *own,
         "",
+        *([GLOSSARY, ""] if command == "train" else []),
         "Options with their defaults, which a preset may change. A list is written --section.field 0 1 2, a switch",
         "--section.field or --no-section.field; null stands for none.",
         "",

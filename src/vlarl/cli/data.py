@@ -11,6 +11,7 @@ from vlarl.config.env_checks import check_task_ids
 from vlarl.config.known import GYM, KNOWN_SUITES, SUITES
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Camera
+from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
 
@@ -68,8 +69,8 @@ def _inspection_lines(dataset: RldsDataset, summary: DatasetSummary) -> list[str
     lines = [
         f"dataset:   {dataset.name} ({dataset.folder})",
         f"episodes:  {len(lengths)}, of which {summary.num_successes} end at their goal; "
-        f"{len(dataset.shard_lengths)} shards",
-        f"steps:     {sum(lengths):,}, {min(lengths)} to {max(lengths)} an episode",
+        f"{counted(len(dataset.shard_lengths), 'shard')}",
+        f"steps:     {sum(lengths):,}, {min(lengths)} to {max(lengths)} per episode",
         "",
         "fields:",
         *(f"  {name:<{width}}  {_described(dataset, name)}" for name in dataset.fields),
@@ -127,13 +128,13 @@ def _record_parser() -> args.Parser:
     suites = ", ".join(suite for suite in KNOWN_SUITES if suite != GYM)
     add("--suite", type=args.suite, required=True, metavar="S", help=f"one of {suites}")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for the dataset, which becomes DIR/SUITE/1.0.0")
-    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
-    add("--episodes", type=args.positive, default=10, metavar="N", help="demonstrations a task")
-    add("--noise", type=args.temperature, default=0.1, metavar="X", help="deviation of the noise on executed actions")
-    add("--image-size", type=args.positive, default=256, metavar="N", help="pixels of a view")
+    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; by default all of the suite")
+    add("--episodes", type=args.positive, default=10, metavar="N", help="demonstrations per task")
+    add("--noise", type=args.temperature, default=0.1, metavar="X", help="std of the noise on executed actions")
+    add("--image-size", type=args.positive, default=256, metavar="N", help="pixels of a rendered view")
     cameras = get_args(Camera)
     add("--cameras", nargs="+", choices=cameras, default=list(cameras), help="views, the agent's first")
-    add("--num-envs", type=args.positive, metavar="N", help="simulator processes; one for each core without it")
+    add("--num-envs", type=args.positive, metavar="N", help="simulator processes; by default one per core")
     add("--seed", type=args.non_negative, default=0, metavar="N", help="seed of states and noise")
     add("--keep-failures", action="store_true", help="record episodes that don't reach their goal, too")
     return parser
@@ -142,7 +143,7 @@ def _record_parser() -> args.Parser:
 def _print_episode(episode: Demonstration, done: int, total: int) -> None:
     task, outcome = episode.task, "success" if episode.success else "failure"
     where = f"task {task.task_id}  state {task.init_state}"
-    print(f"episode {done}/{total}  {where}  {len(episode.actions)} steps  {outcome}", flush=True)
+    print(f"episode {done}/{total}  {where}  {counted(len(episode.actions), 'step')}  {outcome}", flush=True)
 
 
 def _record_lines(counts: dict[int, TaskCount]) -> list[str]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
 from vlarl.config.flags import model_path
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
+from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
 
@@ -45,21 +47,36 @@ def doctor(arguments: Sequence[str]) -> int:
         "the GPU memory of rollouts and of LoRA updates, estimated without loading it.",
     )
     add = parser.add_argument
-    add("--model", metavar="PATH", help="checkpoint or adapter folder, hub id (is downloaded), builtin:tiny-oft…")
+    add("named", nargs="?", metavar="MODEL", help="the same as --model MODEL")
+    models = "checkpoint or adapter folder, name or folder of a run, hub id (is downloaded), builtin:tiny-oft…"
+    add("--model", metavar="MODEL", help=models)
+    args.add_root(parser)
     add("--batch-size", type=args.positive, default=16, metavar="N", help="observations in a pass of a rollout")
     add("--microbatch-size", type=args.positive, default=8, metavar="N", help="decisions in a pass of an update")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="precision of the frozen weights")
     add("--quantize", type=int, choices=(4, 8), help="bits of the linear layers' weights")
-    add("--lora-rank", type=args.positive, metavar="R", help=f"an adapter's own without it, else {DEFAULT_RANK}")
-    add("--num-images", type=args.positive, metavar="N", help="views that the model reads; the checkpoint's without it")
-    add("--decoder", choices=("autoregressive", "parallel"), help="the checkpoint's without it")
+    rank = f"rank of the adapters; by default an adapter's own, else {DEFAULT_RANK}"
+    add("--lora-rank", type=args.positive, metavar="R", help=rank)
+    add(
+        "--num-images", type=args.positive, metavar="N", help="images that the model reads; by default the checkpoint's"
+    )
+    add(
+        "--decoder", choices=("autoregressive", "parallel"), help="how actions are decoded; by default the checkpoint's"
+    )
     add("--json", action="store_true", help="print the same facts as JSON")
     given = parser.parse_args(arguments)
-    if given.model is not None:
+    if given.model is not None and given.named is not None:
+        raise UsageError(f"one model is enough; got {given.named} and --model {given.model}")
+    if given.model is not None or given.named is not None:
+        located = locate_checkpoint(given.model or given.named, given.root)
+        refuse_unknown(located.path, given.root)
+        if located.note and not given.json:
+            print(located.note, flush=True)
+        given.model = located.path
         return _describe_model(given)
     of_models = [token for token in arguments if token.startswith("--") and token != "--json"]
     if of_models:
-        raise UsageError(f"{of_models[0]} is about a checkpoint: add --model PATH")
+        raise UsageError(f"{of_models[0]} is about a checkpoint: add --model MODEL")
     from vlarl.cli.simulators import check_simulators
 
     checks = [*check_installation(), *check_simulators()]
@@ -71,7 +88,7 @@ def _machine_text(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
     lines = [f"{check.status:<8} {check.name:<{width}}  {check.detail}" for check in checks]
     broken = [check.name for check in checks if check.status == "problem"]
-    lines += ["", f"To mend first: {', '.join(broken)}." if broken else "Everything that vlarl itself needs is here."]
+    lines += ["", f"To fix first: {', '.join(broken)}." if broken else "Everything that vlarl itself needs is here."]
     return "\n".join(lines)
 
 
@@ -134,14 +151,14 @@ def _facts_lines(description: Description, num_images: int | None) -> list[str]:
     kind = description.kind
     if (adapter := description.adapter) is not None:
         kind += f" of {adapter.base}, rank {adapter.rank}, alpha {adapter.alpha}"
-    files = "1 file" if stored.num_files == 1 else f"{stored.num_files} files"
+    files = counted(stored.num_files, "file")
     rows = f"{config.padded_vocab_size} rows, action ids {config.first_action_id}..{config.vocab_size - 1}"
     facts = {
         "checkpoint": [description.path],
         "kind": [kind],
-        "decoder": [f"{config.decoder}, {config.chunk_length} x {config.action_dim} action tokens a decision"],
+        "decoder": [f"{config.decoder}, {config.chunk_length} x {config.action_dim} action tokens per decision"],
         "images": [images],
-        "proprio": [f"{config.proprio_dim} numbers, one token" if config.use_proprio else "not read"],
+        "proprio": [f"{config.proprio_dim} values, one token" if config.use_proprio else "not read"],
         "FiLM": ["yes" if config.use_film else "no"],
         "heads": [", ".join(description.heads) or "none"],
         "vision": [", ".join(tower.timm_id for tower in config.towers)],

@@ -17,6 +17,7 @@ from vlarl.config.presets import presets_of
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
 from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.config.words import counted, plural
 from vlarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def check(arguments: Sequence[str]) -> int:
     )
     parser = args.Parser("env check", about)
     parser.usage = "vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR]"
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the first pictures here as PNG")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the first images here as PNG")
     given, rest = parser.parse_known_args(arguments)
     flags = parse_flags(rest, Config)
     sources, flags.positionals = flags.positionals, []
@@ -107,8 +108,8 @@ def check(arguments: Sequence[str]) -> int:
             print(_entry(LABELS[finding.kind], finding.text, finding.remedy), flush=True)
         if given.out is not None:
             for file in _write_pictures(subject, given.out):
-                print(f"picture: {file}")
-    print(f"{num_breaches or 'no'} {'breach' if num_breaches == 1 else 'breaches'}, {num_passed} checks passed")
+                print(f"image: {file}")
+    print(f"{num_breaches or 'no'} {plural(num_breaches, 'breach')}, {counted(num_passed, 'check')} passed")
     return 1 if num_breaches else 0
 
 

@@ -9,7 +9,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from vlarl.config.paths import brief
 from vlarl.config.state_choice import in_ranges
+from vlarl.config.words import counted
 from vlarl.observability.clock import duration
 from vlarl.observability.comparison import Comparison
 from vlarl.observability.eval_dir import EvalRecord, EvalSettings
@@ -62,7 +64,10 @@ class EpisodeCounter:
         elif done * LINES // total > (done - 1) * LINES // total or time.monotonic() - self._last_line > SILENCE_S:
             self._last_line = time.monotonic()
             self._console.print(
-                f"{self._label}: {done}/{total} episodes, {so_far}", soft_wrap=True, highlight=False, markup=False
+                f"{self._label}: {done}/{counted(total, 'episode')}, {so_far}",
+                soft_wrap=True,
+                highlight=False,
+                markup=False,
             )
 
 
@@ -79,19 +84,19 @@ def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
     result, settings, lines = record.result, record.settings, []
     if result.num_crashed:
         lines.append(
-            f"{result.num_crashed} of {len(result.episodes)} episodes could not be run: their simulator failed. They "
-            "count neither as won nor as lost."
+            f"{result.num_crashed} of {counted(len(result.episodes), 'episode')} could not be run, since the simulator "
+            "failed, and count neither as won nor as lost."
         )
     if redone := sum(e.redone for e in result.episodes):
-        lines.append(f"{redone} times an episode was run again because its simulator had died.")
+        lines.append(f"{counted(redone, 'time')} an episode was run again because its simulator had died.")
     lines += states_lines(settings) if with_states else []
     if not result.complete:
         lines.append(
-            f"interrupted: {len(result.episodes)} of {record.num_planned} episodes had ended and are kept. Successes "
-            "end first, so the rate may be too high."
+            f"interrupted: {len(result.episodes)} of {counted(record.num_planned, 'episode')} had ended and are kept. "
+            "Successes end first, so the rate may be too high."
         )
     if record.folder is not None:
-        lines.append(f"results: {record.folder}")
+        lines.append(f"results: {brief(record.folder)}")
     return lines
 
 
@@ -123,16 +128,18 @@ def comparison_table(comparison: Comparison) -> str:
 
 def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> list[str]:
     """Who A and B are, what the difference means, and what could not be compared."""
-    lines = [f"{name}: {record.settings.checkpoint}" for name, record in (("A", a), ("B", b))]
+    lines = [f"{name}: {brief(record.settings.checkpoint)}" for name, record in (("A", a), ("B", b))]
     lines.append(comparison.in_words())
     for name, other, unpaired in (("A", "B", comparison.unpaired_a), ("B", "A", comparison.unpaired_b)):
         if unpaired:
             more = f" and {len(unpaired) - LISTED} more" if len(unpaired) > LISTED else ""
             listed = ", ".join(unpaired[:LISTED])
-            lines.append(f"{len(unpaired)} episodes of {name} are left out, since {other} has none: {listed}{more}")
+            are = f"{counted(len(unpaired), 'episode')} of {name} {'is' if len(unpaired) == 1 else 'are'}"
+            lines.append(f"{are} left out, since {other} has none: {listed}{more}")
     for name, record in (("A", a), ("B", b)):
         if not record.result.complete:
-            lines.append(f"{name} is not complete: {len(record.result.episodes)} of {record.num_planned} episodes.")
+            of = counted(record.num_planned, "episode")
+            lines.append(f"{name} is not complete: {len(record.result.episodes)} of {of}.")
         lines += [f"{name}: {line}" for line in states_lines(record.settings)]
     return lines
 

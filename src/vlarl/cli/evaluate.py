@@ -15,10 +15,14 @@ from vlarl.config.aliases import plain_name
 from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states
 from vlarl.config.flags import MODELS, model_path, parse_flags
 from vlarl.config.known import GYM, KNOWN_SUITES
+from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import DEFAULT_EPISODES
-from vlarl.config.training_data import TrainingData, local_folder
+from vlarl.config.training_data import TrainingData, local_folder, run_of
+from vlarl.config.words import counted, plural
+from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
 
@@ -64,9 +68,12 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
     given, rest = _parser().parse_known_args(_familiar(arguments))
     options = _options(given, rest)
+    given.checkpoint, given.against = (_located(name, given.root) for name in (given.checkpoint, given.against))
     if given.episode is not None:
         return _replay(given, options)
     request = _request(given.checkpoint, given, options)
+    if line := _more_tasks(request, given.tasks):
+        print(line, file=sys.stderr, flush=True)
     if given.against is None:
         record = _run(request, given.out)
         _print_result(record)
@@ -96,7 +103,10 @@ def _familiar(arguments: Sequence[str]) -> list[str]:
 def _parser() -> args.Parser:
     parser = args.Parser("eval", ABOUT)
     add = parser.add_argument
-    checkpoints = "checkpoint or adapter folder, hub id, builtin:tiny-oft or builtin:tiny-openvla"
+    checkpoints = (
+        "name or folder of a run (its checkpoints/final, or its newest checkpoint), checkpoint or adapter folder, hub "
+        "id, builtin:tiny-oft or builtin:tiny-openvla"
+    )
     add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
     add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")
     suites = (
@@ -111,30 +121,57 @@ def _parser() -> args.Parser:
         "out (unless its own run was configured with env.protocol benchmark)"
     )
     add("--protocol", choices=("disjoint", "benchmark"), help=protocols)
-    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; all of the suite without it")
-    episodes = f"episodes a task, each from another initial state; all there are up to {DEFAULT_EPISODES} without it"
+    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; by default all of the suite")
+    episodes = (
+        f"episodes per task, each from another initial state; by default as many as there are, up to {DEFAULT_EPISODES}"
+    )
     add("--episodes", type=args.positive, metavar="N", help=episodes)
-    add("--episode", metavar="ID", help="run and film one episode again, by its id in results.json or episodes.jsonl")
+    add("--episode", metavar="ID", help="run one episode again and record a video, by its id in results.json")
     add("--temperature", type=args.temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
     environments = "environments side by side; by default 64 tabletops, or one simulator process for each core"
     add("--num-envs", type=args.positive, metavar="N", help=environments)
-    films = "films: all, failures, none, or a number, spread over the tasks; none without it"
-    add("--videos", type=_videos, metavar="WHICH", help=films)
+    videos = "videos to record: all, failures, none, or a count, which is distributed over the tasks; by default none"
+    add("--videos", type=_videos, metavar="WHICH", help=videos)
     add("--out", type=Path, metavar="DIR", help="new folder for the results")
     add("--trust", action="store_true", help=TRUST)
+    args.add_root(parser)
     device = "cpu, cuda, cuda:1…; auto takes a GPU if there is one"
     add("--device", default=Config().run.device, metavar="D", help=device)
-    add("--seed", type=args.non_negative, metavar="N", help="seed of environments and sampling; 0 without it")
+    add("--seed", type=args.non_negative, metavar="N", help="seed of environments and sampling; by default 0")
     return parser
 
 
+def _located(name: str | None, root: str) -> str | None:
+    """The checkpoint that a name means; of a run it is said which one that is."""
+    if name is None:
+        return None
+    located = locate_checkpoint(name, root)
+    if located.note:
+        print(located.note, file=sys.stderr, flush=True)
+    return located.path
+
+
+def _more_tasks(request: EvalRequest, tasks: Sequence[int] | None) -> str:
+    """A line for a run that trained on some tasks of the suite and is now measured on all of them; empty otherwise."""
+    run = run_of(request.checkpoint)
+    if run is None or tasks is not None or request.env.task_ids is not None:
+        return ""
+    env = read_document(run / "config.yaml").data.get("env")
+    trained = env.get("task_ids") if isinstance(env, dict) and env.get("suite") == request.env.suite else None
+    if not isinstance(trained, list | tuple) or not all(isinstance(task, int) for task in trained):
+        return ""
+    ids = " ".join(str(task) for task in trained)
+    named = f"{plural(len(trained), 'task')} {ids.replace(' ', ', ')}"
+    return f"its run was trained on {named} only; all tasks are evaluated (--tasks {ids}: those of the run alone)"
+
+
 def _videos(text: str) -> Videos:
-    """all, failures, none or a number."""
+    """all, failures, none or a count."""
     words: dict[str, Videos] = {"all": "all", "failures": "failures", "none": 0}
     try:
         return words[text] if text in words else args.non_negative(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be all, failures, none or a number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be all, failures, none or a count") from None
 
 
 def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
@@ -156,7 +193,7 @@ def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object
 
 
 def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, object]) -> EvalRequest:
-    return eval_request(
+    request = eval_request(
         checkpoint,
         options,
         training=_of_the_hub(checkpoint),
@@ -167,6 +204,8 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
         device=given.device,
         trust=given.trust,
     )
+    refuse_unknown(checkpoint, given.root)
+    return request
 
 
 def _of_the_hub(checkpoint: str) -> TrainingData | None:
@@ -185,7 +224,8 @@ def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     folder = out or new_folder(request.checkpoint, request.env.suite, datetime.now())
     EvalDirectory.refuse_existing(folder)
     what = f"{request.env.suite}, protocol {request.env.protocol}"
-    print(f"evaluating {name}{request.checkpoint} on {what}, into {folder}", file=sys.stderr, flush=True)
+    line = f"evaluating {name}{brief(request.checkpoint)} on {what}, into {brief(folder)}"
+    print(line, file=sys.stderr, flush=True)
 
     from vlarl.cli.eval_display import EpisodeCounter
     from vlarl.evaluation import run_evaluation  # after the line: torch takes seconds to load
@@ -223,9 +263,11 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
 
 
 def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
-    """Run one episode again, film it, and say whether it went as it is on record."""
+    """Run one episode again, record a video, and say whether it went as it is on record."""
     if said := [f"--{name}" for name in SAID_BY_ID if getattr(given, name) is not None]:
-        raise UsageError(f"--episode says which episode to run and films it: leave out {', '.join(said)}")
+        raise UsageError(
+            f"--episode says which episode to run, and a video of it is recorded: leave out {', '.join(said)}"
+        )
     request = eval_request(
         given.checkpoint,
         options,
@@ -236,6 +278,7 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
         trust=given.trust,
         episode=given.episode,
     )
+    refuse_unknown(given.checkpoint, given.root)
     record = _run(request, given.out)
     if not record.result.complete:
         _print_result(record)
@@ -243,7 +286,8 @@ def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
     from vlarl.cli.eval_display import closing_lines
 
     (episode,) = record.result.episodes
-    outcome = f"{given.episode}: {episode.outcome} after {episode.length} steps ({episode.instruction})"
+    steps = counted(episode.length, "step")
+    outcome = f"{given.episode}: {episode.outcome} after {steps} ({episode.instruction})"
     print(printable("\n".join([outcome, _on_record(record), *closing_lines(record)])))
     return 0
 
@@ -264,6 +308,10 @@ def _on_record(replay: EvalRecord) -> str:
             continue
         recorded = known[0]
         if (recorded.outcome, recorded.length) == (episode.outcome, episode.length):
-            return f"the same as recorded in {record.folder}"
-        return f"not as recorded in {record.folder}: {recorded.outcome} after {recorded.length} steps"
-    return f"no evaluation in {root} has this episode of this checkpoint with temperature {ours.temperature:g}"
+            return f"the same as recorded in {_brief(record)}"
+        return f"not as recorded in {_brief(record)}: {recorded.outcome} after {counted(recorded.length, 'step')}"
+    return f"no evaluation in {brief(root)} has this episode of this checkpoint with temperature {ours.temperature:g}"
+
+
+def _brief(record: EvalRecord) -> str:
+    return brief(record.folder) if record.folder is not None else "memory"

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from vlarl import __version__
 from vlarl.config.schema import PlaceConfig
+from vlarl.config.words import counted
 from vlarl.observability.machine import available_cores
 
 GIB = 2**30
@@ -118,7 +119,10 @@ def _torch(found: str) -> Check:
 
 
 def _hardware() -> list[Check]:
-    checks = [Check("ok", "cpu", f"{available_cores()} cores of {os.cpu_count()}"), Check("ok", "memory", _memory())]
+    checks = [
+        Check("ok", "cpu", f"{counted(available_cores(), 'core')} of {os.cpu_count()}"),
+        Check("ok", "memory", _memory()),
+    ]
     for number, gpu in enumerate(find_gpus()):
         memory = f"{gpu.total_bytes / GIB:.1f} GiB, {gpu.free_bytes / GIB:.1f} free"
         types = "bfloat16" if gpu.bfloat16 else "no bfloat16: use policy.dtype float32"

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from vlarl.cli import arguments as args
+from vlarl.config.paths import brief
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 
 
 def merge(arguments: Sequence[str]) -> int:
@@ -14,15 +16,20 @@ def merge(arguments: Sequence[str]) -> int:
         "merge", "Fold a LoRA adapter into its base and write a checkpoint in the original layout, checked on a probe."
     )
     add = parser.add_argument
-    add("adapter", metavar="ADAPTER", help="adapter folder, such as runs/<name>/checkpoints/final")
+    add("adapter", metavar="ADAPTER", help="adapter folder, or a run's name or folder")
     add("out", metavar="OUT", help="new folder for the merged checkpoint")
-    add("--base", metavar="B", help="model under the adapter; what the adapter says without it")
-    add("--dtype", choices=("float32", "bfloat16"), help="precision of the written weights; the base's without it")
-    add("--device", default="cpu", metavar="D", help="cpu, cuda…: where it is computed, in float32")
-    add("--max-shard-gb", type=args.positive, default=5, metavar="N", help="size of a weights file, at most")
+    add("--base", metavar="B", help="model under the adapter; by default what the adapter says")
+    add("--dtype", choices=("float32", "bfloat16"), help="precision of the written weights; by default the base's")
+    add("--device", default="cpu", metavar="D", help="where it is computed, in float32: cpu, cuda, cuda:1…")
+    add("--max-shard-gb", type=args.positive, default=5, metavar="N", help="largest size of a weights file, in GB")
     add("--push-to-hub", metavar="ORG/NAME", help="upload the folder to this model repository")
     add("--private", action="store_true", help="make that repository private")
+    args.add_root(parser)
     given = parser.parse_args(arguments)
+    located = locate_checkpoint(given.adapter, given.root)
+    refuse_unknown(located.path, given.root)
+    if located.note:
+        print(located.note, file=sys.stderr, flush=True)
 
     from vlarl.export.hub import check_destination, push_folder
     from vlarl.export.merge import merge as run_merge
@@ -31,14 +38,14 @@ def merge(arguments: Sequence[str]) -> int:
     if given.push_to_hub:
         check_destination(given.push_to_hub)
     result = run_merge(
-        given.adapter,
+        located.path,
         given.out,
         base=given.base,
         dtype=given.dtype,
         device=choose_device(given.device),
         max_shard_bytes=given.max_shard_gb * 10**9,
     )
-    print(f"merged:      {result.out} ({result.dtype})")
+    print(f"merged:      {brief(result.out)} ({result.dtype})")
     print(f"base:        {result.base}")
     print(f"logits:      within {result.logit_error:.1e} of the adapter model's, in float32")
     if result.rounding_error:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vlarl.config.paths import expanded
 from vlarl.config.problems import nearest
+from vlarl.config.run_checkpoints import list_runs
 from vlarl.errors import UsageError
 
 LISTED = 12
@@ -18,22 +19,10 @@ def find_run(run: str, root: str = "runs") -> Path:
             return folder
     existing = list_runs(expanded(root))
     if not existing:
-        raise UsageError(f"no run '{run}': {root}/ holds no runs")
+        raise UsageError(
+            f"no run '{run}': {root}/ holds no runs. `vlarl train` makes one; --root DIR names the folder of other runs"
+        )
     match = nearest(run, existing)
     hint = f"did you mean '{match}'? " if match else ""
     more = f" and {len(existing) - LISTED} more" if len(existing) > LISTED else ""
     raise UsageError(f"no run '{run}'; {hint}Runs in {root}/, newest first: {', '.join(existing[:LISTED])}{more}")
-
-
-def list_runs(root: Path) -> list[str]:
-    """Names of the runs under the root, newest first."""
-    configs = sorted(root.glob("*/config.yaml"), key=_time_written, reverse=True)
-    return [path.parent.name for path in configs]
-
-
-def _time_written(path: Path) -> float:
-    """0 for a run that is deleted in the meantime, and for a link that leads nowhere."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vlarl.cli import arguments as args
-from vlarl.cli.runs import find_run, list_runs
-from vlarl.config.paths import expanded
+from vlarl.cli.runs import find_run
+from vlarl.config.paths import brief, expanded
+from vlarl.config.run_checkpoints import list_runs
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
 from vlarl.observability.terminal import printable
@@ -56,10 +57,10 @@ class Standing:
 
 def status(arguments: Sequence[str]) -> int:
     """Say where a run stands, or all below a root."""
-    parser = args.Parser("status", "Say where a run stands; without RUN a line for each, newest last.")
+    parser = args.Parser("status", "Print the status of a run; without RUN one line per run, newest last.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder of a run")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--run.root", "--root", dest="root", default="runs", metavar="DIR", help="folder of all runs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args.add_root(parser)
     given = parser.parse_args(arguments)
     now = time.time()
     if given.run is None:
@@ -182,7 +183,7 @@ def _as_json(content: object) -> str:
 
 
 def _table(standings: Sequence[Standing], root: str, now: float) -> str:
-    """One line a run; its name comes last, so that it need not be cut."""
+    """One line per run; its name comes last, so that it need not be cut."""
     if not standings:
         return f"no runs in {root}/"
     rows = [("state", "iteration", "val", "ago", "run")]
@@ -195,14 +196,14 @@ def _table(standings: Sequence[Standing], root: str, now: float) -> str:
 
 def _described(s: Standing, now: float) -> list[str]:
     """A run in words, a fact a line."""
-    facts = [("run", s.path), ("state", s.state), ("iteration", f"{s.iteration} of {s.iterations}")]
+    facts = [("run", brief(s.path)), ("state", s.state), ("iteration", f"{s.iteration} of {s.iterations}")]
     if s.state in ("running", "starting") and s.pid is not None:
         facts[1] = ("state", f"{s.state}, pid {s.pid} on {s.host}")
     if s.started is not None and s.updated is not None and s.elapsed_s is not None:
         facts.append(("started", f"{_date(s.started)}, {duration_in_words(s.elapsed_s)} elapsed"))
         facts.append(("updated", f"{_date(s.updated)}, {duration_in_words(now - s.updated)} ago"))
     if s.left_s is not None and s.iteration_s is not None:
-        facts.append(("left", f"about {duration_in_words(s.left_s)}, at {s.iteration_s:.1f} s an iteration"))
+        facts.append(("left", f"about {duration_in_words(s.left_s)}, at {s.iteration_s:.1f} s per iteration"))
     if s.rollout_success is not None:
         facts.append(("success", f"{_percent(s.rollout_success)} in the rollout of iteration {s.rollout_iteration}"))
     if s.val_success is not None:
@@ -220,22 +221,26 @@ def _described(s: Standing, now: float) -> list[str]:
 
 
 def _fact(label: str, text: str) -> list[str]:
-    width = _columns() - LABEL
-    parts = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+    parts, width = [text], _columns()
+    if width is not None:
+        parts = textwrap.wrap(text, width - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
     return [f"{name:<{LABEL}}{part}" for name, part in zip([label, *[""] * len(parts)], parts, strict=False)]
 
 
 def _logs_described(tail: Sequence[str], logs: Sequence[Mapping[str, str | int]]) -> list[str]:
     lines = ["", "logs/train.log"] if tail else []
-    room = _columns() - 2
-    lines += [f"  {line if len(line) <= room else line[: room - 1] + '…'}" for line in tail]
+    width = _columns()
+    lines += [f"  {line if width is None or len(line) <= width - 2 else line[: width - 3] + '…'}" for line in tail]
     if logs:
         width = max(len(str(log["name"])) for log in logs)
         lines += ["", "other logs", *(f"  {log['name']:<{width}}  {_size(int(log['bytes'])):>8}" for log in logs)]
     return lines
 
 
-def _columns() -> int:
+def _columns() -> int | None:
+    """The width of the terminal; None where the output goes to a file or a program, which cuts and wraps nothing."""
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return None
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 

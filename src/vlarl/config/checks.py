@@ -223,11 +223,11 @@ def _minibatches(config: Config) -> Problems:
     if episodes % parts:
         fitting = [n for n in range(1, min(episodes, 10_000) + 1) if episodes % n == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - parts))[:3])
-        when = "an iteration" if gathered == 1 else "an update"
+        when = "per iteration" if gathered == 1 else "per update"
         several = "" if gathered == 1 else f" x optim.rollouts_per_update {gathered}"
         remedy = (
             f"{episodes} episodes {when} (rollout.num_groups {groups} x rollout.group_size {size}{several}) can't be "
-            f"dealt out evenly; use {_or(near)} minibatches"
+            f"divided evenly; use {_or(near)} minibatches"
         )
         paths = ("optim.minibatches", "rollout.num_groups", "rollout.group_size", "optim.rollouts_per_update")
         yield Problem(f"optim.minibatches = {parts}", remedy, paths)

@@ -10,6 +10,7 @@ from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
+from vlarl.config.words import counted
 
 Problems = Iterator[Problem]
 
@@ -82,7 +83,9 @@ def _sharding(config: Config) -> Problems:
             yield _clash(config, remedy, "distributed.shard_group_size", "distributed.sharding")
     elif learners and (size is None or learners % size):
         fitting = " or ".join(str(n) for n in range(1, learners + 1) if learners % n == 0)
-        remedy = f"{learners} learners (distributed.learners_per_node) make groups of {fitting}; use one of these"
+        remedy = (
+            f"{counted(learners, 'learner')} (distributed.learners_per_node) make groups of {fitting}; use one of these"
+        )
         paths = ("distributed.shard_group_size", "distributed.sharding", "distributed.learners_per_node")
         yield _clash(config, remedy, *paths, num_shown=2)
 

@@ -17,6 +17,7 @@ from vlarl.config.describe import options
 from vlarl.config.env_checks import check_gym, check_suite, check_task_ids
 from vlarl.config.known import GYM
 from vlarl.config.problems import ConfigError, Problem, shown
+from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Section
 from vlarl.config.state_choice import Used, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -69,13 +70,14 @@ def eval_request(
     episode: str | None = None,
     trust: bool = False,
 ) -> EvalRequest:
-    """The request for a checkpoint: options of its run, and over them those given as `{"env.suite": …}`.
+    """The request for a checkpoint, or a run's: options of its run, and over them those given as `{"env.suite": …}`.
 
     `training` is what a checkpoint was trained on that is not on this machine yet; any other one's is read here.
     `episode` is the id of one episode to run again, in its suite. `trust`: code that the run's configuration names may
     be run, also where it is not this user's.
     Raises ConfigError with everything that is wrong and can be seen without a simulator.
     """
+    checkpoint = locate_checkpoint(checkpoint).path
     training = training or training_data_of(checkpoint)
     folder = run_of(str(checkpoint))
     run = _sections_of_run(folder)

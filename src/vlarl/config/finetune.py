@@ -32,7 +32,7 @@ class DemoConfig(Section):
     path: str | None = None
     """RLDS folder of recorded episodes to imitate instead of playing any; its dataset's name is the suite's then."""
     episodes_per_task: Many = 500
-    """Demonstrations a task, each from an initial state of its own; LIBERO has only its fixed ones, of which those of
+    """Demonstrations per task, each from an initial state of its own; LIBERO has only its fixed ones, of which those of
     training are used in turn."""
     image_size: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Pixels of a rendered view; by default what the policy's processor reads. A fresh model reads views of this size,
@@ -58,7 +58,7 @@ class FinetuneOptimConfig(Section):
     steps: PositiveInt = 10_000
     """Optimizer steps."""
     batch_size: Many = 1024
-    """Samples a step."""
+    """Samples per step."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of a linear warm-up and a cosine decay."""
     warmup_steps: NonNegativeInt = 500
@@ -79,7 +79,8 @@ class StartConfig(ModelConfig):
     """The model that imitates."""
 
     path: str = "init:tiny-oft"
-    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model, a checkpoint folder or a hub id."""
+    """`init:tiny-oft`, `init:tiny-openvla` (fresh weights), a built-in model, a run's name or folder, a checkpoint
+    folder or a hub id."""
     actions: Literal["tokens", "l1"] = "tokens"
     """What imitates: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error."""
 

@@ -19,6 +19,7 @@ from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.paths import located
 from vlarl.config.presets import find_source, preset_of
 from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
+from vlarl.config.run_checkpoints import with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import respelled
@@ -86,7 +87,7 @@ def load_config(
         raise ConfigError(problems)
     if not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
-    return located(config)
+    return located(with_located(config)) if isinstance(config, Config) else located(with_located(config))
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:

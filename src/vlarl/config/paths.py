@@ -48,9 +48,9 @@ def expanded(path: str | Path) -> Path:
 def brief(path: str | Path) -> str:
     """A path to print: relative to the working folder where it is inside it."""
     try:
-        return str(Path(path).relative_to(os.getcwd())) if os.path.isabs(path) else str(path)
+        return str(expanded(path).relative_to(os.getcwd()))
     except (ValueError, OSError):  # it is elsewhere; the working folder was deleted
-        return str(path)
+        return str(expanded(path))
 
 
 def _is_local(text: str) -> bool:

@@ -161,8 +161,9 @@ class PolicyConfig(ModelConfig):
     """The model that acts and learns."""
 
     path: str = "builtin:tiny-oft"
-    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a checkpoint or adapter folder, or a hub id such as
-    openvla/openvla-7b; `init:tiny-oft` and `init:tiny-openvla` have fresh weights, to try a configuration out."""
+    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a run's name or folder (its final checkpoint, or its newest), a
+    checkpoint or adapter folder, or a hub id such as openvla/openvla-7b; `init:tiny-oft` and `init:tiny-openvla` have
+    fresh weights, to try a configuration out."""
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
     """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT)."""
     unnorm_key: str | None = None
@@ -187,14 +188,15 @@ class LoraConfig(Section):
     """Ends of the names of the layers to adapt, such as q_proj and v_proj; all-linear is every linear layer that is
     computed, but the head."""
     adapter: str | None = None
-    """Adapter folder to start from, on top of policy.path; its rank, scale and layers are taken as they are."""
+    """Adapter folder, or run that trained one, to start from, on top of policy.path; its rank, scale and layers are
+    taken as they are."""
 
 
 class RolloutConfig(Section):
     """How experience is collected."""
 
     num_groups: Many = 24
-    """Groups an iteration; a group is several episodes of one task from one initial state."""
+    """Groups per iteration; a group is several episodes of one task from one initial state."""
     group_size: Size = 8
     """Episodes of a group."""
     temperature: PositiveFloat = 1.0
@@ -206,7 +208,7 @@ class RolloutConfig(Section):
     refill: bool = False
     """Group methods: replace groups that teach nothing by fresh ones, until num_groups teach (DAPO)."""
     max_refills: PositiveInt = 3
-    """Rounds of fresh groups an iteration; what is missing after them stays missing."""
+    """Rounds of fresh groups per iteration; what is missing after them stays missing."""
     accuracy_bounds: tuple[UnitInterval, UnitInterval] | None = None
     """Group methods: only groups whose success rate lies strictly between these teach, such as 0.1 and 0.9; by default
     all whose returns differ."""
@@ -436,7 +438,7 @@ class EvalConfig(Section):
     interval: NonNegativeInt = 10
     """Evaluate every so many iterations, besides start and end; 0 for start and end only."""
     states_per_task: PositiveInt = 20
-    """Initial states a task."""
+    """Initial states per task."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     videos: NonNegativeInt = 4
@@ -453,7 +455,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """Periodic checkpoints kept, the newest ones."""
     best_return: bool = True
-    """Keep the policy with the best moving averages of the training return: one average a task, tasks count alike."""
+    """Keep the policy with the best moving averages of the training return: one average per task, tasks count alike."""
     best_return_ema_alpha: BelowOne = 0.99
     """Weight of the past in these averages at each episode, of whatever task."""
     best_return_min_delta: NonNegativeFloat = 0.0

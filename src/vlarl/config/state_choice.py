@@ -8,6 +8,7 @@ from typing import Literal
 
 from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
+from vlarl.config.words import counted, plural
 
 DEFAULT_EPISODES = 20  # a task, where so many initial states exist
 
@@ -53,7 +54,7 @@ def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: i
         return None
     other = f", or take protocol benchmark, which has {num_benchmark}" if num_benchmark > available else ""
     return (
-        f"a task of {suite} has {available} initial states for evaluation under protocol {protocol}; "
+        f"a task of {suite} has {counted(available, 'initial state')} for evaluation under protocol {protocol}; "
         f"ask for {available} or fewer{other}"
     )
 
@@ -73,7 +74,7 @@ def too_few_unseen(wanted: int | None, used: Used, total: int, suite: str, proto
     unseen = total - len(used.states)
     if unseen >= (1 if wanted is None else wanted):
         return None
-    tasks = f"task{'s' if len(used.task_ids) > 1 else ''} {in_ranges(used.task_ids)}"
+    tasks = f"{plural(len(used.task_ids), 'task')} {in_ranges(used.task_ids)}"
     remedies = [f"ask for {unseen} or fewer"] if unseen else []
     if used.free_task_ids:
         remedies.append(
@@ -102,9 +103,10 @@ def state_warnings(
         )
     warnings = []
     if seen := _num_seen(training, suite, gym_env, episodes):
+        begin = f"{counted(len(episodes), 'episode')} {'begins' if seen == 1 else 'begin'}"
         warnings.append(
-            f"{seen} of {len(episodes)} episodes begin from initial states that {who} was trained on: the success rate "
-            "says little about states that it has never seen."
+            f"{seen} of {begin} from initial states that {who} was trained on: the success rate says little about "
+            "states that it has never seen."
         )
     tasks = {task_id for task_id, _ in episodes}
     runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]

@@ -16,6 +16,7 @@ from typing import Protocol, get_args
 
 from vlarl.config.finetune import DemoConfig
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
+from vlarl.config.words import counted
 from vlarl.data.demo_set import DemoSet, from_demonstrations
 from vlarl.data.rlds_demos import RldsSource
 from vlarl.data.tabletop_demos import TABLETOP, generate_demos
@@ -105,7 +106,8 @@ class SimulatorSource:
     def collect(self, note: Note) -> DemoSet:
         """Play all tasks, a process for each episode."""
         workers = self._num_workers
-        note(f"playing {len(self._tasks)} demonstrations of {self.name} in {workers} processes")
+        count = counted(len(self._tasks), "demonstration")
+        note(f"playing {count} of {self.name} in {counted(workers, 'process')}")
         with closing(WorkerPool(self._factory, workers)) as pool:
             return from_demonstrations(self.name, played(pool, self._tasks, self._config, note))
 

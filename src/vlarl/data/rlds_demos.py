@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from vlarl.config.finetune import DemoConfig
+from vlarl.config.words import counted
 from vlarl.data.conventions import policy_actions
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.features import UNKNOWN
@@ -74,7 +75,7 @@ class RldsSource:
 
     def collect(self, note: Callable[[str], None]) -> DemoSet:
         """Read the numbers of all episodes; frames stay on the disk."""
-        note(f"reading {len(self.dataset)} episodes of {self.dataset.name}")
+        note(f"reading {counted(len(self.dataset), 'episode')} of {self.dataset.name}")
         with ThreadPoolExecutor(available_cores()) as pool:
             episodes = list(pool.map(self.dataset.__getitem__, range(len(self.dataset))))
         texts = [episode.texts(INSTRUCTION)[0] for episode in episodes]

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from vlarl import __version__
+from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import DTYPES, checkpoint_folder, load_policy
 from vlarl.policies.locate import HUB_ID
@@ -72,6 +73,7 @@ def merge(
     """
     target = Path(out).resolve()
     refuse_used(target)
+    adapter = locate_checkpoint(adapter).path
     folder = checkpoint_folder(adapter)
     if not adapters.is_adapter(folder):
         raise UsageError(

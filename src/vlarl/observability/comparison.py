@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.eval_dir import EvalRecord, summary
 from vlarl.observability.significance import mcnemar_p_value
@@ -47,14 +48,13 @@ class Comparison:
         """The outcome as a sentence."""
         total, differ = len(self.a.episodes), self.only_a + self.only_b
         if differ == 0:
-            return f"A and B ended alike on all {total} episodes."
+            return f"A and B ended alike on {'the one episode' if total == 1 else f'all {total} episodes'}."
         counts = (("B", self.only_b), ("A", self.only_a))
         first, second = sorted(counts, key=lambda count: -count[1])
         verdict = f"{first[0]} is better" if self.p_value < SIGNIFICANT else "that may be chance"
-        return (
-            f"{first[0]} wins {first[1]}, {second[0]} wins {second[1]} of {differ} episodes on which they differ "
-            f"({total} compared): p = {_shown(self.p_value)}, {verdict}."
-        )
+        episodes = f"{counted(differ, 'episode')} on which they differ ({total} compared)"
+        wins = f"{first[0]} wins {first[1]}, {second[0]} wins {second[1]}"
+        return f"{wins} of {episodes}: p = {_shown(self.p_value)}, {verdict}."
 
     def to_json(self) -> dict[str, Any]:
         """Everything there is to say, for programs."""

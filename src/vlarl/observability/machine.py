@@ -7,10 +7,12 @@ import platform
 import sys
 from pathlib import Path
 
+from vlarl.config.words import counted
+
 
 def describe_machine() -> str:
     """The processor, its usable cores, the memory, and the GPU when torch is loaded and sees one."""
-    parts = [f"{_processor()}, {available_cores()} cores"]
+    parts = [f"{_processor()}, {counted(available_cores(), 'core')}"]
     if memory := _memory_gib():
         parts.append(f"{memory:.0f} GiB memory")
     if gpu := _gpu():
@@ -33,6 +35,13 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def may_have_gpu() -> bool:
+    """Whether a GPU can be expected, by the files of its driver: asked before torch is loaded, which knows."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
 
 
 def _memory_gib() -> float | None:

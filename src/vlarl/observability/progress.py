@@ -1,4 +1,5 @@
-"""What a person sees while a run trains: a calm live display in a terminal, one plain line an iteration elsewhere.
+"""What a person sees while a run trains: a calm live display in a terminal, one plain line per iteration elsewhere.
+Every line goes to the log of the run, too.
 
 iteration       7/20  ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1:12 elapsed, 2:10 left
 rollout      128/192  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━  episodes
@@ -24,8 +25,11 @@ from rich.table import Table
 from rich.text import Text
 
 from vlarl.config.secrets import masked
+from vlarl.config.words import counted
 from vlarl.observability.clock import duration
 from vlarl.observability.terminal import printable
+
+log = logging.getLogger(__name__)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 5  # iterations that the estimate of the time left looks at
@@ -91,7 +95,6 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self._stop()
 
-    @_never_fatal
     def evaluation(self, iteration: int, success_rate: float, num_episodes: int) -> None:
         """An evaluation has ended; it stays on the screen."""
         self._val = (iteration, success_rate, num_episodes)
@@ -99,15 +102,13 @@ class Progress:
         if not self._durations:
             self._last_end = time.monotonic()  # the evaluation before training is no part of the first iteration
         when = "before training" if iteration == 0 else f"after iteration {iteration}"
-        text = f"evaluation {when}: success {success_rate:.1%} of {num_episodes} episodes"
-        if self._live is None:
-            self._print(text)
-        else:
-            self._live.console.print(Text.assemble(
-                ("  evaluation ", "dim"), f"{when}  ", (f"{success_rate:.1%}", "bold green"),
-                (f"  of {num_episodes} episodes", "dim"),
-            ))  # fmt: skip
-        self._refresh()
+        of = f"of {counted(num_episodes, 'episode')}"
+        self._say(
+            f"evaluation {when}: success {success_rate:.1%} {of}",
+            Text.assemble(
+                ("  evaluation ", "dim"), f"{when}  ", (f"{success_rate:.1%}", "bold green"), (f"  {of}", "dim"),
+            ),
+        )  # fmt: skip
 
     @_never_fatal
     def evaluating(self, done_episodes: int, total_episodes: int) -> None:
@@ -124,7 +125,6 @@ class Progress:
         """Optimizer steps of the update that is going on."""
         self._show_phase("update", done, total, "steps")
 
-    @_never_fatal
     def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """An iteration has ended with these metrics."""
         now = time.monotonic()
@@ -135,39 +135,42 @@ class Progress:
         self._phase = None
         if (success := metrics.get("rollout/success_rate")) is not None:
             self._rollout_success.append(success)
-        if self._live is None:
-            self._print(self._plain_line())
-        self._refresh()
+        self._say(self._plain_line())
 
-    @_never_fatal
     def training(self, step: int, metrics: Mapping[str, float]) -> None:
         """Steps of supervised training up to here, with their mean loss."""
         elapsed = time.monotonic() - self._started
         left = elapsed / step * (self._iterations - step)
         self._iteration = step
-        if self._live is None:
-            speed = metrics["perf/train_samples_per_s"]
-            loss = metrics["train/loss"]
-            of = f"step {step}/{self._iterations}"
-            self._print(f"{of}  loss {loss:.4f}  {speed:.0f} samples/s  left {duration(left)}")
-        self._refresh()
+        speed, loss = metrics["perf/train_samples_per_s"], metrics["train/loss"]
+        of = f"step {step}/{self._iterations}"
+        self._say(f"{of}  loss {loss:.4f}  {speed:.0f} samples/s  left {duration(left)}")
 
-    @_never_fatal
     def note(self, message: str) -> None:
         """A message that stays on the screen."""
         message = printable(masked(message))
-        if self._live is None:
-            self._print(message)
-        else:
-            self._live.console.print(Text("  " + message))
+        self._say(message, Text("  " + message))
 
     def render(self) -> RenderableType:
         """What the live display shows now."""
         return Group(Text(), self._bars(), Text(), self._figures(), Text())
 
+    def _say(self, line: str, live: Text | None = None) -> None:
+        """Write a line to the log, also when the display is broken; the live display shows `live`, or its new state."""
+        log.info("%s", line)
+        self._show(line, live)
+
+    @_never_fatal
+    def _show(self, line: str, live: Text | None) -> None:
+        if self._live is None:
+            self._print(line)
+        elif live is not None:
+            self._live.console.print(live)
+        self._refresh()
+
     def _give_up(self, error: BaseException) -> None:
         self._broken = True
-        logging.getLogger(__name__).warning("the progress display stopped: %r", error)
+        log.warning("the progress display stopped: %r", error)
 
     @_never_fatal
     def _start(self) -> None:
@@ -184,7 +187,7 @@ class Progress:
             try:
                 live.stop()
             except (Exception, SystemExit) as error:
-                logging.getLogger(__name__).warning("the progress display did not end cleanly: %r", error)
+                log.warning("the progress display did not end cleanly: %r", error)
 
     def _show_phase(self, name: str, done: int, total: int, unit: str) -> None:
         self._phase = (name, done, total, unit)
@@ -222,10 +225,8 @@ class Progress:
         return "  ".join(parts)
 
     def _bars(self) -> Table:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(width=11)
-        table.add_column(width=9, justify="right")
-        table.add_column(width=min(44, max(10, self._console.width - 58)))
+        table = _grid()
+        table.add_column(width=min(44, max(10, self._console.width - 59)))
         table.add_column(no_wrap=True)
         elapsed = duration(time.monotonic() - self._started)
         table.add_row(
@@ -246,9 +247,7 @@ class Progress:
 
     def _figures(self) -> Table:
         m = self._metrics
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(width=11)
-        table.add_column(width=9, justify="right")
+        table = _grid()
         table.add_column(no_wrap=True, overflow="ellipsis")
         line = Text()
         if self._rollout_success:
@@ -259,13 +258,21 @@ class Progress:
         else:
             iteration, rate, count = self._val
             when = "before training" if iteration == 0 else f"after iteration {iteration}"
-            note = Text(f"evaluated {when} ({count} episodes)", "dim")
+            note = Text(f"evaluated {when} ({counted(count, 'episode')})", "dim")
             table.add_row("", Text(f"{rate:.1%}", "bold green"), note)
         details = Text()
         details.append("KL ", "dim").append(_figure(m.get("train/approx_kl"), "{:.4f}"))
         details.append("    ").append(_figure(_speed(m), "{:,.0f}")).append(" env steps/s", "dim")
         table.add_row("  return", _figure(m.get("rollout/mean_return"), "{:.3f}"), details)
         return table
+
+
+def _grid() -> Table:
+    """A table whose first two columns, labels and numbers, are as wide as the longest ones, and never cut."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=len("  evaluation"), no_wrap=True)
+    table.add_column(min_width=9, justify="right", no_wrap=True)
+    return table
 
 
 def _bar(done: int, total: int, color: str) -> ProgressBar:

@@ -311,9 +311,11 @@ class RunDirectory:
                 kept = (row for row in read_jsonl(path) if is_kept(row))
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def log_to_file(self, logger: str = "vlarl", level: int = logging.INFO) -> AbstractContextManager[Path]:
+    def log_to_file(
+        self, logger: str = "vlarl", level: int = logging.INFO, is_shown: bool = False
+    ) -> AbstractContextManager[Path]:
         """Send a logger's records, and Python's warnings, to logs/train.log while the block runs."""
-        return log_to_file(self.log_file, logger, level)
+        return log_to_file(self.log_file, logger, level, is_shown)
 
 
 LATEST_TIME = 1e11  # unix time of any status

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
+from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import ModelConfig
 from vlarl.config.training_data import TrainingData
 from vlarl.errors import UsageError
@@ -39,7 +40,9 @@ def load_policy(
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     base: str | None = None,
 ) -> OpenVLAPolicy:
-    """Load a checkpoint or adapter folder, a built-in or fresh model, or a hub id; what is None is the checkpoint's.
+    """Load a checkpoint or adapter folder, a run, a built-in or fresh model, or a hub id; None: the checkpoint's.
+
+    A run's name or folder means its `checkpoints/final`, or its newest checkpoint if there is no final.
 
     `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
     section `policy` in docs/configuration.md.
@@ -47,6 +50,8 @@ def load_policy(
     is_fresh = str(path) in FRESH
     if is_fresh:
         path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
+    path = locate_checkpoint(path).path
+    base = None if base is None else locate_checkpoint(base).path
     try:
         policy = read_policy(
             path,

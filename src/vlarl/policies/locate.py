@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.presets import presets_of
+from vlarl.config.run_checkpoints import ACCEPTED, locate_checkpoint, refuse_unknown
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
@@ -35,12 +36,14 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder behind a built-in name, a path or a hub id, which is downloaded into the hub's cache."""
+    """The folder behind a built-in name, a path, a run or a hub id, which is downloaded into the hub's cache."""
+    path = locate_checkpoint(path).path
     if str(path) in BUILTIN:
         return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
     folder = Path(path).expanduser()
     if not folder.is_dir():
         hub_id = HUB_ID.fullmatch(str(path))
+        refuse_unknown(str(path))
         if hub_id is None or _looks_local(str(path), hub_id):
             raise _not_a_checkpoint(path, "there is no such folder")
         folder = _download(hub_id["repo"], hub_id["revision"])
@@ -69,10 +72,7 @@ def _not_a_checkpoint(path: str | Path, reason: str) -> UsageError:
     if run in presets_of(FinetuneConfig):
         command = f"vlarl finetune {run} --run.name {run}"
         return UsageError(f"{path} is not a checkpoint: {reason}. It is what the preset {run} makes; run: {command}")
-    return UsageError(
-        f"{path} is not a checkpoint: {reason}. Give a checkpoint folder, such as runs/<name>/checkpoints/final, "
-        f"a hub id, such as openvla/openvla-7b or openvla/openvla-7b@main, or one of {', '.join(BUILTIN)}."
-    )
+    return UsageError(f"{path} is not a checkpoint: {reason}. Give {ACCEPTED}.")
 
 
 def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:

@@ -125,10 +125,11 @@ class SafeReward(Reward):
     def _stop_if_too_many(self, last: Trajectory) -> None:
         """Also before all are scored: a service that is down need not be waited for to the end."""
         if self._judged >= HANDFUL and self._failed > self.max_failure_rate * self._judged:
+            cause = str(last.reward_error).rstrip(".")  # a sentence of its own, mostly
             raise RewardFailureError(
                 f"the reward failed on {self._failed} of {self._judged} episodes, more than reward.max_failure_rate = "
-                f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {last.reward_error}. The log "
-                "has the traceback of each. Fix the reward, or raise reward.max_failure_rate, and resume."
+                f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {cause}. The log has the "
+                "traceback of each. Fix the reward, or raise reward.max_failure_rate, and resume."
             )
 
     def _stop_if_it_hangs(self, last: Trajectory, error: RewardTimeoutError) -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from vlarl.config.words import counted
 from vlarl.envs.base import EnvPool, fitting
 from vlarl.errors import VlarlError
 from vlarl.observability.log_file import current_log_file
@@ -164,7 +165,7 @@ class Collector:
         """Put an episode whose simulator failed back in front of the others; False once it was tried often enough."""
         started, decisions = episode.started, len(episode.transitions)
         again = started.attempt < self.retries
-        fate = "it is run again" if again else f"given up after {started.attempt + 1} attempts"
+        fate = "it is run again" if again else f"given up after {counted(started.attempt + 1, 'attempt')}"
         log.warning("episode %s failed after %d decisions, %s: %s", started.task.episode_id, decisions, fate, error)
         if again:
             waiting.appendleft(replace(started, attempt=started.attempt + 1))

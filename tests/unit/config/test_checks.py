@@ -58,13 +58,13 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"optim__minibatches": 7},
-            "optim.minibatches = 7: 192 episodes an iteration (rollout.num_groups 24 x rollout.group_size 8) can't be "
-            "dealt out evenly; use 4 or 6 or 8 minibatches",
+            "optim.minibatches = 7: 192 episodes per iteration (rollout.num_groups 24 x rollout.group_size 8) can't be "
+            "divided evenly; use 4 or 6 or 8 minibatches",
         ),
         (
             {"optim__minibatches": 500},
-            "optim.minibatches = 500: 192 episodes an iteration (rollout.num_groups 24 x rollout.group_size 8) can't be "
-            "dealt out evenly; use 64 or 96 or 192 minibatches",
+            "optim.minibatches = 500: 192 episodes per iteration (rollout.num_groups 24 x rollout.group_size 8) can't be "
+            "divided evenly; use 64 or 96 or 192 minibatches",
         ),
         ({"env__task_ids": [3, 1, 3]}, "env.task_ids = [3, 1, 3]: task 3 given more than once; name each task once"),
         ({"env__task_ids": [10]}, "env.task_ids = [10]: no task 10; the suite has tasks 0 to 9"),

@@ -42,8 +42,8 @@ SIZES = {"run.iterations": 20, "rollout.num_groups": 24, "rollout.group_size": 8
         ),
         (
             {"optim.rollouts_per_update": 2, "optim.minibatches": 7},
-            "optim.minibatches = 7: 384 episodes an update (rollout.num_groups 24 x rollout.group_size 8 x "
-            "optim.rollouts_per_update 2) can't be dealt out evenly; use 4 or 6 or 8 minibatches",
+            "optim.minibatches = 7: 384 episodes per update (rollout.num_groups 24 x rollout.group_size 8 x "
+            "optim.rollouts_per_update 2) can't be divided evenly; use 4 or 6 or 8 minibatches",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_is_not_known_is_said():
 
 def test_states_that_were_trained_on_are_counted():
     (warning,) = state_warnings(trained(), "s", None, EPISODES)
-    assert warning.startswith("1 of 4 episodes begin from initial states that this checkpoint was trained on")
+    assert warning.startswith("1 of 4 episodes begins from initial states that this checkpoint was trained on")
     (warning,) = state_warnings(trained(task_ids=None), "s", None, EPISODES)
     assert warning.startswith("2 of 4 episodes begin")
 

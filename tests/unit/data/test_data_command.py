@@ -81,7 +81,7 @@ def test_inspecting_golden_data(tmp_path, capsys):
     text = capsys.readouterr().out
     for line in (
         "episodes:  8, of which 8 end at their goal; 2 shards",
-        "steps:     126, 12 to 22 an episode",
+        "steps:     126, 12 to 22 per episode",
         "  steps/observation/image        image uint8 [128 x 128 x 3]",
         "      3 x  open the middle drawer of the cabinet",
         f"contact sheet: {tmp_path}/sheet.png",

@@ -1,9 +1,11 @@
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from vlarl.observability.clock import duration, duration_in_words
+from vlarl.observability.log_file import log_to_file
 from vlarl.observability.progress import Progress, sparkline
 
 METRICS = {
@@ -71,6 +73,32 @@ def test_a_closed_terminal_does_not_stop_training(is_terminal: bool) -> None:
         progress.iteration(1, METRICS)
         progress.note("still here")
         progress.iteration(2, METRICS)
+
+
+@pytest.mark.parametrize("console", [_plain()[0], Console(file=ClosedPipe(), force_terminal=False), None])
+def test_every_line_is_in_the_log(tmp_path: Path, console: Console | None) -> None:
+    """Also of a live display, and when nobody can see the display any more."""
+    if console is None:
+        console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
+    with log_to_file(tmp_path / "log"), Progress(2, console) as progress:
+        progress.evaluation(0, 0.485, 1)
+        progress.iteration(1, METRICS)
+        progress.note("saved")
+        progress.training(2, {"train/loss": 0.5, "perf/train_samples_per_s": 10.0})
+    lines = [line.partition("progress: ")[2] for line in (tmp_path / "log").read_text().splitlines()]
+    lines = [line for line in lines if not line.startswith("the progress display stopped")]
+    assert lines[0] == "evaluation before training: success 48.5% of 1 episode"
+    assert lines[1].startswith("iteration 1/2  success  71.4%  val  48.5%")
+    assert lines[2] == "saved" and lines[3].startswith("step 2/2  loss 0.5000")
+
+
+def test_no_label_of_the_live_display_is_cut() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=100)
+    progress = Progress(20, console)
+    progress.evaluating(12_345, 23_456)
+    console.print(progress.render())
+    assert "  evaluation " in text.getvalue() and "12345/23456" in text.getvalue()
 
 
 def test_sparkline_scales_zero_to_one() -> None:

@@ -11,6 +11,7 @@ from vlarl.errors import UsageError
 from vlarl.observability.report import curve_svg, write_comparison, write_curve, write_report
 from vlarl.observability.report.charts import Line, number, thin, ticks
 from vlarl.observability.report.data import Score, load_run
+from vlarl.observability.report.style import CSS
 from vlarl.observability.run_dir import RunDirectory
 
 MakeRun = Callable[..., RunDirectory]
@@ -55,6 +56,20 @@ def test_the_report_needs_nothing_beside_it(make_run: MakeRun) -> None:
     assert re.findall(r'src="([^"]*)"', without_data) == [""] * 4
 
 
+def test_controls_of_a_video_lie_beneath_its_caption(make_run: MakeRun) -> None:
+    """Its box is as high as the video, and by the controls higher."""
+    html = write_report(make_run().path).read_text()
+    assert re.findall(r'<div class="frame" style="--height:([\d.]+)%"><video controls', html) == ["123.8"] * 4
+    assert ".frame { position: relative; padding-bottom: calc(var(--height) + 64px); }" in CSS
+    assert "object-position: top" in CSS
+
+
+def test_on_a_telephone_the_cells_of_a_row_stack() -> None:
+    narrow = CSS[CSS.index("@media (max-width: 720px)") : CSS.index("@media print")]
+    assert "thead { display: none; }" in narrow and "tr { display: grid;" in narrow
+    assert "td.bars { grid-column: 1 / -1;" in narrow
+
+
 def test_per_task_success_before_and_after(make_run: MakeRun) -> None:
     data = load_run(make_run(videos=0).path)
     assert data.first is not None and data.last is not None
@@ -67,7 +82,6 @@ def test_per_task_success_before_and_after(make_run: MakeRun) -> None:
 def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
     run = make_run(videos=0)
     assert "Curriculum" not in _text(write_report(run.path).read_text()), "a run that has none"
-    run.config_file.write_text("curriculum:\n  mode: adaptive\n")
     rows = [
         {
             "curriculum/task_01_success": 0.25,
@@ -85,11 +99,16 @@ def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
         file.writelines(json.dumps({"iteration": 21 + n} | row) + "\n" for n, row in enumerate(rows))
     with run.episodes_file.open("a") as file:
         file.writelines(json.dumps({"iteration": 21, "phase": "rollout", "task_id": t}) + "\n" for t in (1, 1, 1, 7))
+    run.config_file.write_text("curriculum:\n  mode: uniform\n")
+    assert "<h2>Curriculum</h2>" not in write_report(run.path).read_text(), "all tasks are sampled alike"
+    run.config_file.write_text("curriculum:\n  mode: adaptive\n")
     html = write_report(run.path).read_text()
-    section = html[html.index("<h2>Curriculum</h2>") : html.index("<h2>Episodes</h2>")]
+    order = [html.index(f"<h2>{title}</h2>") for title in ("Learning", "Tasks", "Episodes", "Curriculum", "Going on")]
+    assert order == sorted(order), "videos come before the curriculum"
+    section = html[html.index("<h2>Curriculum</h2>") : html.index("<h2>Configuration</h2>")]
     assert "Sampling was adaptive" in section
     cells = re.findall(
-        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="share">([\d.]+%).*?class="share">([\d.]+%).*?"num">(\d+)<',
+        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="share">([\d.]+%).*?class="share">([\d.]+%).*?"num" data-name="episodes">(\d+)<',
         section,
     )
     assert cells == [
@@ -109,7 +128,7 @@ def test_an_interrupted_run_is_reported_as_what_it_is(make_run: MakeRun) -> None
     text = _text(write_report(run.path).read_text())
     assert "This run was interrupted at iteration 7 of 20." in text and "stopped by Ctrl-C" in text
     assert "(evaluated after iteration 5)" in text
-    assert "No episode was filmed" in text
+    assert "No video was recorded" in text
     assert f"vlarl train --resume {run.path}" in text
 
 
@@ -117,7 +136,7 @@ def test_a_run_that_never_left_its_first_evaluation(make_run: MakeRun) -> None:
     text = _text(write_report(make_run("failed", last=0, videos=1).path).read_text())
     assert "Greedy success before training is 48.5% on 200 episodes" in text
     assert "There is no evaluation after training yet." in text
-    assert "not filmed" in text
+    assert "no video" in text
 
 
 def test_a_run_with_nothing_but_a_configuration(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.config.words import counted
 from vlarl.envs.base import SingleEnv, StepOutcome
 from vlarl.envs.check.findings import Finding, Findings, Subject, breach, note, passed
 from vlarl.errors import UsageError
@@ -123,9 +124,9 @@ def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
 def _difference(ours: Sequence[_Moment], theirs: Sequence[_Moment]) -> str | None:
     """The first thing that two episodes don't share, in words."""
     for a, b in zip(ours, theirs, strict=False):
-        after = f"after {a.num_steps} steps"
+        after = f"after {counted(a.num_steps, 'step')}"
         if a.num_steps != b.num_steps:
-            return f"one ended after {min(a.num_steps, b.num_steps)} steps, the other did not"
+            return f"one ended after {counted(min(a.num_steps, b.num_steps), 'step')}, the other did not"
         if not _same(a.proprio, b.proprio):
             with np.errstate(invalid="ignore"):
                 distance = np.nanmax(np.abs(a.proprio - b.proprio))
@@ -152,7 +153,7 @@ def replay(subject: Subject) -> Findings:
     if difference := _difference(first, _play(env, task, actions)):
         yield breach(f"replay: after an episode of another state it is not the same: {difference}", remedy)
         return
-    yield passed(f"replay: the same {first[-1].num_steps} steps again, also after another episode")
+    yield passed(f"replay: the same {counted(first[-1].num_steps, 'step')} again, also after another episode")
     if subject.twin is None:
         return
     if difference := _difference(first, _play(subject.twin, task, actions)):
@@ -186,13 +187,14 @@ def ending(subject: Subject) -> Findings:
     env.reset(subject.task())
     taken = _run(env, subject.actions(limit))
     if taken[-1].truncated and len(taken) < limit:
-        yield note(f"ending: it stops by itself after {len(taken)} steps, before the limit of {limit} (env.max_steps)")
+        stops = f"it stops by itself after {counted(len(taken), 'step')}"
+        yield note(f"ending: {stops}, before the limit of {limit} (env.max_steps)")
     env.reset(subject.task())
     if env.step(subject.actions(1)[0]).truncated:
         remedy = "count the steps of each episode from its reset()"
         yield breach("ending: the episode after a reset is truncated in its first step", remedy)
     else:
-        yield passed(f"ending: {len(taken)} steps, and a new episode after them")
+        yield passed(f"ending: {counted(len(taken), 'step')}, and a new episode after them")
 
 
 def success(subject: Subject) -> Findings:
@@ -208,6 +210,6 @@ def success(subject: Subject) -> Findings:
         return
     for number in range(1, subject.spec.tasks[0].max_steps + 1):
         if subject.env.step(subject.expert.act()).success:
-            yield passed(f"success: the expert reached it in {number} steps")
+            yield passed(f"success: the expert reached it in {counted(number, 'step')}")
             return
     yield note(f"success: the expert did not reach it within {subject.spec.tasks[0].max_steps} steps")

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
+from vlarl.config.words import counted
 from vlarl.envs.check.findings import Findings, Subject, breach, note, passed
 
 
@@ -23,7 +24,7 @@ def suite(subject: Subject) -> Findings:
         if not task.instruction.strip():
             remedy = "say what is to be done, such as gym.instructions; it is all that a policy knows of its task"
             wrong.append(breach(f"suite: task {task.task_id} has no instruction", remedy))
-    states = f"{len(spec.train_states)} states to train on and {len(spec.eval_states)} to evaluate on"
+    states = f"{counted(len(spec.train_states), 'state')} to train on and {len(spec.eval_states)} to evaluate on"
     tasks = "one task" if len(spec.tasks) == 1 else f"{len(spec.tasks)} tasks"
     yield from wrong or [passed(f"suite: {tasks}, {states}")]
 

@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from vlarl.config.words import counted
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.files import write_atomically
 from vlarl.observability.report.data import Evaluation, RunData, Score, load_run
@@ -50,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
 def render(data: RunData) -> str:
     """The report as HTML."""
     state = str(data.status.get("state", "unknown"))
-    sections = (learning(data), tasks(data), curriculum(data), videos(data), configuration(data), commands(data))
+    sections = (learning(data), tasks(data), videos(data), curriculum(data), configuration(data), commands(data))
     return _PAGE.substitute(
         title=escape(f"{data.run.name} - vlarl report"),
         css=CSS,
@@ -104,9 +105,10 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
     broken = sum(before[key] and not after[key] for key in both)
     won = sum(before[key] for key in both)
     if broken > fixed:
-        return f" Of the {won} episodes that succeeded before, {broken} now fail; {fixed or 'none'} went the other way."
-    failed = len(both) - won
-    return f" Of the {failed} episodes that failed before, {fixed} now succeed; {broken or 'none'} went the other way."
+        turned, other = f"{counted(won, 'episode')} that succeeded before, {broken} now fail", fixed
+    else:
+        turned, other = f"{counted(len(both) - won, 'episode')} that failed before, {fixed} now succeed", broken
+    return f" Of the {turned}; {other or 'none'} went the other way."
 
 
 def _states(data: RunData) -> str:
@@ -145,7 +147,7 @@ def _notice(data: RunData, state: str) -> str:
 def _hero(data: RunData) -> str:
     shown = [("before", "before training", data.first)]
     if data.last is not None:
-        shown.append(("after", f"after {data.last.iteration} iterations", data.last))
+        shown.append(("after", f"after {counted(data.last.iteration, 'iteration')}", data.last))
     scores = [(kind, label, e.score) for kind, label, e in shown if e is not None]
     if not scores:
         return ""

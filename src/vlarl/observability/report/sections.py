@@ -15,13 +15,13 @@ _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
     ("Return", "rollout/mean_return", "mean of the training episodes"),
     ("Episode length", "rollout/mean_length", "environment steps"),
-    ("Entropy", "train/entropy", "nats a token; 0 explores no more"),
+    ("Entropy", "train/entropy", "nats per token; 0 explores no more"),
     ("Approximate KL", "train/approx_kl", "how far an update moved the policy"),
-    ("Clipped", "train/clipfrac", "share of tokens whose ratio was clipped"),
+    ("Clipped", "train/clipfrac", "fraction of tokens whose ratio was clipped"),
     ("Gradient norm", "train/grad_norm", "before clipping"),
     ("Value loss", "train/value_loss", "the critic's error"),
     ("Explained variance", "train/explained_variance", "of returns, by the critic; 1 is perfect"),
-    ("Speed", "rollout/env_steps_per_s", "environment steps a second"),
+    ("Speed", "rollout/env_steps_per_s", "environment steps per second"),
 )
 
 
@@ -47,7 +47,7 @@ def learning(data: RunData) -> str:
     return _section(
         "Learning",
         lead,
-        '<figure class="panel wide"><figcaption><b>Success</b><span>share of episodes that reach the goal</span>'
+        '<figure class="panel wide"><figcaption><b>Success</b><span>fraction of episodes that reach the goal</span>'
         '<span class="legend"><span><i class="main"></i>evaluation</span><span><i class="train"></i>training</span>'
         f'</span></figcaption>{main}</figure><div class="small">{small}</div>',
     )
@@ -89,15 +89,16 @@ def tasks(data: RunData) -> str:
 
 
 def curriculum(data: RunData) -> str:
-    """How well each task went in training and how often it was dealt out, at the end and over the iterations."""
+    """How well each task went in training and how often it was sampled; empty where all tasks are sampled alike."""
     known = data.curriculum_tasks
-    if not known:
+    mode = str(data.option("curriculum", "mode") or "uniform")
+    if not known or mode == "uniform":
         return ""
     instructions = data.instructions
     names = {task: escape(instructions.get(task, f"task {task}")) for task in known}
     rows = "".join(
         f'<tr><td class="id">{task}</td><td>{names[task]}</td><td class="bars">{_final_shares(data, task)}</td>'
-        f'<td class="num">{data.training_episodes.get(task, 0)}</td></tr>'
+        f'<td class="num" data-name="episodes">{data.training_episodes.get(task, 0)}</td></tr>'
         for task in known
     )
     charts = "".join(
@@ -105,10 +106,9 @@ def curriculum(data: RunData) -> str:
         f"{_curriculum_curve(data, task)}</figure>"
         for task in known
     )
-    mode = escape(str(data.option("curriculum", "mode") or "uniform"))
     lead = (
-        f"Sampling was {mode} (<code>curriculum.mode</code>). The moving success is that of training episodes; the "
-        "share is the task's part of the next iteration's groups."
+        f"Sampling was {escape(mode)} (<code>curriculum.mode</code>). The moving success is that of training episodes; "
+        "the share is the task's part of the next iteration's groups."
     )
     legend = (
         '<p class="legend above"><span><i class="main"></i>moving success</span>'
@@ -143,7 +143,7 @@ def videos(data: RunData) -> str:
     """Films before and after, side by side, as far as they fit into one page."""
     pairs = data.video_pairs()
     if not pairs:
-        return _section("Episodes", "No episode was filmed (<code>eval.videos</code>).", "")
+        return _section("Episodes", "No video was recorded (<code>eval.videos</code>).", "")
     instructions, used, left_out = data.instructions, 0, 0
     cards: list[str] = []
     for before, after in pairs:
@@ -222,12 +222,24 @@ def _change(before: Score | None, after: Score | None) -> str:
     return f'<span class="{kind}">{points:+.0f} points</span>' if kind != "same" else '<span class="same">0</span>'
 
 
+def _height(video: Video) -> float:
+    """Height of a video in percent of its width, by its track header; that of a square scene where there is none."""
+    content = video.path.read_bytes()
+    start = content.find(b"tkhd")
+    if start < 0:
+        return 124.0
+    end = start - 4 + int.from_bytes(content[start - 4 : start], "big")  # the size of the box is before its name
+    width, height = (int.from_bytes(content[end - at : end - at + 2], "big") for at in (8, 4))
+    return 100 * height / width if width and height else 124.0
+
+
 def _side(name: str, video: Video | None) -> str:
     if video is None:
-        return f'<div class="side"><span>{name}</span><div class="empty">not filmed</div></div>'
+        return f'<div class="side"><span>{name}</span><div class="empty">no video</div></div>'
     outcome = '<em class="up">success</em>' if video.success else '<em class="down">failure</em>'
     data = base64.b64encode(video.path.read_bytes()).decode("ascii")
     return (
-        f'<div class="side"><span>{name} {outcome}</span><video controls muted loop playsinline preload="metadata" '
-        f'src="data:video/mp4;base64,{data}"></video></div>'
+        f'<div class="side"><span>{name} {outcome}</span><div class="frame" style="--height:{_height(video):.1f}%">'
+        f'<video controls muted loop playsinline preload="metadata" src="data:video/mp4;base64,{data}"></video>'
+        "</div></div>"
     )

@@ -111,7 +111,12 @@ td.bars { width: 34%; min-width: 200px; }
 .pair p { font-size: 15px; margin: 0 0 10px; }
 .pair p span { color: var(--faint); font-size: 13px; white-space: nowrap; }
 .sides { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; }
-video { width: 100%; display: block; border-radius: 8px; background: #16181d; }
+/* The box is higher than the video, so that the player's controls lie beneath the caption and not over it. */
+.frame { position: relative; padding-bottom: calc(var(--height) + 64px); }
+.frame video {
+  position: absolute; inset: 0; width: 100%; height: 100%; object-fit: contain; object-position: top;
+  border-radius: 8px; background: #16181d;
+}
 .side span { display: flex; justify-content: space-between; font-size: 13px; color: var(--soft); margin-bottom: 5px; }
 .side .empty { font-size: 13px; padding: 28% 8px; text-align: center; border: 1px dashed var(--rule); }
 
@@ -130,7 +135,12 @@ footer { margin-top: 64px; color: var(--faint); font-size: 13px; border-top: 1px
   .on-wide { display: none; } .on-narrow { display: block; } .panel, .panel.wide { padding: 16px 14px 8px; }
   main { padding: 32px 16px 56px; }
   .hero { grid-template-columns: 1fr 1fr; padding: 20px; gap: 16px; } .hero .scale { grid-column: 1 / -1; }
-  .pairs { grid-template-columns: 1fr; }
+  .pairs { grid-template-columns: 1fr; } .facts { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  .scroll { overflow: visible; } thead { display: none; } table, tbody { display: block; }
+  tr { display: grid; grid-template-columns: auto 1fr auto; gap: 6px 12px; padding: 12px 0; }
+  tr { border-top: 1px solid var(--rule); } td { border: 0; padding: 0; }
+  td.id { width: auto; } td.bars { grid-column: 1 / -1; grid-row: 2; width: auto; min-width: 0; }
+  td.num[data-name]::after { content: " " attr(data-name); color: var(--faint); font-size: 12.5px; }
   .commands { grid-template-columns: 1fr; gap: 4px; } .commands dd { margin-bottom: 10px; }
 }
 @media print { .point { display: none; } body { background: #fff; } .panel, .pair { break-inside: avoid; } }

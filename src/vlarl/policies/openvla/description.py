@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.checkpoint import has_film_file, resolve_config
@@ -120,6 +121,7 @@ def describe_checkpoint(
     path: str | Path, decoder: DecoderName | None = None, num_images: int | None = None
 ) -> Description:
     """Describe a checkpoint or adapter folder, a built-in model or a hub id, read as `load_policy` would read it."""
+    path = locate_checkpoint(path).path
     folder = checkpoint_folder(path)
     adapter = _adapter(folder)
     base = folder if adapter is None else checkpoint_folder(adapter.base)

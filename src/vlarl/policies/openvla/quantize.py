@@ -6,6 +6,7 @@ LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) with its threshold for outli
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, Literal, cast
 
@@ -13,6 +14,10 @@ import torch
 from torch import nn
 
 from vlarl.errors import MissingExtraError
+
+# Where a CPU has bfloat16 instructions, bitsandbytes looks for a kernel to download and warns that there is none, as
+# soon as it is loaded; and peft loads it for every adapter. Nothing here needs that kernel.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 # The matrices that make up most of a model. Embeddings and lm_head stay as they are, and so do parts that never run.
 QUANTIZED = re.compile(

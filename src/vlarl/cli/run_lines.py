@@ -1,0 +1,95 @@
+"""What `vlarl train` and `vlarl finetune` say of a run beside its progress. Nothing here loads torch."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.paths import brief
+from vlarl.config.run_checkpoints import RunProgress
+from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
+from vlarl.config.words import counted
+from vlarl.errors import UsageError
+from vlarl.observability.machine import may_have_gpu
+from vlarl.observability.run_dir import RunDirectory
+
+GLOSSARY = """\
+words:
+  decision   one call of the policy: images and an instruction in, a chunk of actions out
+  group      several episodes of one task from one initial state, which are compared with each other
+  engine     what runs the policy during rollouts: PyTorch, or vLLM (section vllm)
+  iteration  one round: a rollout of rollout.num_groups groups, an update of the policy, an evaluation if one is due"""
+
+
+def opening_line(config: Config | FinetuneConfig, folder: Path) -> str:
+    """The run, its policy, its tasks and its device in one line, before anything is loaded."""
+    if isinstance(config, Config):
+        what = f"suite {config.env.suite}"
+        is_here = config.distributed.backend == "local"
+    else:
+        demos = config.demos
+        what = f"demonstrations {brief(demos.path) if demos.path else 'of ' + _listed(demos.suites)}"
+        is_here = True
+    device = _device(config.run.device) if is_here else "those of a Ray cluster"
+    return f"run {brief(folder)}: policy {brief(config.policy.path)}, {what}, device {device}"
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda, if torch can use the GPU, else cpu" if may_have_gpu() else "cpu"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def not_checked(config: Config | FinetuneConfig) -> list[str]:
+    """What `--dry-run` takes for granted, and the command that looks at it."""
+    lines = []
+    if config.policy.path.partition(":")[0] not in ("builtin", "init"):
+        lines.append(f"the files of policy.path: vlarl doctor --model {shlex.quote(brief(config.policy.path))}")
+    if isinstance(config, Config):
+        sources = [name for name in (config.reward.source, *config.reward.sources) if ":" in name]
+        if sources:
+            lines.append(f"the code of the reward: {_listed(dict.fromkeys(sources))}")
+        facts = suite_facts(config.env, config.gym)
+        if config.env.suite == "gym":
+            lines.append("the environment: vlarl env check, with the same options")
+        elif facts is not None and facts.in_processes:
+            lines.append("the simulator: vlarl doctor")
+    elif config.demos.path:
+        lines.append(f"the files of demos.path: vlarl data inspect {shlex.quote(brief(config.demos.path))}")
+    return [*lines, "the device and its memory: vlarl doctor"]
+
+
+def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequence[str]) -> str:
+    """What to say of a run that has nothing left to do; UsageError where flags ask for what it would not do."""
+    shown, done, limit = brief(run), progress.iteration, config.run.iterations
+    if limit is not None and done >= limit:
+        than = "all of" if done == limit else "more than"
+        state = f"the run {shown} has done {counted(done, 'iteration')}, {than} run.iterations = {limit}"
+        option, more = "run.iterations", max(2 * limit, done + 1)
+    else:
+        state = f"the run {shown} has used up its {config.run.total_env_steps:,} environment steps"
+        option, more = "run.total_env_steps", 2 * progress.env_steps
+    go_on = f"vlarl train --resume {shlex.quote(shown)} --{option} {more}"
+    if flags:
+        raise UsageError(
+            f"{state}: nothing is left to do, so {_listed(flags)} would have no effect, and nothing was changed. To go "
+            f"on, ask for more: {go_on}"
+        )
+    return f"{state}: it is finished. To go on, ask for more: {go_on}"
+
+
+def log_lines(run: RunDirectory, lines: Sequence[str]) -> None:
+    """Write lines that were printed after the end of a run to its log."""
+    if not run.logs.is_dir():
+        return
+    with run.log_to_file():
+        for line in lines:
+            logging.getLogger(__name__).info("%s", line)
