@@ -44,7 +44,7 @@ RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weight
 
 
 WITH_NAME = {
-    "--resume": ("resume", "the name or folder of a run"),
+    "--resume": ("resume", "the name or folder of a run, or a checkpoint in it"),
     "--from": ("start", "the name of a checkpoint of the run, such as step_000002"),
 }
 """Flags of `train` that a name follows: the field of the request, and what it is."""

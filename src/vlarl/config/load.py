@@ -78,6 +78,7 @@ def load_config(
     config, problems = _validated(data, schema, document, flags)
     problems = [*document.problems, *flags.problems, *stray, *problems]
     if config is not None:
+        config = located(with_located(config)) if isinstance(config, Config) else located(with_located(config))
         wrong = {path for problem in problems for path in problem.paths}
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
         told = {path for problem in problems for path in problem.paths}
@@ -87,7 +88,7 @@ def load_config(
         raise ConfigError(problems)
     if not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
-    return located(with_located(config)) if isinstance(config, Config) else located(with_located(config))
+    return config
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:

@@ -115,7 +115,8 @@ def test_a_run_that_is_deleted_between_listing_and_looking_does_not_fail_the_lis
 @pytest.mark.parametrize("option", ["policy.path", "policy.base", "lora.adapter"])
 def test_a_configuration_holds_the_checkpoint_of_a_run_that_it_names(run, option):
     final = save(run, "final", 5, "adapter_config.json")
-    given = {option: "mine"} | ({"lora.enabled": True} if option == "lora.adapter" else {})
+    needed = {"lora.adapter": {"lora.enabled": True}, "policy.base": {"policy.path": "mine"}}
+    given = {option: "mine"} | needed.get(option, {})
     section, _, field = option.partition(".")
     assert getattr(getattr(load_config(overrides=given), section), field) == str(final)
 

@@ -5,8 +5,6 @@ import threading
 
 import pytest
 
-pytest.importorskip("ray")
-
 from vlarl.distributed.address import SETTINGS, check_answers
 from vlarl.errors import UsageError
 

@@ -4,10 +4,7 @@ import os
 import subprocess
 import sys
 
-import pytest
 from fakes.processes import MODULES
-
-pytest.importorskip("mujoco")
 
 UNSTABLE = """
 import logging, os, sys
