@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vlarl.algorithms import build_algorithm
+from vlarl.callbacks import Callbacks
 from vlarl.config.checks import check
 from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
@@ -76,7 +77,11 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     return parts
 
 
-def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
+def open_run(
+    config: Config,
+    resume: Path | None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+) -> tuple[Parts, Session]:
     """The parts of a run and its session: a new one, or one that goes on from its newest checkpoint."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
@@ -103,4 +108,5 @@ def open_run(config: Config, resume: Path | None) -> tuple[Parts, Session]:
         publish_weights(parts.learner, parts.engine)
         write_atomically(directory.config_file, to_yaml(config))
         stack.pop_all()
-    return parts, Session(config, directory, parts.learner, store, state, lock, trace, created=resume is None)
+    created = resume is None
+    return parts, Session(config, directory, parts.learner, store, state, lock, trace, created, callbacks)

@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
+from vlarl.callbacks import Callbacks
 from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
@@ -27,7 +28,7 @@ from vlarl.observability.clock import Stopwatch
 from vlarl.parts import Parts
 from vlarl.rewards.safe import RewardFailureError
 from vlarl.rollout.selection import GroupSelection
-from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
+from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
 from vlarl.session import RunSummary, Session
 from vlarl.training.batching import build_batch
 from vlarl.training.reference import reference_kl
@@ -35,9 +36,13 @@ from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
-def train(config: Config, resume: Path | None = None) -> RunSummary:
+def train(
+    config: Config,
+    resume: Path | None = None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+) -> RunSummary:
     """Improve a policy as configured; `resume` is the directory of an earlier run to go on with."""
-    parts, session = open_run(config, resume)
+    parts, session = open_run(config, resume, callbacks)
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
@@ -87,7 +92,8 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
         num_missing = selection.add(group_up(fresh), len(tasks))
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
     parts.sampler.report_results(trajectories)
-    metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | selection.metrics() | parts.sampler.metrics()
+    metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | reward_part_metrics(trajectories)
+    metrics |= selection.metrics() | parts.sampler.metrics()
     return Rollout(
         iteration=iteration,
         trajectories=tuple(trajectories),
@@ -174,7 +180,7 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
 
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
-    """Measure success on initial states that training never sees."""
+    """Measure success, and the configured reward, on initial states that training never sees."""
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         result = evaluate_policy(
             parts.collector,
@@ -182,5 +188,16 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
             session.config.eval.temperature,
             num_filmed=session.films_due,
             on_episode=lambda done: session.progress.evaluating(done, len(parts.eval_tasks)),
+            score=lambda trajectories: score_evaluated(parts, session, trajectories),
+            keep_images=parts.reward.reads_images,
         )
         return session.record_evaluation(result)
+
+
+def score_evaluated(parts: Parts, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Apply the configured reward to evaluated episodes; one that fails too often ends the run here, too."""
+    try:
+        return parts.reward.score_all(trajectories)
+    except RewardFailureError as error:
+        after = f"evaluation after iteration {session.state.iteration}"
+        raise VlarlError(f"{after}: {error} Fix the reward, or raise reward.max_failure_rate, and resume.") from error

@@ -13,12 +13,13 @@ import pytest
 from fakes.eval_records import SETTINGS, episode
 
 import vlarl.evaluation
+from vlarl.api import evaluate
 from vlarl.config import load_config, to_yaml
 from vlarl.config.eval_request import eval_request
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
-from vlarl.evaluation import EvalLedger, evaluate, evaluate_policy, fingerprint, run_evaluation, spread
+from vlarl.evaluation import EvalLedger, evaluate_policy, fingerprint, run_evaluation, spread
 from vlarl.observability.eval_dir import read_record
 from vlarl.policies import checkpoint_folder
 from vlarl.rollout.collector import Episode
@@ -134,16 +135,18 @@ BUILTIN = "builtin:tiny-oft"  # turns the stove on (task 3), and can't put the b
 
 
 def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
-    told: list[tuple[int, int]] = []
-    settings = {"suite": "tabletop_goal", "task_ids": [3, 0], "states_per_task": 2, "device": "cpu"}
-    result = evaluate(BUILTIN, **settings, out=tmp_path / "x", videos=1, on_result=lambda e, *n: told.append(n))
+    told: list[tuple[str, str]] = []
+    settings = {"suite": "tabletop_goal", "tasks": [3, 0], "episodes": 2, "device": "cpu"}
+    result = evaluate(
+        BUILTIN, **settings, out=tmp_path / "x", videos=1, on_episode=lambda e: told.append((e.phase, e.result.outcome))
+    )
     assert [(e.task.task_id, e.task.init_state, e.outcome, e.length) for e in result.episodes] == [
         (3, 30, "success", 7),
         (3, 31, "success", 7),
         (0, 30, "failure", 32),
         (0, 31, "failure", 32),
     ]
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert sorted(told) == [("eval", "failure")] * 2 + [("eval", "success")] * 2
     record = read_record(tmp_path / "x")
     assert sorted(record.result.episodes, key=result.episodes.index) == list(result.episodes)
     kept = record.settings

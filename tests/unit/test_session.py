@@ -106,6 +106,7 @@ def test_an_evaluation_leaves_crashes_out_of_its_rates(tmp_path, capsys):
             "val/mean_reward": 0.5,
             "val/mean_length": 6.0,
             "val/crashed": 1.0,
+            "val/reward_failures": 0.0,
         }
     rows = [json.loads(line) for line in run.directory.episodes_file.read_text().splitlines()]
     assert [(r["iteration"], r["phase"], r["policy_version"], r["status"]) for r in rows] == [

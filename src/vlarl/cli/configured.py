@@ -72,7 +72,7 @@ def train(arguments: Sequence[str], run_training: Callable[[Config, Path | None]
         return 0
     run_dir: Path | None = None
     if request.resume is not None:
-        config, run_dir = _resumed(request)
+        config, run_dir = resumed_run(request)
     else:
         config = load_config(request.source, request.flags)
     if request.dry_run:
@@ -134,7 +134,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
     return replace(request, source=sources[0] if sources else None, flags=flags)
 
 
-def _resumed(request: Request) -> tuple[Config, Path]:
+def resumed_run(request: Request) -> tuple[Config, Path]:
     """The configuration of the run to go on with, changed by the flags, and its folder."""
     assert request.resume is not None
     folder = find_run(request.resume, str(request.flags.values.get("run.root", Config().run.root)))

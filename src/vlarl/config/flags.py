@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from vlarl.config.callables import GivenCallable, named
 from vlarl.config.describe import Option, options
 from vlarl.config.problems import Problem, nearest
 from vlarl.config.schema import Section
@@ -108,6 +109,7 @@ class Flags:
     spelled: dict[str, str] = field(default_factory=dict)  # dotted path -> the flag as written
     positionals: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    given: dict[str, dict[str, GivenCallable]] = field(default_factory=dict)  # section -> callables by their names
 
     def set(self, option: Option, spelled: str, value: object) -> None:
         """Give an option its value; the last flag wins."""
@@ -148,11 +150,13 @@ def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
 
 
 def from_mapping(overrides: Mapping[str, object]) -> Flags:
-    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`."""
+    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`; a callable is kept beside its name."""
     flags = Flags()
     for key, value in overrides.items():
         entries = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
-        flags.values.update({path: as_tuples(item) for path, item in entries.items()})
+        for path, item in entries.items():
+            given = flags.given.setdefault(path.partition(".")[0], {})
+            flags.values[path] = as_tuples(named(item, given))
     return flags
 
 

@@ -18,6 +18,7 @@ from vlarl.config.presets import find_source
 from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.schema import Config
 from vlarl.config.yaml_source import Document, describe_value, read_document
+from vlarl.errors import UsageError
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
 Tree = dict[str, Any]
@@ -28,30 +29,38 @@ COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "fi
 
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[Config] = Config
+    source: str | Path | Config | None = None, overrides: Overrides = (), *, schema: type[Config] = Config
 ) -> Config: ...
 @overload
 def load_config(
-    source: str | Path | None = None, overrides: Overrides = (), *, schema: type[FinetuneConfig]
+    source: str | Path | FinetuneConfig | None = None, overrides: Overrides = (), *, schema: type[FinetuneConfig]
 ) -> FinetuneConfig: ...
 
 
 def load_config(
-    source: str | Path | None = None,
+    source: str | Path | Config | FinetuneConfig | None = None,
     overrides: Overrides = (),
     *,
     schema: type[Config] | type[FinetuneConfig] = Config,
 ) -> Config | FinetuneConfig:
     """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
 
-    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work.
+    A configuration can be given in place of a file. Raises ConfigError with all problems: unknown names, wrong values,
+    combinations that can't work.
+
+    >>> config = load_config("tabletop_grpo", {"run.seed": 1, "optim.lr": 1e-4})
+    >>> config.run.seed, config.optim.lr
+    (1, 0.0001)
     """
-    document = read_document(find_source(source))
+    base = source if isinstance(source, schema) else schema()
+    document = Document("", {}) if isinstance(source, schema) else read_document(find_source(_path_of(source)))
     _refuse_other_kind(document, schema)
-    flags = _as_flags(overrides, schema)
+    flags = as_flags(overrides, schema)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
-    data = _merged(schema().model_dump(), document.data, flags.values)
+    data = _merged(base.model_dump(), document.data, flags.values)
     config, problems = _validated(data, schema, document, flags)
+    for section in schema.model_fields if config is not None else ():
+        getattr(config, section).given.update(getattr(base, section).given | flags.given.get(section, {}))
     problems = [*document.problems, *flags.problems, *stray, *problems]
     if config is not None:
         wrong = {path for problem in problems for path in problem.paths}
@@ -59,6 +68,15 @@ def load_config(
     if problems or config is None:
         raise ConfigError(problems)
     return config
+
+
+def _path_of(source: object) -> str | Path | None:
+    """The name of a preset or the path of a file; UsageError for any other object."""
+    if source is None or isinstance(source, str | Path):
+        return source
+    kind = type(source).__name__
+    remedy = "give the name of a preset, a YAML file, or what vlarl.load_config returns for this command"
+    raise UsageError(f"a configuration cannot be read from {kind}: {remedy}; options go into the second argument.")
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:
@@ -76,7 +94,8 @@ _Dumper.add_representer(
 _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", repr(value)))
 
 
-def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
+def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
+    """Overrides in any of their forms as flags."""
     if isinstance(overrides, Flags):
         return overrides
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)

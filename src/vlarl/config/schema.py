@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from vlarl.config.callables import GivenCallable
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -27,6 +29,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    _given: dict[str, GivenCallable] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, GivenCallable]:
+        """Callables that were given in Python, by the names that stand for them in this section."""
+        return self._given
 
 
 class PlaceConfig(Section):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vlarl.config.callables import find_given, is_given
 from vlarl.config.recipe import parse_rule
 from vlarl.config.schema import RewardConfig
 from vlarl.errors import UsageError
@@ -46,7 +47,9 @@ def build_bare_reward(config: RewardConfig, run: Surroundings) -> Reward:
 
 
 def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
-    """The named reward, or the user's own `module:function`."""
+    """The named reward, the user's own `module:function`, or the function that was given in Python."""
+    if is_given(source):
+        return FunctionReward(source, find_given("reward.source", source, config.given, "reward"))
     return REWARDS[source](config, run) if source in REWARDS else FunctionReward(source)
 
 

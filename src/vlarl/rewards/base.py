@@ -23,6 +23,7 @@ class Reward(ABC):
 
     env_reward: Literal["sparse", "dense"] = "sparse"  # what the environment itself is asked to pay
     batch_size: int = 1  # trajectories that are best scored at once
+    reads_images: bool = True  # whether it looks at what the cameras saw: evaluation keeps images only then
 
     @abstractmethod
     def score(self, trajectory: Trajectory) -> Trajectory:

@@ -1,4 +1,4 @@
-"""A user's own reward, named as `module:function`. The one place where a reward is found by an import path."""
+"""A user's own reward, given in Python or named as `module:function`: the one place where a reward is imported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from vlarl.types import Trajectory
 class FunctionReward(Reward):
     """Calls `function(trajectory) -> float` and pays the answer on the last executed step."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, function: Callable[[Trajectory], float] | None = None) -> None:
+        """`source` names the function in messages, and is imported where the function itself is not given."""
         self.source = source
-        self.function = import_function(source)
+        self.function = import_function(source) if function is None else function
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Pay what the user's function says the episode was worth."""

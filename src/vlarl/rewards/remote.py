@@ -45,6 +45,7 @@ class RemoteReward(ScoringReward):
         super().__init__(scoring, batch_size)
         self.url = url
         self.images = images
+        self.reads_images = images != "none"
         self.timeout_s = timeout_s
         self.retries = retries
         self.max_request_bytes = max_request_bytes

@@ -39,6 +39,7 @@ class SafeReward(Reward):
         self.max_failure_rate = max_failure_rate
         self.env_reward = reward.env_reward
         self.batch_size = reward.batch_size
+        self.reads_images = reward.reads_images
         self._judged = self._failed = 0  # since the share of failures was last looked at
 
     def score(self, trajectory: Trajectory) -> Trajectory:
