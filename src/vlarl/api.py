@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
+from vlarl.cli import limit_spinning
 from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
 from vlarl.cli.runs import find_checkpoint, run_of_checkpoint
 from vlarl.config.callables import refuse_unsendable
@@ -66,11 +67,12 @@ class UnknownArgumentError(UsageError, TypeError):
 
 
 def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, with a keyword that it does not have answered by the one that is meant."""
+    """The function as the command runs it, and a keyword that it does not have answered by the one that is meant."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        limit_spinning()
         for name in kwargs:
             if name not in known:
                 raise UnknownArgumentError(_unknown(function.__name__, name, known))

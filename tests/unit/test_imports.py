@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "parts": PARTS,
     "distributed": PARTS | {"parts"},
     "evaluation": PARTS | {"interrupt", "parts"},
-    "export": BASE | {"policies"},
+    "export": BASE | {"policies", "observability"},
     "launch": PARTS | {"interrupt", "session", "parts", "distributed", "callbacks"},
     "data": PARTS | {"interrupt", "parts"},
     "loop_async": {"types", "interrupt"},

@@ -153,7 +153,9 @@ def from_mapping(overrides: Mapping[str, object]) -> Flags:
     """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`; a callable is kept beside its name."""
     flags = Flags()
     for key, value in overrides.items():
-        entries = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+        # A section's options; gym.kwargs is an option itself, and a mapping.
+        nested = value if isinstance(value, Mapping) and "." not in key else None
+        entries = {key: value} if nested is None else {f"{key}.{k}": v for k, v in nested.items()}
         for path, item in entries.items():
             given = flags.given.setdefault(path.partition(".")[0], {})
             flags.values[path] = as_tuples(named(item, given))
