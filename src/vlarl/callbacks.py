@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vlarl.errors import VlarlError
+from vlarl.interrupt import Interrupted
 from vlarl.types import EpisodeResult, Trajectory
 
 
@@ -59,10 +60,9 @@ def _call(argument: str, function: Callable[..., object] | None, record: Iterati
         return
     try:
         function(record)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's code may raise anything, and must not end the process silently
+    except Interrupted:
+        raise  # Ctrl-C in a callback that trains or evaluates by itself
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise VlarlError(f"the callback {argument} ({_name(function)}) raised {_described(error)}.") from error
 
 

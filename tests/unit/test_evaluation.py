@@ -22,6 +22,7 @@ from vlarl.errors import UsageError
 from vlarl.evaluation import EvalLedger, evaluate_policy, fingerprint, run_evaluation, spread
 from vlarl.observability.eval_dir import read_record
 from vlarl.policies import checkpoint_folder
+from vlarl.rewards.base import pay_at_the_end
 from vlarl.rollout.collector import Episode
 from vlarl.types import EpisodeResult, EvalResult, Task
 
@@ -80,6 +81,26 @@ def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
     assert all(k.trajectory.final_observation.images.size == 0 for k in collector.kept)
     filmed = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, num_filmed=3)
     assert [len(e.frames) for e in filmed.episodes] == [2, 2, 2], "the loop films from what is returned"
+
+
+@pytest.mark.parametrize("keep_images", [False, True])
+def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory, keep_images):
+    calls, done = [], []
+
+    def score(trajectories):
+        assert len(done) == 3, "all episodes have ended"
+        calls.append([(t.task.task_id, t.final_observation.images.size > 0) for t in trajectories])
+        assert all((t.observation.images.size > 0) == keep_images for e in trajectories for t in e.transitions)
+        scored = [t if t.status == "crashed" else pay_at_the_end(t, 0.25 + t.task.task_id) for t in trajectories]
+        return [scored[0], replace(scored[1], status="reward_failed", reward_error="ValueError: no"), scored[2]]
+
+    result = evaluate_policy(
+        FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score, keep_images=keep_images
+    )
+    assert calls == [[(0, keep_images), (1, keep_images), (2, keep_images)]]
+    assert [e.episode_return for e in result.episodes[:2]] == [0.25, 1.25]
+    assert (result.mean_return, result.num_unscored, result.num_crashed) == (0.25, 1, 1)
+    assert (result.won, len(result.counted)) == (1, 2), "an episode without a reward still succeeds or fails"
 
 
 def test_films_are_spread_over_the_tasks():

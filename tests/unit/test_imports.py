@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "algorithms": BASE | {"policies"},  # the contract of policies/base.py
     "rollout": BASE | {"envs", "policies", "rewards", "observability"},
     "training": BASE | {"algorithms", "policies", "observability", "rollout"},
-    "callbacks": {"types", "errors"},
+    "callbacks": {"types", "errors", "interrupt"},
     "session": PARTS | {"interrupt", "callbacks"},
     "parts": PARTS,
     "distributed": PARTS | {"parts"},

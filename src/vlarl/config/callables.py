@@ -77,10 +77,10 @@ def is_given(name: str) -> bool:
 def find_given(option: str, name: str, given: dict[str, GivenCallable], argument: str) -> GivenCallable:
     """The callable that a name stands for; UsageError where the configuration was read from a file."""
     if name not in given:
+        evaluate = " or vlarl.evaluate(CHECKPOINT, env=...)" if argument == "env" else ""
         raise UsageError(
-            f"{option} = {name!r} was given as a callable in Python, and a file cannot hold it: give it again, as in "
-            f"vlarl.train(resume=RUN, {argument}=...) or vlarl.evaluate(CHECKPOINT, env=...), or name one that can be "
-            f"imported as module:function."
+            f"{option} = {name!r} was given as a callable in Python, which config.yaml cannot hold: give it again in "
+            f"Python, by vlarl.train(resume=RUN, {argument}=...){evaluate}; or set {option} to module:function."
         )
     return given[name]
 

@@ -87,7 +87,7 @@ def _introduction(source: Source) -> str:
     origin = origin or (f", trained from {_shown(source.base)}" if source.base else "")
     algorithm = source.run.option("algorithm", "name") if source.run else None
     how = f" by {str(algorithm).upper()}" if algorithm else ""
-    lines = [f"{kind}{origin}, made{how} with [vlarl](https://pypi.org/project/vlarl/) {__version__}."]
+    lines = [f"{kind}{origin}, made{how} with vlarl {__version__}."]
     if source.training is not None and source.training.runs:
         lines += ["", "Trained on:", "", *(f"* {_trained_on(run)}" for run in source.training.runs)]
     return "\n".join(lines)
@@ -179,7 +179,8 @@ def _loading(source: Source, repo_id: str) -> str:
             "import vlarl",
             "",
             f'policy = vlarl.load_policy("{repo_id}")',
-            "action = policy.predict_action(image, instruction)  # image [H, W, 3] uint8; one row per step of a chunk",
+            "# image: [H, W, 3] uint8; proprio: the robot's state, where the model reads it. One row per step.",
+            "action = policy.predict_action(image, instruction, proprio)",
             "```",
         ]
     )
