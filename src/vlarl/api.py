@@ -327,14 +327,16 @@ def _flags(overrides: Overrides, given: Mapping[str, object], schema: type[Confi
 
 
 def _callable(argument: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
-    if function is not None and not callable(function):
-        raise UsageError(f"{argument}: give a function that takes one record, not {type(function).__name__}")
+    given: object = function  # which may be anything, whatever the signature says
+    if given is not None and not callable(given):
+        raise UsageError(f"{argument}: give a function that takes one record, not {type(given).__name__}")
     return function
 
 
 def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory], float] | str:
-    if not isinstance(reward, str) and not callable(reward):
-        kind = type(reward).__name__
+    given: object = reward
+    if not isinstance(given, str) and not callable(given):
+        kind = type(given).__name__
         raise UsageError(f"reward: give a function that takes a Trajectory and returns a number, not {kind}")
     return reward
 
@@ -342,9 +344,10 @@ def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory
 def _env(env: Callable[..., Any] | str) -> Callable[..., Any] | str:
     if isinstance(env, str):
         return env
-    if not callable(env):
+    given: object = env
+    if not callable(given):
         raise UsageError(
-            f"env: give a function or class that makes the environment, not {type(env).__name__}: each process makes "
+            f"env: give a function or class that makes the environment, not {type(given).__name__}: each process makes "
             "its own"
         )
     refuse_unsendable("env", env)

@@ -197,7 +197,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
 def score_evaluated(parts: Parts, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Apply the configured reward to evaluated episodes; one that fails too often ends the run here, too."""
     try:
-        return parts.reward.score_all(trajectories)
+        return parts.reward.for_evaluation().score_all(trajectories)
     except RewardFailureError as error:
         after = f"evaluation after iteration {session.state.iteration}"
         raise VlarlError(f"{after}: {error} Fix the reward, or raise reward.max_failure_rate, and resume.") from error

@@ -232,6 +232,7 @@ def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(traject
     parts = SimpleNamespace(reward=SafeReward(reward))
     scored = score_evaluated(parts, SimpleNamespace(), [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
     assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
+    assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
 
 
 def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajectory):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects
 
 from vlarl.errors import UsageError
 from vlarl.policies.locate import HUB_ID, LOGIN
@@ -48,8 +48,7 @@ def push_folder(folder: Path, repo_id: str, private: bool, card: str | None = No
 def pushed_files(folder: Path) -> list[Path]:
     """The files of a folder that `push_folder` uploads."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    ignored = [*KEPT_BACK, *DEFAULT_IGNORE_PATTERNS]
-    return [files[name] for name in filter_repo_objects(files, ignore_patterns=ignored)]
+    return [path for name, path in files.items() if not any(fnmatch(name, pattern) for pattern in KEPT_BACK)]
 
 
 def check_folder(folder: Path) -> None:

@@ -63,13 +63,14 @@ class TensorBoardSink:
         """Add each video as an animated GIF under the tab Images; its own video format needs another package."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        writer: Any = self._writer.file_writer  # what SummaryWriter itself writes such summaries with
         with disk_errors(self._folder):
             for video in videos:
                 content, (width, height) = video.as_gif()
                 image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
                 name = f"val/videos/{_episode(video)}"
                 summary = Summary(value=[Summary.Value(tag=name, image=image)])
-                self._writer.file_writer.add_summary(summary, iteration)
+                writer.add_summary(summary, iteration)
 
     def close(self) -> None:
         """Flush and close."""

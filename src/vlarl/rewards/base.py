@@ -33,6 +33,10 @@ class Reward(ABC):
         """Several at once, in their order."""
         return [self.score(trajectory) for trajectory in trajectories]
 
+    def for_evaluation(self) -> Reward:
+        """The same reward for episodes that are not trained on."""
+        return self
+
     def move_to_cpu(self) -> bool:
         """Leave a device that failed; False when there is nothing to move."""
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,6 +62,12 @@ class SafeReward(Reward):
         if self._judged >= HANDFUL:
             self._judged = self._failed = 0
         return scored
+
+    def for_evaluation(self) -> SafeReward:
+        """The same reward, with failures counted apart from those of rollouts."""
+        other = copy.copy(self)
+        other._judged = other._failed = 0
+        return other
 
     def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:
         """A batch at once; where that fails, each by itself, so that only those at fault are lost."""
