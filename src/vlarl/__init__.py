@@ -1,7 +1,7 @@
 """vlarl: reinforcement learning for vision-language-action robot policies.
 
     import vlarl
-    summary = vlarl.train(vlarl.load_config("tabletop_grpo", {"run.seed": 1}))
+    summary = vlarl.train("tabletop_grpo", {"run.seed": 1})
     policy = vlarl.load_policy(summary.run_dir / "checkpoints" / "final")
 
 The names below load when they are first used, so that importing vlarl, as the command line does, costs nothing.
@@ -13,26 +13,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vlarl.api import compare as compare
+    from vlarl.api import evaluate as evaluate
+    from vlarl.api import finetune as finetune
+    from vlarl.api import train as train
+    from vlarl.callbacks import EpisodeRecord as EpisodeRecord
+    from vlarl.callbacks import IterationRecord as IterationRecord
     from vlarl.config.load import load_config as load_config
-    from vlarl.data.sft import finetune as finetune
-    from vlarl.evaluation import evaluate as evaluate
-    from vlarl.loop import train as train
+    from vlarl.config.schema import Config as Config
+    from vlarl.errors import VlarlError as VlarlError
     from vlarl.policies import load_policy as load_policy
+    from vlarl.types import Trajectory as Trajectory
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "vlarl.loop",
-    "evaluate": "vlarl.evaluation",
-    "finetune": "vlarl.data.sft",
+    "Config": "vlarl.config.schema",
+    "EpisodeRecord": "vlarl.callbacks",
+    "IterationRecord": "vlarl.callbacks",
+    "Trajectory": "vlarl.types",
+    "VlarlError": "vlarl.errors",
+    "compare": "vlarl.api",
+    "evaluate": "vlarl.api",
+    "finetune": "vlarl.api",
     "load_config": "vlarl.config.load",
     "load_policy": "vlarl.policies",
+    "train": "vlarl.api",
 }
 
-__all__ = ["__version__", "evaluate", "finetune", "load_config", "load_policy", "train"]
+__all__ = [
+    "Config",
+    "EpisodeRecord",
+    "IterationRecord",
+    "Trajectory",
+    "VlarlError",
+    "__version__",
+    "compare",
+    "evaluate",
+    "finetune",
+    "load_config",
+    "load_policy",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vlarl' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

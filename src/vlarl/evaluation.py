@@ -1,6 +1,6 @@
 """Evaluation: how often a policy succeeds on fixed initial states. Used by the loop, by `vlarl eval` and from Python.
 
-evaluate ──► run_evaluation ──► evaluate_policy ◄── loop
+api, cli ──► run_evaluation ──► evaluate_policy ◄── loop
               EvalLedger: every episode on disk as it ends
 """
 
@@ -16,11 +16,10 @@ from pathlib import Path
 from types import TracebackType
 
 from vlarl import __version__
-from vlarl.config.eval_request import EvalRequest, Videos, eval_request
+from vlarl.config.eval_request import EvalRequest, Videos
 from vlarl.config.known import GYM
-from vlarl.config.schema import PolicyConfig
 from vlarl.config.state_choice import state_warnings
-from vlarl.config.suites import StateProtocol, cameras_of, suite_facts
+from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
@@ -32,66 +31,19 @@ from vlarl.observability.machine import describe_machine
 from vlarl.parts import check_fit, choose_device
 from vlarl.parts import num_envs as configured_num_envs
 from vlarl.policies import checkpoint_folder, load_configured
-from vlarl.policies.locate import hub_training_data
 from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.engine import Engine
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.regression_engine import RegressionEngine
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.types import EpisodeResult, EvalResult, Task
+from vlarl.types import EpisodeResult, EvalResult, Observation, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
 
 OnResult = Callable[[EpisodeResult, int, int], None]
 """Told of an episode as soon as it ends, of how many have ended, and of how many there are."""
-
-
-def evaluate(
-    checkpoint: str | Path,
-    suite: str | None = None,
-    task_ids: Sequence[int] | None = None,
-    states_per_task: int | None = None,
-    temperature: float = 0.0,
-    num_envs: int | None = None,
-    videos: Videos = 0,
-    out: str | Path | None = None,
-    seed: int = 0,
-    device: str = "auto",
-    protocol: StateProtocol | None = None,
-    policy_config: PolicyConfig | None = None,
-    on_result: OnResult = lambda result, done, total: None,
-    trust: bool = False,
-) -> EvalResult:
-    """Evaluate a checkpoint on a suite; results, episodes and films go to the new folder `out`, if one is named.
-
-    What is None is taken from the run that the checkpoint belongs to, or from what it says that it was trained on.
-    Initial states that it was trained on are left out unless `protocol` is given. `policy_config` says how the
-    checkpoint is loaded; its path is not read. With its `actions` l1 the regression head acts. `trust` runs the code
-    that the configuration of another user's run names (docs/security.md).
-    """
-    named: dict[str, object] = {
-        "suite": suite,
-        "task_ids": None if task_ids is None else tuple(task_ids),
-        "num_envs": num_envs,
-        "protocol": protocol,
-    }
-    given = {f"env.{name}": value for name, value in named.items() if value is not None}
-    if policy_config is not None:
-        given |= {f"policy.{name}": value for name, value in policy_config.model_dump().items()}
-    request = eval_request(
-        checkpoint,
-        given,
-        training=hub_training_data(str(checkpoint)),
-        states_per_task=states_per_task,
-        temperature=temperature,
-        seed=seed,
-        videos=videos,
-        device=device,
-        trust=trust,
-    )
-    return run_evaluation(request, None if out is None else Path(out), on_result).result
 
 
 def run_evaluation(
@@ -135,26 +87,48 @@ def evaluate_policy(
     num_filmed: int = 0,
     on_episode: Callable[[int], None] = lambda done: None,
     on_result: Callable[[EpisodeResult], EpisodeResult] = lambda result: result,
+    score: Callable[[list[Trajectory]], list[Trajectory]] | None = None,
+    keep_images: bool = False,
 ) -> EvalResult:
     """Run every task once and film some of them, spread over the tasks.
 
     `on_result` is given each episode as soon as it ends, with its frames; what it returns is kept. `on_episode` is told
-    how many are done, and may raise to stop.
+    how many are done, and may raise to stop. `score` is called once, after all episodes: returns are by it then, and
+    not by the environment. It is given images only with `keep_images`, since those of hundreds of episodes take memory.
     """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
     results: dict[int, EpisodeResult] = {}
+    kept: dict[int, Trajectory] = {}
 
     def on_end(index: int, episode: Episode) -> Episode:
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
         told = seen[0] if seen else instructions[trajectory.task.task_id]
         results[index] = on_result(EpisodeResult.of(trajectory, told, episode.frames))
+        if score is not None:
+            kept[index] = trajectory if keep_images else without_images(trajectory)
         # The pictures of hundreds of episodes would fill the memory, and nobody trains on them.
-        last = replace(trajectory.final_observation, images=trajectory.final_observation.images[:0].copy())
-        return Episode(replace(trajectory, transitions=(), final_observation=last))
+        return Episode(replace(without_images(trajectory), transitions=()))
 
     collector.collect(tasks, temperature, spread(len(tasks), num_filmed), on_episode, on_end)
-    return EvalResult(tuple(results[index] for index in range(len(tasks))))
+    episodes = [results[index] for index in range(len(tasks))]
+    if score is not None:
+        scored = score([kept[index] for index in range(len(tasks))])
+        episodes = [
+            replace(episode, episode_return=by_reward.env_return, reward_error=by_reward.reward_error)
+            for episode, by_reward in zip(episodes, scored, strict=True)
+        ]
+    return EvalResult(tuple(episodes))
+
+
+def without_images(trajectory: Trajectory) -> Trajectory:
+    """The episode without what was seen, which takes most of its memory."""
+
+    def blank(observation: Observation) -> Observation:
+        return replace(observation, images=observation.images[:0].copy())
+
+    transitions = tuple(replace(t, observation=blank(t.observation)) for t in trajectory.transitions)
+    return replace(trajectory, transitions=transitions, final_observation=blank(trajectory.final_observation))
 
 
 def spread(num_tasks: int, num_filmed: int) -> frozenset[int]:

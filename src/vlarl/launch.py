@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from vlarl.algorithms import build_algorithm
+from vlarl.callbacks import Callbacks
 from vlarl.config.checks import check
 from vlarl.config.derive import default_run_name
 from vlarl.config.load import to_yaml
@@ -91,7 +92,12 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     return parts
 
 
-def open_run(config: Config, resume: Path | None, checkpoint: Path | None = None) -> tuple[Parts, Session]:
+def open_run(
+    config: Config,
+    resume: Path | None,
+    checkpoint: Path | None = None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+) -> tuple[Parts, Session]:
     """The parts of a run and its session: a new one, or one that goes on from a checkpoint, by default its newest."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
@@ -125,7 +131,18 @@ def open_run(config: Config, resume: Path | None, checkpoint: Path | None = None
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
     is_new = resume is None
-    return parts, Session(config, directory, parts.learner, store, state, lock, trace, created=is_new, opening=opening)
+    return parts, Session(
+        config,
+        directory,
+        parts.learner,
+        store,
+        state,
+        lock,
+        trace,
+        created=is_new,
+        opening=opening,
+        callbacks=callbacks,
+    )
 
 
 def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:

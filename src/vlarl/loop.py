@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
+from vlarl.callbacks import Callbacks
 from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
@@ -28,7 +29,7 @@ from vlarl.observability.clock import Stopwatch
 from vlarl.parts import Parts
 from vlarl.rewards.safe import RewardFailureError
 from vlarl.rollout.selection import GroupSelection
-from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
+from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
 from vlarl.session import RunSummary, Session
 from vlarl.training.batching import build_batch
 from vlarl.training.reference import reference_kl
@@ -36,12 +37,17 @@ from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
 
 
-def train(config: Config, resume: Path | None = None, checkpoint: Path | None = None) -> RunSummary:
+def train(
+    config: Config,
+    resume: Path | None = None,
+    checkpoint: Path | None = None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+) -> RunSummary:
     """Improve a policy as configured; `resume` is the folder of an earlier run to go on with, from a checkpoint of it.
 
     Without `checkpoint` that is the newest one; with it, later ones are set aside.
     """
-    parts, session = open_run(config, resume, checkpoint)
+    parts, session = open_run(config, resume, checkpoint, callbacks)
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
@@ -92,7 +98,8 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
     refuse_unscored(iteration, trajectories)
     parts.sampler.report_results(trajectories)
-    metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | selection.metrics() | parts.sampler.metrics()
+    metrics = rollout_metrics(trajectories, watch.seconds["rollout"]) | reward_part_metrics(trajectories)
+    metrics |= selection.metrics() | parts.sampler.metrics()
     return Rollout(
         iteration=iteration,
         trajectories=tuple(trajectories),
@@ -190,7 +197,7 @@ def estimate(parts: Parts, config: Config) -> list[Estimate]:
 
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
-    """Measure success on initial states that training never sees."""
+    """Measure success, and the configured reward, on initial states that training never sees."""
 
     def on_episode(done: int) -> None:
         session.guard.check()
@@ -203,5 +210,15 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
             session.config.eval.temperature,
             num_filmed=session.films_due,
             on_episode=on_episode,
+            score=lambda trajectories: score_evaluated(parts, session, trajectories),
+            keep_images=parts.reward.reads_images,
         )
         return session.record_evaluation(result)
+
+
+def score_evaluated(parts: Parts, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Apply the configured reward to evaluated episodes; one that fails too often ends the run here, too."""
+    try:
+        return parts.reward.for_evaluation().score_all(trajectories, session.guard.check)
+    except RewardFailureError as error:
+        raise VlarlError(f"evaluation after iteration {session.state.iteration}: {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
 from vlarl.config.schema import Config
@@ -37,7 +38,7 @@ from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.training.base import Store, Trainer
 from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
-from vlarl.types import EvalResult, Rollout, UpdateResult
+from vlarl.types import EpisodeResult, EvalResult, Rollout, UpdateResult
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Session:
         trace: NoTrace,
         created: bool = False,
         opening: Sequence[str] = (),
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
     ) -> None:
         """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
         it away again if it can't begin; `opening`: lines to show first."""
@@ -78,6 +80,7 @@ class Session:
         self.trace = trace
         self._created = created
         self._opening = opening
+        self.callbacks = callbacks
         self.directory = directory
         self.learner = learner
         self.state = state
@@ -300,6 +303,9 @@ class Session:
         if self.config.curriculum.persist:
             content = {"iteration": iteration, **rollout.curriculum}
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
+        for trajectory in trajectories:
+            told = EpisodeResult.of(trajectory, trajectory.final_observation.instruction)
+            self.callbacks.episode(EpisodeRecord(iteration, "rollout", told, trajectory))
         return rollout.metrics
 
     def start_update(self) -> None:
@@ -343,16 +349,22 @@ class Session:
         """
         iteration = self.state.iteration
         self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
-        self.recorder.film_episodes(iteration, result.episodes)
+        self.metrics.show(iteration, self.recorder.film_episodes(iteration, result.episodes))
+        for episode in result.episodes:
+            self.callbacks.episode(EpisodeRecord(iteration, "eval", replace(episode, frames=())))
         if result.num_crashed:
             of = counted(len(result.episodes), "evaluated episode")
             self.progress.note(f"{result.num_crashed} of {of} could not be run")
+        if result.num_unscored:
+            of = counted(len(result.counted), "evaluated episode")
+            self.progress.note(f"the reward failed on {result.num_unscored} of {of}")
         self.progress.evaluation(iteration, result.success_rate, len(result.counted))
         return {
             "val/success_rate": result.success_rate,
             "val/mean_reward": result.mean_return,
             "val/mean_length": result.mean_length,
             "val/crashed": float(result.num_crashed),
+            "val/reward_failures": float(result.num_unscored),
         }
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
@@ -376,6 +388,7 @@ class Session:
         elif interval > 0 and self._resumable.iteration // interval > self._saved // interval:
             self.save_checkpoint()
         self._write_status("running")
+        self.callbacks.iteration(IterationRecord(iteration, row, self.directory.path))
 
     def save_checkpoint(self) -> None:
         """Save a periodic checkpoint of where the last update left the run.

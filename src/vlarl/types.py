@@ -9,7 +9,7 @@ I images of an observation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,6 +149,7 @@ class Trajectory:
     policy_version: int  # of the weights that decided last
     status: EpisodeStatus = "ok"  # only what is ok is trained on
     reward_error: str | None = None  # why it could not be scored; its rewards are zero then
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: return by each, without weights
     redone: int = 0  # how often it had to be run again because its simulator died or hung
 
     @property
@@ -261,6 +262,7 @@ class EpisodeResult:
     frames: tuple[UInt8Array, ...] = field(default=(), repr=False, compare=False)
     status: EpisodeStatus = "ok"  # only what is ok is counted: a simulator that failed says nothing about the policy
     redone: int = 0  # how often it had to be run again because its simulator died or hung
+    reward_error: str | None = None  # why it could not be scored: it is left out of the mean return then
 
     @classmethod
     def of(cls, trajectory: Trajectory, instruction: str, frames: tuple[UInt8Array, ...] = ()) -> EpisodeResult:
@@ -274,6 +276,7 @@ class EpisodeResult:
             frames=frames,
             status=trajectory.status,
             redone=trajectory.redone,
+            reward_error=trajectory.reward_error,
         )
 
     @property
@@ -302,6 +305,11 @@ class EvalResult:
         return len(self.episodes) - len(self.counted)
 
     @property
+    def num_unscored(self) -> int:
+        """Episodes that the reward failed on."""
+        return sum(e.reward_error is not None for e in self.counted)
+
+    @property
     def won(self) -> int:
         """Episodes that reached the goal."""
         return sum(e.success for e in self.counted)
@@ -313,8 +321,8 @@ class EvalResult:
 
     @property
     def mean_return(self) -> float:
-        """Mean undiscounted return; NaN where no episode could be run."""
-        return _mean([e.episode_return for e in self.counted])
+        """Mean undiscounted return of the episodes that were scored; NaN where there is none."""
+        return _mean([e.episode_return for e in self.counted if e.reward_error is None])
 
     @property
     def mean_length(self) -> float:

@@ -107,7 +107,8 @@ def test_every_reward_trains(checkpoint, tmp_path, service, options):
     assert row["rollout/reward_failures"] == 0 and row["rollout/num_trajectories"] == 8
     assert row["train/optimizer_steps"] > 0
     if options[0] == "remote":
-        assert [len(request["episodes"]) for request in service.requests] == [3, 3, 2]
+        # Both evaluations are of two episodes.
+        assert [len(request["episodes"]) for request in service.requests] == [2, 3, 3, 2, 2]
         assert row["rollout/mean_return"] == row["rollout/mean_length"]
 
 

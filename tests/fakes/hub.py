@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
 WRITER = "hf_writer"  # a token that may write
 READER = "hf_reader"  # a token that may only read
 
@@ -76,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
             r"GET /api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)": self._tree,
             r"(GET|HEAD) /(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)": self._file,
             r"POST /api/repos/create": self._create,
+            r"POST /api/validate-yaml": self._validate,
             r"POST /api/models/(?P<repo>[^/]+/[^/]+)/preupload/main": self._preupload,
             r"POST /(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch": self._batch,
             r"PUT /blobs/(?P<oid>\w+)": self._blob,
@@ -128,6 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
         if not known:
             self.server_hub.repos[name] = Repo(private=asked.get("visibility") == "private")
         self._send(409 if known else 200, {"url": f"{self.server_hub.url}/{name}"})
+
+    def _validate(self, body: bytes) -> None:
+        """A card that begins with no mapping between two lines of dashes is refused."""
+        parts = json.loads(body)["content"].split("---\n")
+        is_card = len(parts) >= 3 and isinstance(yaml.safe_load(parts[1]), dict)
+        problems = [] if is_card else [{"message": "empty or missing yaml metadata in repo card"}]
+        self._send(200, {"errors": [], "warnings": problems})
 
     def _preupload(self, repo: Repo, body: bytes) -> None:
         def mode(path: str) -> str:

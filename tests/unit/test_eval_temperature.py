@@ -8,9 +8,9 @@ import pytest
 
 import vlarl.evaluation
 import vlarl.launch
+from vlarl.api import evaluate
 from vlarl.cli import main
 from vlarl.config import load_config
-from vlarl.evaluation import evaluate
 from vlarl.launch import open_run
 from vlarl.loop import collect
 from vlarl.loop import evaluate as evaluate_in_the_loop
@@ -77,5 +77,5 @@ def test_by_the_command(checkpoint, tmp_path, temperatures, flags, expected):
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 0.0), ({"temperature": 0.75}, 0.75)])
 def test_from_python(checkpoint: Path, temperatures, given, expected):
-    evaluate(checkpoint, task_ids=[0], states_per_task=1, device="cpu", **given)
+    evaluate(checkpoint, tasks=[0], episodes=1, device="cpu", **given)
     assert set(temperatures) == {expected}

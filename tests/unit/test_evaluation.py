@@ -13,14 +13,16 @@ import pytest
 from fakes.eval_records import SETTINGS, episode
 
 import vlarl.evaluation
+from vlarl.api import evaluate
 from vlarl.config import load_config, to_yaml
 from vlarl.config.eval_request import eval_request
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
-from vlarl.evaluation import EvalLedger, evaluate, evaluate_policy, fingerprint, run_evaluation, spread
+from vlarl.evaluation import EvalLedger, evaluate_policy, fingerprint, run_evaluation, spread
 from vlarl.observability.eval_dir import read_record
 from vlarl.policies import checkpoint_folder
+from vlarl.rewards.base import pay_at_the_end
 from vlarl.rollout.collector import Episode
 from vlarl.types import EpisodeResult, EvalResult, Task
 
@@ -81,6 +83,26 @@ def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
     assert [len(e.frames) for e in filmed.episodes] == [2, 2, 2], "the loop films from what is returned"
 
 
+@pytest.mark.parametrize("keep_images", [False, True])
+def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory, keep_images):
+    calls, done = [], []
+
+    def score(trajectories):
+        assert len(done) == 3, "all episodes have ended"
+        calls.append([(t.task.task_id, t.final_observation.images.size > 0) for t in trajectories])
+        assert all((t.observation.images.size > 0) == keep_images for e in trajectories for t in e.transitions)
+        scored = [t if t.status == "crashed" else pay_at_the_end(t, 0.25 + t.task.task_id) for t in trajectories]
+        return [scored[0], replace(scored[1], status="reward_failed", reward_error="ValueError: no"), scored[2]]
+
+    result = evaluate_policy(
+        FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score, keep_images=keep_images
+    )
+    assert calls == [[(0, keep_images), (1, keep_images), (2, keep_images)]]
+    assert [e.episode_return for e in result.episodes[:2]] == [0.25, 1.25]
+    assert (result.mean_return, result.num_unscored, result.num_crashed) == (0.25, 1, 1)
+    assert (result.won, len(result.counted)) == (1, 2), "an episode without a reward still succeeds or fails"
+
+
 def test_films_are_spread_over_the_tasks():
     assert spread(200, 4) == {0, 50, 100, 150} and spread(3, 99) == {0, 1, 2} and spread(3, 0) == frozenset()
 
@@ -134,16 +156,18 @@ BUILTIN = "builtin:tiny-oft"  # turns the stove on (task 3), and can't put the b
 
 
 def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
-    told: list[tuple[int, int]] = []
-    settings = {"suite": "tabletop_goal", "task_ids": [3, 0], "states_per_task": 2, "device": "cpu"}
-    result = evaluate(BUILTIN, **settings, out=tmp_path / "x", videos=1, on_result=lambda e, *n: told.append(n))
+    told: list[tuple[str, str]] = []
+    settings = {"suite": "tabletop_goal", "tasks": [3, 0], "episodes": 2, "device": "cpu"}
+    result = evaluate(
+        BUILTIN, **settings, out=tmp_path / "x", videos=1, on_episode=lambda e: told.append((e.phase, e.result.outcome))
+    )
     assert [(e.task.task_id, e.task.init_state, e.outcome, e.length) for e in result.episodes] == [
         (3, 30, "success", 7),
         (3, 31, "success", 7),
         (0, 30, "failure", 32),
         (0, 31, "failure", 32),
     ]
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert sorted(told) == [("eval", "failure")] * 2 + [("eval", "success")] * 2
     record = read_record(tmp_path / "x")
     assert sorted(record.result.episodes, key=result.episodes.index) == list(result.episodes)
     kept = record.settings

@@ -13,9 +13,11 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
-from vlarl.loop import estimate, group_up, improve, refuse_unscored
+from vlarl.loop import estimate, group_up, improve, refuse_unscored, score_evaluated
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
+from vlarl.rewards.outcome import SparseReward
+from vlarl.rewards.safe import SafeReward
 from vlarl.training.learner import Learner
 from vlarl.types import Rollout, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
 
@@ -225,3 +227,35 @@ def test_what_is_left_of_a_group_makes_no_update(tiny, act, configure):
     assert improve(parts, session, rollout_of(left)) == {"train/kept_trajectories": 0.0}
     assert session.notes == ["iteration 1: no group has episodes that differ: nothing to learn from"]
     assert not hasattr(parts.learner, "batches") and parts.learner.version == 0
+
+
+class NotingReward(SparseReward):
+    """Notes how many episodes it is given at once, and fails on some."""
+
+    batch_size = 4
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.batches = fails, []
+
+    def score_all(self, trajectories):
+        self.batches.append(len(trajectories))
+        if self.fails:
+            raise ValueError("no")
+        return super().score_all(trajectories)
+
+
+def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(trajectory):
+    reward = NotingReward(fails=False)
+    parts = SimpleNamespace(reward=SafeReward(reward))
+    scored = score_evaluated(parts, SimpleNamespace(), [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
+    assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
+    assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
+
+
+def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajectory):
+    parts = SimpleNamespace(reward=SafeReward(NotingReward(fails=True), retries=0))
+    session = SimpleNamespace(state=SimpleNamespace(iteration=4))
+    with pytest.raises(
+        VlarlError, match=r"evaluation after iteration 4: the reward failed on .*ValueError: no.*and resume"
+    ):
+        score_evaluated(parts, session, [trajectory([[0.0]], seed=s) for s in range(8)])

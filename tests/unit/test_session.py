@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes.eval_records import episode
 
+from vlarl.callbacks import Callbacks, EpisodeRecord
 from vlarl.config.schema import Config
 from vlarl.errors import ClusterError, DivergedError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.interrupt import Interrupted
@@ -51,7 +53,13 @@ class FakeStore:
 class Run:
     """A session, and what the loop does with it."""
 
-    def __init__(self, folder: Path, state: TrainerState | None = None, **sections: dict[str, object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: TrainerState | None = None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+        **sections: dict[str, object],
+    ) -> None:
         logging = {"tensorboard": False, "report": False}
         sections = {"run": {"iterations": 20}, "checkpoint": {"interval": 5}, "logging": logging} | sections
         self.config = Config.model_validate(sections)
@@ -65,6 +73,7 @@ class Run:
             state or TrainerState(),
             self.directory.lock(),
             NoTrace(),
+            callbacks=callbacks,
         )
 
     def collect(self, *trajectories: Trajectory) -> None:
@@ -120,6 +129,7 @@ def test_an_evaluation_leaves_crashes_out_of_its_rates(tmp_path, capsys):
             "val/mean_reward": 0.5,
             "val/mean_length": 6.0,
             "val/crashed": 1.0,
+            "val/reward_failures": 0.0,
         }
     rows = [json.loads(line) for line in run.directory.episodes_file.read_text().splitlines()]
     assert [(r["iteration"], r["phase"], r["policy_version"], r["status"]) for r in rows] == [
@@ -401,3 +411,72 @@ def test_iterations_end_a_run_that_has_steps_left(tmp_path):
         assert list(session.iterations_ahead) == [1, 2]
         run.iterate(2)
         assert session.finished and session.total_iterations == 2
+
+
+# What a user's own functions are told
+
+
+def test_callbacks_are_told_of_every_episode_and_of_every_row(tmp_path, trajectory):
+    iterations, episodes = [], []
+    run = Run(tmp_path, callbacks=Callbacks(iterations.append, episodes.append))
+    scored = trajectory([[0.5], [1.0]], success=True)
+    evaluated = replace(episode(0, 3, False), frames=(np.zeros((8, 8, 3), np.uint8),))
+    with run.session as session:
+        session.end_iteration(session.record_evaluation(EvalResult((evaluated,))))
+        run.collect(scored)
+        session.end_iteration({"train/policy_loss": 0.5})
+    rows = run.directory.read_metrics()
+    assert [record.iteration for record in iterations] == [0, 1]
+    assert iterations[1].metrics["train/policy_loss"] == 0.5 and iterations[0].run_dir == run.directory.path
+    assert [set(record.metrics) | {"iteration", "time"} for record in iterations] == [set(row) for row in rows]
+    first, second = episodes
+    assert first == EpisodeRecord(0, "eval", replace(evaluated, frames=())) and first.result.frames == ()
+    assert (second.iteration, second.phase, second.trajectory) == (1, "rollout", scored)
+    assert (second.result.episode_return, second.result.success) == (1.5, True)
+
+
+@pytest.mark.parametrize("error", [ValueError("too low"), SystemExit(3)])
+def test_a_callback_that_raises_ends_the_run_saved_and_named(tmp_path, error):
+    def stop(record):
+        if record.iteration == 3:
+            raise error
+
+    run = Run(tmp_path, callbacks=Callbacks(on_iteration=stop))
+    with pytest.raises(VlarlError) as caught, run.session:
+        run.iterate(4)
+    said = str(caught.value)
+    assert (
+        f"the callback on_iteration (test_session.{stop.__qualname__}) raised {type(error).__name__}: {error}" in said
+    )
+    assert "(test_session.py, line " in said and "The newest checkpoint is of iteration 3" in said
+    assert [(name, state.iteration) for name, _, state in run.store.saved] == [("step_000003", 3)]
+    assert run.status()["state"] == "failed" and "on_iteration" in run.status()["message"]
+
+
+def test_a_callback_may_be_interrupted_as_the_loop_is(tmp_path):
+    def interrupted(record):
+        raise Interrupted
+
+    run = Run(tmp_path, callbacks=Callbacks(on_episode=interrupted))
+    with run.session as session:
+        session.record_evaluation(EvalResult((episode(0, 1, True),)))
+    assert run.session.interrupted
+
+
+def test_a_reward_that_fails_in_an_evaluation_is_counted_and_told(tmp_path, capsys):
+    run = Run(tmp_path)
+    failed = replace(episode(0, 2, True), episode_return=0.0, reward_error="ValueError: no")
+    with run.session as session:
+        row = session.record_evaluation(EvalResult((replace(episode(0, 1, True), episode_return=0.25), failed)))
+    assert (row["val/reward_failures"], row["val/mean_reward"], row["val/success_rate"]) == (1.0, 0.25, 1.0)
+    assert "the reward failed on 1 of 2 evaluated episodes" in capsys.readouterr().out
+
+
+def test_videos_of_an_evaluation_go_to_the_sinks(tmp_path):
+    shown = []
+    run = Run(tmp_path)
+    filmed = replace(episode(0, 3, True), frames=(np.zeros((64, 64, 3), np.uint8),) * 2)
+    with run.session as session:
+        session.metrics.show = lambda iteration, videos: shown.append((iteration, [v.path.name for v in videos]))
+        session.record_evaluation(EvalResult((filmed, episode(0, 4, True))))
+    assert shown == [(0, ["iter_0000_task00_state03_success.mp4"])]

@@ -50,6 +50,12 @@ def _merge(arguments: list[str]) -> int:
     return merge(arguments)
 
 
+def _push(arguments: list[str]) -> int:
+    from vlarl.cli.push import push
+
+    return push(arguments)
+
+
 def _data(arguments: list[str]) -> int:
     from vlarl.cli.data import data
 
@@ -101,6 +107,7 @@ COMMANDS: dict[str, Command] = {
     "compare": Command(_compare, "RESULTS RESULTS", "two evaluations side by side, with a paired test"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
     "merge": Command(_merge, "RUN|ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
+    "push": Command(_push, "RUN|CHECKPOINT ORG/NAME", "upload a checkpoint with a model card to the Hugging Face hub"),
     "env": Command(_env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"),
     "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
@@ -112,12 +119,19 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+def limit_spinning() -> None:
+    """Let threads of OpenMP wait without taking a core; it counts for a process that has not loaded torch yet.
+
+    Threads that wait by spinning take the core from the thread they wait for as soon as anything else runs on the
+    machine: a tenth of the speed on two shared cores. A short spin costs little when the machine is quiet.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments, by default the process's own, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # OpenMP threads that wait by spinning take the core from the thread they wait for as soon as anything else runs on
-    # the machine: a tenth of the speed on two shared cores. A short spin costs little when the machine is quiet.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    limit_spinning()
     try:
         return _dispatch(arguments)
     except VlarlError as error:

@@ -91,7 +91,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         return 0
     run_dir: Path | None = None
     if request.resume is not None:
-        config, run_dir, checkpoint = _resumed(request)
+        config, run_dir, checkpoint = resumed_run(request)
         if checkpoint is not None:
             run_training = partial(run_training, checkpoint=checkpoint)
         progress = run_progress(run_dir, checkpoint)
@@ -184,7 +184,7 @@ def _source(sources: Sequence[str], request: Request, flags: Flags, trains: bool
     return preset_of(flags.values) if trains and request.resume is None else None
 
 
-def _resumed(request: Request) -> tuple[Config, Path, Path | None]:
+def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
     """The configuration of the run to resume, changed by the flags, its folder, and the checkpoint that was named."""
     assert request.resume is not None
     root = str(request.flags.values.get("run.root", Config().run.root))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
 from vlarl.config.aliases import plain_name
-from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states
+from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.config.flags import MODELS, model_path, parse_flags
-from vlarl.config.known import GYM, KNOWN_SUITES
+from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
@@ -78,10 +78,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         record = _run(request, given.out)
         _print_result(record)
         return 0 if record.result.complete else INTERRUPTED
-    # The second one runs the episodes of the first, whatever its own run would choose.
-    shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
-    if request.env.suite == GYM:
-        shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
+    shared = same_episodes(request)
     return _compare(*on_the_same_states(request, _request(given.against, given, options | shared)), given.out)
 
 

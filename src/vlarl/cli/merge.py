@@ -31,6 +31,7 @@ def merge(arguments: Sequence[str]) -> int:
     if located.note:
         print(located.note, file=sys.stderr, flush=True)
 
+    from vlarl.export.card import Source, model_card
     from vlarl.export.hub import check_destination, push_folder
     from vlarl.export.merge import merge as run_merge
     from vlarl.parts import choose_device
@@ -54,5 +55,6 @@ def merge(arguments: Sequence[str]) -> int:
     if result.warning is not None:
         print(f"warning: {result.warning}", file=sys.stderr)
     if given.push_to_hub:
-        print(f"hub:         {push_folder(result.out, given.push_to_hub, given.private)}")
+        card = model_card(Source.of(result.out), given.push_to_hub)
+        print(f"hub:         {push_folder(result.out, given.push_to_hub, given.private, card)}")
     return 0

@@ -1,4 +1,4 @@
-"""Finds runs by name or folder."""
+"""Finds runs by name or folder, and their checkpoints."""
 
 from __future__ import annotations
 

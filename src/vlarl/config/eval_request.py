@@ -122,6 +122,14 @@ def on_the_same_states(a: EvalRequest, b: EvalRequest) -> tuple[EvalRequest, Eva
     return replace(a, init_states=states), replace(b, init_states=states)
 
 
+def same_episodes(request: EvalRequest) -> dict[str, object]:
+    """The options of a second request that let it run the episodes of this one, whatever its own run would choose."""
+    shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
+    if request.env.suite == GYM:
+        shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
+    return shared
+
+
 def task_of(episode_id: str) -> Task:
     """The task that `Task.episode_id` names."""
     match = _EPISODE_ID.fullmatch(episode_id)

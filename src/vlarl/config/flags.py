@@ -16,6 +16,7 @@ from vlarl.config.aliases import (
     plain_name,
     translation_of,
 )
+from vlarl.config.callables import GivenCallable, named
 from vlarl.config.describe import Option, options
 from vlarl.config.presets import is_source
 from vlarl.config.problems import Problem, nearest
@@ -52,6 +53,7 @@ class Flags:
     positionals: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was accepted and has no effect, and why
+    given: dict[str, dict[str, GivenCallable]] = field(default_factory=dict)  # section -> callables by their names
 
     def set(self, option: Option, spelled: str, value: object) -> None:
         """Give an option its value; the last flag wins."""
@@ -150,11 +152,15 @@ def _translate(flags: Flags, found: Translation, spelled: str, text: str | None,
 
 
 def from_mapping(overrides: Mapping[str, object]) -> Flags:
-    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`."""
+    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`; a callable is kept beside its name."""
     flags = Flags()
     for key, value in overrides.items():
-        entries = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
-        flags.values.update({path: as_tuples(item) for path, item in entries.items()})
+        # A section's options; gym.kwargs is an option itself, and a mapping.
+        nested = value if isinstance(value, Mapping) and "." not in key else None
+        entries = {key: value} if nested is None else {f"{key}.{k}": v for k, v in nested.items()}
+        for path, item in entries.items():
+            given = flags.given.setdefault(path.partition(".")[0], {})
+            flags.values[path] = as_tuples(named(item, given))
     return flags
 
 

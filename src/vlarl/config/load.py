@@ -25,6 +25,7 @@ from vlarl.config.secrets import public
 from vlarl.config.spelling import respelled
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value, read_document
+from vlarl.errors import UsageError
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
 Tree = dict[str, Any]
@@ -38,7 +39,7 @@ MAX_ANSWERS = 5
 
 @overload
 def load_config(
-    source: str | Path | None = None,
+    source: str | Path | Config | None = None,
     overrides: Overrides = (),
     *,
     schema: type[Config] = Config,
@@ -47,7 +48,7 @@ def load_config(
 ) -> Config: ...
 @overload
 def load_config(
-    source: str | Path | None = None,
+    source: str | Path | FinetuneConfig | None = None,
     overrides: Overrides = (),
     *,
     schema: type[FinetuneConfig],
@@ -56,7 +57,7 @@ def load_config(
 
 
 def load_config(
-    source: str | Path | None = None,
+    source: str | Path | Config | FinetuneConfig | None = None,
     overrides: Overrides = (),
     *,
     schema: type[Config] | type[FinetuneConfig] = Config,
@@ -65,17 +66,28 @@ def load_config(
 ) -> Config | FinetuneConfig:
     """Read a preset or YAML file and apply flags (`["--optim.lr", "1e-3"]`) or values (`{"optim.lr": 1e-3}`) to it.
 
-    Raises ConfigError with all problems: unknown names, wrong values, combinations that can't work, options that the
-    user gave and that have no effect. `with_policy` False is for commands that use the environment alone. A
-    configuration that another user's run has saved may name code only with `trust`: see docs/security.md.
+    A configuration can be given in place of a file. Raises ConfigError with all problems: unknown names, wrong values,
+    combinations that can't work, options that the user gave and that have no effect. `with_policy` False is for
+    commands that use the environment alone. A configuration that another user's run has saved may name code only with
+    `trust`: see docs/security.md.
+
+    >>> config = load_config("tabletop_grpo", {"run.seed": 1, "optim.lr": 1e-4})
+    >>> config.run.seed, config.optim.lr
+    (1, 0.0001)
     """
-    flags = _as_flags(overrides, schema)
-    file = find_source(preset_of(flags.values) if source is None else source)
-    document = read_document(file)
-    _refuse_other_kind(document, schema, source)
+    flags = as_flags(overrides, schema)
+    if isinstance(source, schema):
+        base, file, document = source, None, Document("", {})
+    else:
+        named = _path_of(source)
+        base, file = schema(), find_source(preset_of(flags.values) if named is None else named)
+        document = read_document(file)
+        _refuse_other_kind(document, schema, named)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
-    data = _respelled(_merged(schema().model_dump(), document.data, flags.values), schema)
+    data = _respelled(_merged(base.model_dump(), document.data, flags.values), schema)
     config, problems = _validated(data, schema, document, flags)
+    for section in schema.model_fields if config is not None else ():
+        getattr(config, section).given.update(getattr(base, section).given | flags.given.get(section, {}))
     problems = [*document.problems, *flags.problems, *stray, *problems]
     if config is not None:
         config = located(with_located(config)) if isinstance(config, Config) else located(with_located(config))
@@ -86,9 +98,18 @@ def load_config(
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
     if problems or config is None:
         raise ConfigError(problems)
-    if not trust and is_of_run(file):
+    if file is not None and not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
     return config
+
+
+def _path_of(source: object) -> str | Path | None:
+    """The name of a preset or the path of a file; UsageError for any other object."""
+    if source is None or isinstance(source, str | Path):
+        return source
+    kind = type(source).__name__
+    remedy = "give the name of a preset, a YAML file, or what vlarl.load_config returns for this command"
+    raise UsageError(f"a configuration cannot be read from {kind}: {remedy}; options go into the second argument.")
 
 
 def to_yaml(config: Config | FinetuneConfig) -> str:
@@ -112,7 +133,8 @@ def _float(value: float) -> str:
     return text if "." in text else text.replace("e", ".0e")
 
 
-def _as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
+def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) -> Flags:
+    """Overrides in any of their forms as flags."""
     if isinstance(overrides, Flags):
         return overrides
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)

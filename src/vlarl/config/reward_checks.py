@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from vlarl.config.callables import is_given
 from vlarl.config.known import KNOWN_REWARDS
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.recipe import RecipeRule, parse_rule
@@ -49,7 +50,8 @@ STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 def check_reward(config: Config) -> Problems:
     """Everything that is wrong with the section."""
     reward = config.reward
-    names = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not _is_own(name)]
+    own = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not is_given(name)]
+    names = [name for name in own if not _is_own(name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
         message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from vlarl.config.callables import GivenCallable
 
 LARGEST = 10**12
 """No integer option may be larger: beyond any use, and far from where machines count over."""
@@ -34,6 +36,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    _given: dict[str, GivenCallable] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, GivenCallable]:
+        """Callables that were given in Python, by the names that stand for them in this section."""
+        return self._given
 
 
 class PlaceConfig(Section):

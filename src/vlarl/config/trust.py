@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vlarl.config.callables import is_given
 from vlarl.config.known import GYM
 from vlarl.config.problems import shown
 from vlarl.config.secrets import masked_url
@@ -111,7 +112,7 @@ def effects_of(sections: Sections, given: Collection[str]) -> Iterator[str]:
 def _gym_effects(sections: Sections, given: Collection[str]) -> Iterator[str]:
     gym = sections.get("gym", {})
     env, kwargs = gym.get("env"), gym.get("kwargs") or {}
-    if sections.get("env", {}).get("suite") != GYM or env is None:
+    if sections.get("env", {}).get("suite") != GYM or env is None or is_given(str(env)):
         return
     arguments = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
     if "gym.env" not in given:
@@ -127,7 +128,7 @@ def _reward_effects(reward: Mapping[str, Any], given: Collection[str]) -> Iterat
     named = {"reward.source": [source], "reward.sources": reward.get("sources") or () if source == "combined" else ()}
     for option, names in named.items():
         for name in names:
-            if isinstance(name, str) and ":" in name and option not in given:
+            if isinstance(name, str) and ":" in name and not is_given(name) and option not in given:
                 module, _, function = name.partition(":")
                 yield f"{option} = {shown(name)}: imports {module} and calls {function}"
     url, headers = reward.get("url"), reward.get("headers_env")

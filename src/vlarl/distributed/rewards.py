@@ -28,9 +28,9 @@ class RewardPart:
     def __init__(self, config: RewardConfig, run: Surroundings) -> None:
         self._reward = build_bare_reward(config, run)
 
-    def facts(self) -> tuple[Literal["sparse", "dense"], int]:
-        """What the environment is asked to pay, and how many episodes are best scored at once."""
-        return self._reward.env_reward, self._reward.batch_size
+    def facts(self) -> tuple[Literal["sparse", "dense"], int, bool]:
+        """What the environment is asked to pay, how many episodes are best scored at once, and whether by images."""
+        return self._reward.env_reward, self._reward.batch_size, self._reward.reads_images
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Score them, in their order."""
@@ -42,7 +42,7 @@ class RewardGroup(Reward):
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = list(workers)
-        self.env_reward, batch_size = self.workers[0].get(self.workers[0].ask("facts"))
+        self.env_reward, batch_size, self.reads_images = self.workers[0].get(self.workers[0].ask("facts"))
         self.batch_size = batch_size * len(self.workers)
 
     def score(self, trajectory: Trajectory) -> Trajectory:

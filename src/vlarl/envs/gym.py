@@ -124,7 +124,10 @@ def gym_spec(
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        (folder / "request").write_bytes(pickle.dumps((config, max_steps, sys.path)))
+        asked = pickle.dumps(
+            (config, max_steps)
+        )  # read once the path is set: its factory may be of a user's own module
+        (folder / "request").write_bytes(pickle.dumps((asked, sys.path)))
         with (folder / "log").open("wb") as log:
             try:
                 command = [sys.executable, "-m", "vlarl.envs.gym_probe", place]

@@ -90,14 +90,27 @@ def asked(config: GymConfig, doing: str, action: Callable[[], Result]) -> Result
         raise raised(config, doing, error) from error
 
 
+def arrived(request: bytes) -> tuple[GymConfig, int | None]:
+    """What is asked for, whose environment may be a callable that was given in Python."""
+    try:
+        config, max_steps = pickle.loads(request)
+    except Exception as error:  # noqa: BLE001 - importing the user's module raises anything
+        raise UsageError(
+            f"the environment that was given in Python cannot be made in another process ({type(error).__name__}: "
+            f"{error}). Each environment runs in a process of its own: define the function in a module that can be "
+            'imported there, and put what the script runs under `if __name__ == "__main__":`.'
+        ) from error
+    return config, max_steps
+
+
 def main() -> None:
     """Read the request, try the environment out, write the answer."""
     folder = Path(sys.argv[1])
-    config, max_steps, search_path = pickle.loads((folder / "request").read_bytes())
+    request, search_path = pickle.loads((folder / "request").read_bytes())
     sys.path.extend(path for path in search_path if path not in sys.path)
     answer: SuiteSpec | str
     try:
-        answer = probe(config, max_steps)
+        answer = probe(*arrived(request))
     except UsageError as error:
         answer = str(error)
     (folder / "answer").write_bytes(pickle.dumps(answer))

@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from vlarl.config.callables import find_given, is_given
 from vlarl.config.problems import ConfigError, Problem, nearest, shown
 from vlarl.config.schema import GymConfig
 from vlarl.envs.mujoco import log_warnings
@@ -77,8 +78,11 @@ def reset_option(env: GymnasiumVectorEnv) -> str:
 
 
 def find_factory(config: GymConfig) -> Callable[..., Any] | None:
-    """What `module:factory` names; None for an id, which Gymnasium finds by itself (`module:Name-v0` is one too)."""
+    """What was given in Python, or what `module:factory` names; None for an id, which Gymnasium finds by itself
+    (`module:Name-v0` is one too)."""
     source = str(config.env)
+    if is_given(source):
+        return find_given("gym.env", source, config.given, "env")
     module_name, colon, name = source.partition(":")
     if os.getcwd() not in sys.path:  # the `vlarl` program starts without the folder it is called from
         sys.path.append(os.getcwd())

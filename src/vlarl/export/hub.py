@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, get_token
@@ -10,15 +11,19 @@ from huggingface_hub.errors import HfHubHTTPError
 from vlarl.errors import UsageError
 from vlarl.policies.locate import HUB_ID, LOGIN
 
-# A run's own files: the optimizer's moments are of no use to others, and twice as large as the model.
-KEPT_BACK = ["trainer.*"]
+# A run's own files, of no use to others: the optimizer's state, twice as large as the model; a critic; notes.
+KEPT_BACK = ["trainer.*", "critic/*", "sharded/*", "metadata.json"]
+
+CARD = "README.md"
 
 
-def push_folder(folder: Path, repo_id: str, private: bool) -> str:
-    """Upload a folder's files to the model repository `organisation/name`, made when absent; returns its address."""
+def push_folder(folder: Path, repo_id: str, private: bool, card: str | None = None) -> str:
+    """Upload a folder's files to the model repository `organisation/name`, made when absent; returns its address.
+
+    `card` is the text of the repository's README.md, for a folder that has none.
+    """
     check_destination(repo_id)
-    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise UsageError(f"{folder} is not pushed: it holds no config.json. Give a checkpoint or adapter folder.")
+    check_folder(folder)
     api = HfApi()
     try:
         address = api.create_repo(repo_id, private=private, exist_ok=True)
@@ -28,16 +33,42 @@ def push_folder(folder: Path, repo_id: str, private: bool) -> str:
             ignore_patterns=list(KEPT_BACK),
             commit_message="Upload by vlarl",
         )
+        if card is not None:
+            api.upload_file(
+                repo_id=repo_id,
+                path_or_fileobj=card.encode(),
+                path_in_repo=CARD,
+                commit_message="Model card by vlarl",
+            )
     except Exception as error:  # what the transport raises has no name that all versions of the library share
         raise UsageError(f"{repo_id} can't be pushed to: {_reason(error)}") from error
     return str(address)
 
 
-def check_destination(repo_id: str) -> None:
-    """Refuse a name that is none, or a push without a login, before any work is done for it."""
+def pushed_files(folder: Path) -> list[Path]:
+    """The files of a folder that `push_folder` uploads."""
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return [path for name, path in files.items() if not any(fnmatch(name, pattern) for pattern in KEPT_BACK)]
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds no policy."""
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return
+    parts = " It holds parts of the weights only: take `final` of the run." if (folder / "sharded").is_dir() else ""
+    raise UsageError(f"{folder} is not pushed: it holds no config.json. Give a checkpoint or adapter folder.{parts}")
+
+
+def check_name(repo_id: str) -> None:
+    """Refuse a name that is no model repository's."""
     hub_id = HUB_ID.fullmatch(repo_id)
     if hub_id is None or hub_id["revision"] is not None:
         raise UsageError(f"{repo_id!r} is no name of a model on the hub: give organisation/name")
+
+
+def check_destination(repo_id: str) -> None:
+    """Refuse a name that is none, or a push without a login, before any work is done for it."""
+    check_name(repo_id)
     if get_token() is None:
         raise UsageError(f"{repo_id} can't be pushed to: you are not logged in to {constants.ENDPOINT}; {LOGIN}.")
 

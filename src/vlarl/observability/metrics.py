@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from vlarl.observability.video import Video
+
 
 class Sink(Protocol):
     """Somewhere metrics go."""
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Take one row."""
+        ...
+
+    def show(self, iteration: int, videos: Sequence[Video]) -> None:
+        """Take videos of evaluated episodes."""
         ...
 
     def close(self) -> None:
@@ -59,6 +65,11 @@ class MetricLogger:
         row = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
             sink.write(iteration, row)
+
+    def show(self, iteration: int, videos: Sequence[Video]) -> None:
+        """Send videos of an evaluation, if there are any."""
+        for sink in self._sinks if videos else ():
+            sink.show(iteration, videos)
 
     def close(self) -> None:
         """Close every sink, even when closing one of them fails."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from vlarl.config.secrets import masked
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.files import disk_errors
+from vlarl.observability.video import Video
 
 
 class JsonlSink:
@@ -33,6 +35,9 @@ class JsonlSink:
         with disk_errors(self._path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
+    def show(self, iteration: int, videos: Sequence[Video]) -> None:
+        """Leave videos where they are: in the run's folder, beside this file."""
+
     def close(self) -> None:
         """Close the file."""
         with disk_errors(self._path):
@@ -40,7 +45,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard scalars."""
+    """Writes TensorBoard scalars, and videos as animated images."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         """On resume, TensorBoard hides what an earlier session wrote after iteration `resume_after`."""
@@ -56,6 +61,19 @@ class TensorBoardSink:
         with disk_errors(self._folder):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, iteration)
+
+    def show(self, iteration: int, videos: Sequence[Video]) -> None:
+        """Add each video as an animated GIF under the tab Images; its own video format needs another package."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer: Any = self._writer.file_writer  # what SummaryWriter itself writes such summaries with
+        with disk_errors(self._folder):
+            for video in videos:
+                content, (width, height) = video.as_gif()
+                image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+                name = f"val/videos/{_episode(video)}"
+                summary = Summary(value=[Summary.Value(tag=name, image=image)])
+                writer.add_summary(summary, iteration)
 
     def close(self) -> None:
         """Flush and close."""
@@ -108,12 +126,32 @@ class WandbSink:
         """Log one row."""
         self._run.log({"iteration": iteration, **metrics})
 
+    def show(self, iteration: int, videos: Sequence[Video]) -> None:
+        """Log the videos, and the last frame of each as an image. One that W&B refuses must not fail the run."""
+        import wandb
+
+        try:
+            self._run.log(
+                {
+                    "iteration": iteration,
+                    "val/videos": [wandb.Video(str(v.path), caption=v.caption, format="mp4") for v in videos],
+                    "val/last_frames": [wandb.Image(v.last_frame, caption=v.caption) for v in videos],
+                }
+            )
+        except (wandb.Error, ValueError, OSError) as error:
+            logging.getLogger(__name__).warning("Weights & Biases did not take the videos: %s", error)
+
     def close(self) -> None:
         """Finish the W&B run; a server that can't be reached must not fail a run that is done."""
         try:
             self._run.finish()
         except Exception as error:
             logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+def _episode(video: Video) -> str:
+    """`task03_state31`: the same episode of another iteration has the same name, and is shown on one slider."""
+    return re.sub(r"^iter_\d+_|_[a-z]+$", "", video.path.stem)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,44 @@ _COLORS = {"success": (52, 168, 105), "failure": (219, 84, 80), "crashed": (214,
 
 Outcome = Literal["success", "failure", "crashed"]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+GIF_FRAMES = 48  # of an animated image at most: TensorBoard keeps it whole in its event file
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video that was written, and what it was made of, for those who show it elsewhere."""
+
+    path: Path
+    frames: tuple[UInt8Array, ...] = field(repr=False)  # [H, W, 3] each, without captions
+    instruction: str
+    outcome: Outcome
+    fps: int = 10
+
+    @property
+    def caption(self) -> str:
+        """`pick up the red cube: success`."""
+        return f"{self.instruction}: {self.outcome}"
+
+    @property
+    def last_frame(self) -> UInt8Array:
+        """The last frame with its caption."""
+        return self._painted([len(self.frames) - 1])[0]
+
+    def as_gif(self) -> tuple[bytes, tuple[int, int]]:
+        """The same as an animated GIF of at most `GIF_FRAMES` frames in the same time; and its width and height."""
+        count = min(len(self.frames), GIF_FRAMES)
+        steps = [round(i * (len(self.frames) - 1) / max(1, count - 1)) for i in range(count)]
+        first, *others = (Image.fromarray(frame) for frame in self._painted(steps))
+        duration = round(1000 * len(self.frames) / (self.fps * count))  # milliseconds per frame
+        file = io.BytesIO()
+        first.save(file, "GIF", save_all=True, append_images=others, duration=duration, loop=0)
+        return file.getvalue(), first.size
+
+    def _painted(self, steps: Sequence[int]) -> list[UInt8Array]:
+        painter = CaptionPainter(self.instruction, self.outcome, len(self.frames) - 1, _film_size(self.frames[0]))
+        return [painter.paint(self.frames[step], step) for step in steps]
 
 
 def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10) -> None:

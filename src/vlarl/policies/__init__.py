@@ -46,6 +46,12 @@ def load_policy(
 
     `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
     section `policy` in docs/configuration.md.
+
+    >>> import numpy as np, vlarl
+    >>> policy = vlarl.load_policy("builtin:tiny-oft")
+    >>> image, state = np.zeros((64, 64, 3), np.uint8), np.zeros(8, np.float32)
+    >>> policy.predict_action(image, "open the drawer", state).shape  # four actions of seven numbers
+    (4, 7)
     """
     is_fresh = str(path) in FRESH
     if is_fresh:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vlarl.config.callables import find_given, is_given
 from vlarl.config.recipe import parse_rule
 from vlarl.config.schema import RewardConfig
 from vlarl.errors import UsageError
@@ -46,10 +47,11 @@ def build_bare_reward(config: RewardConfig, run: Surroundings) -> Reward:
 
 
 def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
-    """The named reward, or the user's own `module:function`."""
+    """The named reward, the user's own `module:function`, or the function that was given in Python."""
     if source in REWARDS:
         return REWARDS[source](config, run)
-    return FunctionReward(source) if config.timeout_s is None else FunctionReward(source, config.timeout_s)
+    function = find_given("reward.source", source, config.given, "reward") if is_given(source) else None
+    return FunctionReward(source, function, config.timeout_s)
 
 
 def _combined(config: RewardConfig, run: Surroundings) -> CombinedReward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class CombinedReward(Reward):
         self.recipe = tuple(recipe)
         self.env_reward = "dense" if any(p.env_reward == "dense" for p in parts.values()) else "sparse"
         self.batch_size = max(p.batch_size for p in parts.values())
+        self.reads_images = any(p.reads_images for p in parts.values())
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Add up what each reward pays for one episode."""
@@ -31,14 +33,19 @@ class CombinedReward(Reward):
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Add up what each reward pays; a reward is asked about the episodes in which it counts."""
         totals: list[list[FloatArray]] = [[np.zeros_like(t.rewards) for t in e.transitions] for e in trajectories]
+        returns: list[dict[str, float]] = [{} for _ in trajectories]
         weights = [self.weights_of(trajectory) for trajectory in trajectories]
         for name, part in self.parts.items():
             places = [place for place, by_name in enumerate(weights) if by_name.get(name, 0.0) != 0.0]
             answers = part.score_all([trajectories[place] for place in places]) if places else []
             for place, scored in zip(places, answers, strict=True):
+                returns[place][name] = scored.env_return
                 for total, transition in zip(totals[place], scored.transitions, strict=True):
                     total += np.float32(weights[place][name]) * transition.rewards
-        return [t.with_rewards(total) for t, total in zip(trajectories, totals, strict=True)]
+        return [
+            replace(trajectory.with_rewards(total), reward_parts=by_part)
+            for trajectory, total, by_part in zip(trajectories, totals, returns, strict=True)
+        ]
 
     def weights_of(self, trajectory: Trajectory) -> Mapping[str, float]:
         """The weights of the first rule that fits the episode's task, else those of all others."""

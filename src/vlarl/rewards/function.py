@@ -1,4 +1,4 @@
-"""A user's own reward, named as `module:function`. The one place where a reward is found by an import path."""
+"""A user's own reward, given in Python or named as `module:function`: the one place where a reward is imported."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class FunctionReward(Reward):
     The function is called in a thread of its own, so that it can be given up when it does not return.
     """
 
-    def __init__(self, source: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, source: str, function: Callable[[Trajectory], float] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """`source` names the function in messages, and is imported where the function itself is not given."""
         self.source = source
-        self.timeout_s = timeout_s
-        self.function = import_function(source)
+        self.timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        self.function = import_function(source) if function is None else function
         self._caller = TimedCaller(f"reward {source}")
 
     def score(self, trajectory: Trajectory) -> Trajectory:

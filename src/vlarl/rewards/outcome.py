@@ -11,6 +11,8 @@ from vlarl.types import Trajectory
 class SparseReward(Reward):
     """1 for success on the last executed step, 0 for everything else."""
 
+    reads_images = False
+
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Pay for success alone, whatever the environment paid."""
         return pay_at_the_end(trajectory, float(trajectory.success))
@@ -20,6 +22,7 @@ class DenseReward(Reward):
     """The environment's own shaped reward, step by step."""
 
     env_reward: Literal["sparse", "dense"] = "dense"
+    reads_images = False
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Leave the environment's rewards as they are."""

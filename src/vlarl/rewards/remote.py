@@ -52,6 +52,7 @@ class RemoteReward(ScoringReward):
         self.headers_env = headers_env
         self._headers()  # what is missing is said before the run starts
         self.images = images
+        self.reads_images = images != "none"
         self.timeout_s = timeout_s
         self.retries = retries
         self.max_request_bytes = max_request_bytes

@@ -13,6 +13,8 @@ from vlarl.types import Trajectory
 class RulesReward(Reward):
     """A value for success, one for failure, and penalties for long episodes and for decisions that move nothing."""
 
+    reads_images = False
+
     def __init__(
         self,
         success_value: float = 1.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ class SafeReward(Reward):
         self.max_failure_rate = max_failure_rate
         self.env_reward = reward.env_reward
         self.batch_size = reward.batch_size
+        self.reads_images = reward.reads_images
         self._judged = self._failed = 0  # since the share of failures was last looked at
         self._late = 0  # episodes in a row on which it has not returned in time
 
@@ -70,6 +72,12 @@ class SafeReward(Reward):
         if self._judged >= HANDFUL:
             self._judged = self._failed = 0
         return scored
+
+    def for_evaluation(self) -> SafeReward:
+        """The same reward, with failures counted apart from those of rollouts."""
+        other = copy.copy(self)
+        other._judged = other._failed = 0
+        return other
 
     def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:
         """A batch at once; where that fails, each by itself, so that only those at fault are lost."""

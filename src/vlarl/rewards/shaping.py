@@ -19,6 +19,7 @@ class ShapedReward(Reward):
     """
 
     env_reward: Literal["sparse", "dense"] = "dense"
+    reads_images = False
 
     def __init__(self, gamma: float, scale: float = 1.0, bootstraps: bool = False) -> None:
         """`bootstraps`: where the time limit cut an episode off, the algorithm adds the value of its last state, which

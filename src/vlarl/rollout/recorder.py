@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from vlarl.errors import VlarlError
 from vlarl.observability.episodes import episode_row
 from vlarl.observability.files import disk_errors
-from vlarl.observability.video import Outcome, write_video
+from vlarl.observability.video import Outcome, Video, write_video
 from vlarl.types import EpisodeResult, Trajectory, UInt8Array
 
 Phase = Literal["rollout", "eval"]
@@ -49,20 +49,15 @@ class EpisodeRecorder:
             with disk_errors(self._path):
                 self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def film_episodes(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Path]:
-        """Write a film of every episode that carries frames, named by iteration, task, state and outcome."""
-        films = (
-            self.film(
-                f"iter_{iteration:04d}_task{e.task.task_id:02d}_state{e.task.init_state:02d}_{e.outcome}",
-                e.frames,
-                e.instruction,
-                e.outcome,
-                fps,
-            )
-            for e in episodes
-            if e.frames
-        )
-        return [path for path in films if path is not None]
+    def film_episodes(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Video]:
+        """Write a video of every episode that carries frames, named by iteration, task, state and outcome."""
+        videos: list[Video] = []
+        for e in episodes:
+            name = f"iter_{iteration:04d}_task{e.task.task_id:02d}_state{e.task.init_state:02d}_{e.outcome}"
+            path = self.film(name, e.frames, e.instruction, e.outcome, fps) if e.frames else None
+            if path is not None:
+                videos.append(Video(path, e.frames, e.instruction, e.outcome, fps))
+        return videos
 
     def film(
         self, name: str, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from vlarl.types import Trajectory, TrajectoryGroup
 
@@ -17,6 +20,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
     return {
         "rollout/success_rate": sum(t.success for t in ran) / count,
         "rollout/mean_return": sum(t.env_return for t in usable) / max(len(usable), 1),
+        "rollout/std_return": float(np.std([t.env_return for t in usable])) if usable else 0.0,
         "rollout/mean_length": sum(t.length for t in ran) / count,
         "rollout/num_trajectories": float(len(usable)),
         "rollout/num_crashed": float(len(trajectories) - len(ran)),
@@ -27,6 +31,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/env_steps_per_s": env_steps / seconds,
         "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,
     }
+
+
+def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean and std over episodes of what each part of a combined reward gives, before its weight."""
+    by_part: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items() if trajectory.status == "ok" else ():
+            by_part.setdefault(re.sub(r"[^\w.-]", "_", name), []).append(value)
+    means = {f"reward/{name}/mean": float(np.mean(values)) for name, values in by_part.items()}
+    return means | {f"reward/{name}/std": float(np.std(values)) for name, values in by_part.items()}
 
 
 def staleness_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, float]:

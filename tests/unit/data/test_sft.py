@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from vlarl.api import evaluate
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
-from vlarl.config.schema import LoraConfig, PolicyConfig
+from vlarl.config.schema import LoraConfig
 from vlarl.data.batches import DemoBatches, Demonstrated
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
@@ -17,7 +18,6 @@ from vlarl.data.sft import FinetuneSummary, finetune, imitate, imitation_loss, s
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.errors import VlarlError
-from vlarl.evaluation import evaluate
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
@@ -129,7 +129,7 @@ def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
     assert summary.last_loss < 0.8 * summary.first_loss
     policy = load_policy(summary.checkpoint, actions="l1")
     assert policy.acts_by_regression
-    result = evaluate(summary.checkpoint, states_per_task=1, task_ids=[0], policy_config=PolicyConfig(actions="l1"))
+    result = evaluate(summary.checkpoint, episodes=1, tasks=[0], overrides={"policy.actions": "l1"})
     assert len(result.episodes) == 1
 
 

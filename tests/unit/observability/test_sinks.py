@@ -1,13 +1,20 @@
+import io
 import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from vlarl.errors import MissingExtraError, VlarlError
+from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.observability.video import GIF_FRAMES, Video
 
 
 def test_jsonl_rows_can_be_tailed_and_appended(tmp_path: Path) -> None:
@@ -77,3 +84,66 @@ def test_a_missing_wandb_says_what_to_install(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(MissingExtraError, match=r"vlarl\[wandb\]"):
         WandbSink(tmp_path, project="vlarl", name="first")
     assert list(tmp_path.iterdir()) == []
+
+
+def video(folder: Path, frames: int = 3) -> Video:
+    path = folder / "iter_0007_task03_state31_success.mp4"
+    path.write_bytes(b"a video")
+    shades = tuple(np.full((64, 64, 3), 60 * i % 256, np.uint8) for i in range(frames))
+    return Video(path, shades, "open the drawer", "success")
+
+
+def test_tensorboard_plays_videos_of_one_episode_on_one_slider(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path / "events")
+    sink.show(7, [video(tmp_path)])
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (event,) = events.Images("val/videos/task03_state31")
+    image = Image.open(io.BytesIO(event.encoded_image_string))
+    assert (event.step, image.format, image.n_frames) == (7, "GIF", 3)
+    assert (event.width, event.height) == image.size
+
+
+def test_a_long_video_is_shown_in_fewer_frames_and_the_same_time(tmp_path: Path) -> None:
+    content, size = video(tmp_path, frames=2 * GIF_FRAMES).as_gif()
+    image = Image.open(io.BytesIO(content))
+    assert image.n_frames == GIF_FRAMES and image.size == size
+    assert image.info["duration"] == 200  # milliseconds: every second frame of 10 per second
+    image.seek(GIF_FRAMES - 1)
+    assert abs(np.asarray(image.convert("RGB"))[100, 100].mean() - 60 * (2 * GIF_FRAMES - 1) % 256) < 8, "the last one"
+
+
+def test_wandb_gets_the_file_and_the_last_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sink = WandbSink(tmp_path, project="vlarl", name="first", mode="offline")
+    logged = []
+    run, sink._run = sink._run, SimpleNamespace(log=logged.append)
+    sink.show(7, [video(tmp_path)])
+    run.log(logged[0])
+    sink._run = run
+    sink.close()
+    (row,) = logged
+    assert row["iteration"] == 7
+    assert [v._caption for v in row["val/videos"]] == ["open the drawer: success"]
+    media = {path.suffix: path for path in (tmp_path / "wandb").rglob("media/**/*.*")}
+    assert media[".mp4"].read_bytes() == b"a video"
+    assert Image.open(media[".png"]).size[0] == 320, "the last frame, with its caption"
+
+
+def test_videos_that_wandb_refuses_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sink = WandbSink(tmp_path, project="vlarl", name="first", mode="offline")
+    missing = replace(video(tmp_path), path=tmp_path / "missing.mp4")
+    sink.show(7, [missing])
+    sink.close()
+    assert "did not take the videos" in caplog.text
+
+
+def test_rows_alone_go_into_the_file_and_videos_stay_where_they_are(tmp_path: Path) -> None:
+    with MetricLogger([JsonlSink(tmp_path / "metrics.jsonl")]) as metrics:
+        metrics.show(0, [video(tmp_path)])
+        metrics.show(0, [])
+    assert (tmp_path / "metrics.jsonl").read_text() == ""

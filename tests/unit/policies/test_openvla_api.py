@@ -13,10 +13,10 @@ from fakes.golden_arrays import load_arrays
 from fakes.golden_folder import golden_folder
 
 import vlarl
+from vlarl.api import evaluate
 from vlarl.config.problems import ConfigError
-from vlarl.config.schema import LoraConfig, ModelConfig, PolicyConfig
+from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
-from vlarl.evaluation import evaluate
 from vlarl.launch import launch_here
 from vlarl.policies import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
@@ -131,9 +131,7 @@ def test_the_regression_engine_gives_the_heads_actions_to_the_robot(with_head, o
     assert np.abs(nearest - answer.actions.clamp(-1, 1).numpy()).max() <= 1 / 255 + 1e-6
     with pytest.raises(UsageError, match="does not sample"):
         RegressionEngine(policy, CPU).generate(inputs, 1.0, [0])
-    result = evaluate(
-        with_head, states_per_task=1, task_ids=[0], policy_config=PolicyConfig(actions="l1"), device="cpu"
-    )
+    result = evaluate(with_head, episodes=1, tasks=[0], overrides={"policy.actions": "l1"}, device="cpu")
     assert len(result.episodes) == 1
 
 

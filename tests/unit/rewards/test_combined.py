@@ -8,7 +8,10 @@ from vlarl.config.recipe import RecipeRule, parse_rule
 from vlarl.rewards.base import Reward, pay_at_the_end
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.outcome import DenseReward, SparseReward
+from vlarl.rewards.remote import RemoteReward
 from vlarl.rewards.rules import RulesReward
+from vlarl.rewards.safe import SafeReward
+from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics
 
 
 class Counting(Reward):
@@ -97,3 +100,33 @@ def test_lines_of_a_recipe():
     ):
         with pytest.raises(ValueError, match=complaint):
             parse_rule(line)
+
+
+def test_each_part_is_told_apart_before_its_weight(trajectory):
+    parts = {"sparse": SparseReward(), "dense": DenseReward(), "mine:f": Counting()}
+    rule = parse_rule("tabletop_spatial/1 -> sparse=2 dense=-1")
+    reward = CombinedReward(parts, {"sparse": 2.0, "mine:f": 0.5}, [rule])
+    by_default = trajectory([[0.5], [0.25]], success=True)
+    by_rule = replace(by_default, task=replace(by_default.task, task_id=1), success=False)
+    first, second = SafeReward(reward).score_all([by_default, by_rule])
+    assert first.reward_parts == {"sparse": 1.0, "mine:f": 1.0} and first.env_return == 2.5
+    assert second.reward_parts == {"sparse": 0.0, "dense": 0.75} and second.env_return == -0.75
+    dropped = replace(first, status="reward_failed", reward_parts={"sparse": 99.0})
+    assert reward_part_metrics([first, second, dropped]) == {
+        "reward/sparse/mean": 0.5,
+        "reward/sparse/std": 0.5,
+        "reward/mine_f/mean": 1.0,
+        "reward/mine_f/std": 0.0,
+        "reward/dense/mean": 0.75,
+        "reward/dense/std": 0.0,
+    }
+    assert reward_part_metrics([by_default]) == {}
+    assert rollout_metrics([first, second, dropped], seconds=1.0)["rollout/std_return"] == pytest.approx(1.625)
+
+
+def test_images_are_kept_for_evaluation_only_where_a_reward_reads_them():
+    blind = {"sparse": SparseReward(), "rules": RulesReward(), "dense": DenseReward()}
+    assert not SafeReward(CombinedReward(blind, {"sparse": 1.0})).reads_images
+    assert SafeReward(CombinedReward(blind | {"mine:f": Counting()}, {"sparse": 1.0})).reads_images
+    assert RemoteReward("http://localhost", images="last").reads_images
+    assert not RemoteReward("http://localhost", images="none").reads_images

@@ -70,7 +70,7 @@ def test_a_return_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
 def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool, outcome: str) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
-        paths = recorder.film_episodes(0, [_result(success, frames=7), _result(success)])
+        paths = [video.path for video in recorder.film_episodes(0, [_result(success, frames=7), _result(success)])]
     assert paths == [run.videos / f"iter_0000_task03_state31_{outcome}.mp4"]
     with imageio.get_reader(paths[0], format="FFMPEG") as film:
         meta = film.get_meta_data()
@@ -110,7 +110,8 @@ def test_a_film_of_an_episode_that_crashed_is_neither_a_success_nor_a_failure(tm
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
         crashed = replace(_result(success=False, frames=2), status="crashed")
-        assert recorder.film_episodes(3, [crashed]) == [run.videos / "iter_0003_task03_state31_crashed.mp4"]
+        (video,) = recorder.film_episodes(3, [crashed])
+    assert video.path == run.videos / "iter_0003_task03_state31_crashed.mp4"
 
 
 @pytest.mark.parametrize("width", [320, 512])

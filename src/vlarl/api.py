@@ -1,0 +1,384 @@
+"""The Python interface: what the commands do, with the same names, and callables where a command takes names.
+
+    train ──► load_config or the resumed run's configuration ──► loop.train
+    evaluate, compare ──► eval_request ──► evaluation.run_evaluation
+    finetune ──► load_config ──► data.sft.finetune
+
+Mistakes are answered with UsageError, as on the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
+from vlarl.cli import limit_spinning
+from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
+from vlarl.config.aliases import ALIASES
+from vlarl.config.callables import refuse_unsendable
+from vlarl.config.describe import options
+from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.flags import Flags, from_mapping
+from vlarl.config.load import Overrides, as_flags, load_config
+from vlarl.config.problems import ConfigError, Problem, nearest
+from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.schema import Config, Section
+from vlarl.config.suites import StateProtocol
+from vlarl.errors import UsageError
+from vlarl.types import EvalResult, Trajectory
+
+if TYPE_CHECKING:
+    from vlarl.data.sft import FinetuneSummary
+    from vlarl.observability.comparison import Comparison
+    from vlarl.observability.eval_dir import EvalRecord
+    from vlarl.session import RunSummary
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+HABITS = {
+    "config": "source",
+    "preset": "source",
+    "reward_fn": "reward",
+    "reward_funcs": "reward",
+    "env_fn": "env",
+    "make_env": "env",
+    "callback": "on_iteration",
+    "callbacks": "on_iteration",
+    "task_ids": "tasks",
+    "task_suite": "suite",
+    "states_per_task": "episodes",
+    "n_episodes": "episodes",
+    "num_episodes": "episodes",
+    "n_eval_episodes": "episodes",
+    "on_result": "on_episode",
+    "resume_from_checkpoint": "resume",
+}
+"""Names of arguments in other systems, for suggestions only."""
+
+
+class UnknownArgumentError(UsageError, TypeError):
+    """A keyword argument that a function does not have; the message names the nearest one that it has."""
+
+
+def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function as the command runs it, and a keyword that it does not have answered by the one that is meant."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        limit_spinning()
+        for name in kwargs:
+            if name not in known:
+                raise UnknownArgumentError(_unknown(function.__name__, name, known))
+        return function(*args, **kwargs)
+
+    return call
+
+
+@explained
+def train(
+    source: str | Path | Config | None = None,
+    overrides: Overrides = (),
+    *,
+    resume: str | Path | None = None,
+    reward: Callable[[Trajectory], float] | str | None = None,
+    env: Callable[..., Any] | str | None = None,
+    on_iteration: Callable[[IterationRecord], object] | None = None,
+    on_episode: Callable[[EpisodeRecord], object] | None = None,
+    trust: bool = False,
+) -> RunSummary:
+    """Improve a policy by reinforcement learning, as `vlarl train` does.
+
+    `source` is a preset, a YAML file or a configuration; without one it is the preset tabletop_grpo, or the defaults of
+    all options where `env` is given. `overrides` are options as `{"optim.lr": 1e-4}`, or flags as a list. `resume`
+    continues a run, by its name, its folder or a checkpoint in it.
+
+    `reward` is called with each episode and returns a finite number. `env` makes a gymnasium.Env: it is called once in
+    the process of each environment, with the options of `gym.kwargs`. A callable is not saved with the run: give it
+    again to resume. `on_iteration` and `on_episode` are called as vlarl/callbacks.py says; an exception in them ends
+    the run, which is saved as it is after any other failure. `trust` runs the code that the configuration of another
+    user's run names (docs/security.md).
+
+    >>> import vlarl
+    >>> summary = vlarl.train("tabletop_grpo", {"run.seed": 1, "run.iterations": 2})  # doctest: +SKIP
+    >>> summary.success_before, summary.success_after  # doctest: +SKIP
+    (0.31, 0.335)
+    >>> def quick(trajectory):
+    ...     return 1.0 - trajectory.length / 100 if trajectory.success else 0.0
+    >>> summary = vlarl.train(reward=quick, on_iteration=lambda record: print(record.metrics))  # doctest: +SKIP
+    >>> summary = vlarl.train(resume=summary.run_dir, reward=quick)  # doctest: +SKIP
+    """
+    callbacks = Callbacks(_callable("on_iteration", on_iteration), _callable("on_episode", on_episode))
+    given: dict[str, object] = {}
+    if reward is not None:
+        given["reward.source"] = _reward(reward)
+    if env is not None:
+        given |= {"env.suite": "gym", "gym.env": _env(env)}
+    flags = _flags(overrides, given, Config)
+    folder, checkpoint = None, None
+    if resume is not None:
+        if source is not None:
+            raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
+        config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust))
+    else:
+        config = load_config(Config() if source is None and env is not None else source, flags, trust=trust)
+    from vlarl.loop import train as run  # loads torch, which takes seconds
+
+    return run(config, folder, checkpoint, callbacks)
+
+
+@explained
+def evaluate(
+    checkpoint: str | Path,
+    suite: str | None = None,
+    tasks: Sequence[int] | None = None,
+    episodes: int | None = None,
+    temperature: float = 0.0,
+    num_envs: int | None = None,
+    videos: Videos | str = 0,
+    out: str | Path | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    protocol: StateProtocol | None = None,
+    *,
+    overrides: Overrides = (),
+    env: Callable[..., Any] | str | None = None,
+    on_episode: Callable[[EpisodeRecord], object] | None = None,
+    trust: bool = False,
+) -> EvalResult:
+    """Measure how often a checkpoint succeeds, as `vlarl eval` does.
+
+    `checkpoint` is a folder, a hub id, a built-in name, or a run by its name or folder. The other arguments are those
+    of the command: `episodes` counts per task; `videos` is all, failures, none or a number, and needs `out`, the new
+    folder for the results, without which nothing is written. `overrides` are options of the sections env, gym and
+    policy, such as `{"policy.actions": "l1"}`. What is not given is taken from the checkpoint's run; `trust` runs the
+    code that the configuration of another user's run names (docs/security.md).
+
+    >>> import vlarl
+    >>> result = vlarl.evaluate("builtin:tiny-oft", suite="tabletop_goal", tasks=[0, 3], episodes=5)  # doctest: +SKIP
+    >>> f"{result.won} of {len(result.counted)}, {result.success_rate:.0%}"  # doctest: +SKIP
+    '4 of 10, 40%'
+    """
+    given = _eval_options(suite, tasks, num_envs, protocol, env)
+    asked = _Asked(episodes, temperature, seed, _videos(videos, out), device, trust)
+    request = _request(checkpoint, _flags(overrides, given, Config), asked)
+    return _run(request, out, _callable("on_episode", on_episode)).result
+
+
+@explained
+def compare(
+    first: str | Path,
+    second: str | Path,
+    suite: str | None = None,
+    tasks: Sequence[int] | None = None,
+    episodes: int | None = None,
+    temperature: float = 0.0,
+    num_envs: int | None = None,
+    out: str | Path | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    protocol: StateProtocol | None = None,
+    *,
+    overrides: Overrides = (),
+    env: Callable[..., Any] | str | None = None,
+    trust: bool = False,
+) -> Comparison:
+    """Evaluate two checkpoints on the same episodes, as `vlarl eval FIRST --against SECOND` does.
+
+    The arguments are those of `evaluate`; the results go into the folders A and B of `out`.
+
+    >>> import vlarl
+    >>> comparison = vlarl.compare("first-run", "builtin:tiny-oft", episodes=20)  # doctest: +SKIP
+    >>> print(comparison.in_words())  # doctest: +SKIP
+    A wins 31, B wins 6 of 37 episodes on which they differ (200 compared): p < 1e-4, A is better.
+    """
+    flags = _flags(overrides, _eval_options(suite, tasks, num_envs, protocol, env), Config)
+    asked = _Asked(episodes, temperature, seed, 0, device, trust)
+    request = _request(first, flags, asked)
+    flags.values |= same_episodes(request)
+    requests = on_the_same_states(request, _request(second, flags, asked))
+    folders = [None if out is None else Path(out) / name for name in ("A", "B")]
+    from vlarl.observability.comparison import compare as paired
+
+    records = [_run(each, folder, None) for each, folder in zip(requests, folders, strict=True)]
+    if not all(record.result.complete for record in records):
+        raise KeyboardInterrupt
+    return paired(*records)
+
+
+@explained
+def finetune(source: str | Path | FinetuneConfig | None = None, overrides: Overrides = ()) -> FinetuneSummary:
+    """Make a base policy from demonstrations, as `vlarl finetune` does.
+
+    `source` is a preset, a YAML file or a configuration; without one it is the preset tabletop_base.
+
+    >>> import vlarl
+    >>> summary = vlarl.finetune("tabletop_base", {"optim.steps": 200, "optim.warmup_steps": 20})  # doctest: +SKIP
+    >>> policy = vlarl.load_policy(summary.checkpoint)  # doctest: +SKIP
+    """
+    config = load_config(FINETUNE_PRESET if source is None else source, overrides, schema=FinetuneConfig)
+    from vlarl.data.sft import finetune as run  # loads torch, which takes seconds
+
+    return run(config)
+
+
+class _Asked:
+    """The arguments of an evaluation that are no options of the configuration, checked as the command line does."""
+
+    def __init__(
+        self, episodes: int | None, temperature: float, seed: int, videos: Videos, device: str, trust: bool
+    ) -> None:
+        problems = []
+        if episodes is not None and (not _is_whole(episodes) or episodes < 1):
+            problems.append(Problem(f"episodes = {episodes!r}", "must be a whole number above 0", ("episodes",)))
+        if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
+            problems.append(Problem(f"temperature = {temperature!r}", "must be 0 (greedy) or above", ("temperature",)))
+        if not _is_whole(seed) or seed < 0:
+            problems.append(Problem(f"seed = {seed!r}", "must be a whole number, 0 or above", ("seed",)))
+        if problems:
+            raise ConfigError(problems)
+        self.episodes, self.temperature, self.seed = episodes, float(temperature), seed
+        self.videos, self.device, self.trust = videos, device, trust
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _videos(videos: Videos | str, out: str | Path | None) -> Videos:
+    """all, failures, none or a number; they are written into `out`."""
+    words: dict[object, Videos] = {"all": "all", "failures": "failures", "none": 0}
+    if isinstance(videos, str) and videos in words:
+        chosen = words[videos]
+    elif isinstance(videos, int) and not isinstance(videos, bool) and videos >= 0:
+        chosen = videos
+    else:
+        raise UsageError(f"videos = {videos!r}: must be all, failures, none or a number")
+    if chosen and out is None:
+        raise UsageError(f"videos = {videos!r}: name the new folder that they are written to with out=")
+    return chosen
+
+
+def _eval_options(
+    suite: str | None,
+    tasks: Sequence[int] | None,
+    num_envs: int | None,
+    protocol: StateProtocol | None,
+    env: Callable[..., Any] | str | None,
+) -> dict[str, object]:
+    if isinstance(tasks, str | int):
+        raise UsageError(f"tasks = {tasks!r}: give a list of task ids, such as [0, 3]")
+    named = {"suite": suite, "num_envs": num_envs, "protocol": protocol}
+    given: dict[str, object] = {f"env.{name}": value for name, value in named.items() if value is not None}
+    if tasks is not None:
+        given["env.task_ids"] = tuple(tasks)
+    if env is not None:
+        given |= {"env.suite": "gym", "gym.env": _env(env)}
+    return given
+
+
+def _request(checkpoint: str | Path, flags: Flags, asked: _Asked) -> EvalRequest:
+    from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
+
+    if others := [path for path in flags.values if path.partition(".")[0] not in SECTIONS]:
+        raise UsageError(
+            f"{', '.join(others)}: an evaluation reads options of {', '.join(SECTIONS)} only, and its own arguments"
+        )
+    found = locate_checkpoint(checkpoint).path
+    request = eval_request(
+        found,
+        flags.values,
+        training=hub_training_data(found),
+        states_per_task=asked.episodes,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        videos=asked.videos,
+        device=asked.device,
+        trust=asked.trust,
+    )
+    request.gym.given.update(flags.given.get("gym", {}))
+    return request
+
+
+def _run(
+    request: EvalRequest, out: str | Path | None, on_episode: Callable[[EpisodeRecord], object] | None
+) -> EvalRecord:
+    from vlarl.evaluation import run_evaluation  # loads torch, which takes seconds
+
+    callbacks = Callbacks(on_episode=on_episode)
+    return run_evaluation(
+        request,
+        None if out is None else Path(out),
+        lambda result, done, total: callbacks.episode(EpisodeRecord(0, "eval", result)),
+    )
+
+
+def _flags(overrides: Overrides, given: Mapping[str, object], schema: type[Config]) -> Flags:
+    """The overrides, and what was given by arguments; UsageError for an option that is given by both."""
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides = {overrides!r}: give options as a mapping, such as {{'run.seed': 1}}")
+    flags = as_flags(overrides, schema)
+    more = from_mapping(given)
+    if twice := sorted(flags.values.keys() & more.values.keys()):
+        raise UsageError(f"{', '.join(twice)}: given by an argument and in the overrides; leave one of them out")
+    flags.values |= more.values
+    for section, callables in more.given.items():
+        flags.given.setdefault(section, {}).update(callables)
+    return flags
+
+
+def _callable(argument: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
+    given: object = function  # which may be anything, whatever the signature says
+    if given is not None and not callable(given):
+        raise UsageError(f"{argument}: give a function that takes one record, not {type(given).__name__}")
+    return function
+
+
+def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory], float] | str:
+    given: object = reward
+    if not isinstance(given, str) and not callable(given):
+        kind = type(given).__name__
+        raise UsageError(f"reward: give a function that takes a Trajectory and returns a number, not {kind}")
+    return reward
+
+
+def _env(env: Callable[..., Any] | str) -> Callable[..., Any] | str:
+    if isinstance(env, str):
+        return env
+    given: object = env
+    if not callable(given):
+        raise UsageError(
+            f"env: give a function or class that makes the environment, not {type(given).__name__}: each process makes "
+            "its own"
+        )
+    refuse_unsendable("env", env)
+    return env
+
+
+def _unknown(function: str, name: str, known: Sequence[str]) -> str:
+    """What to say of a keyword argument that a function does not have."""
+    subject = f"vlarl.{function}: unknown argument {name!r}"
+    if function == "evaluate" and name == "against":
+        return f"{subject}; two checkpoints are compared by vlarl.compare(FIRST, SECOND)"
+    habit = HABITS.get(name)
+    if habit not in known:
+        habit = None
+    if match := habit or nearest(name, known, cutoff=0.75):
+        return f"{subject}; did you mean {match!r}?"
+    schema: type[Section] = FinetuneConfig if function == "finetune" else Config
+    paths = [path for path in options(schema) if path.partition(".")[2] == name]
+    alias = ALIASES.get(name.replace("_", "-"))
+    if meant := [alias] if alias in options(schema) else paths:
+        argument = "overrides=" if function in ("evaluate", "compare") else ""
+        examples = " or ".join(f"{argument}{{{path!r}: ...}}" for path in meant)
+        return f"{subject}; options of the configuration go into the overrides: {examples}"
+    match = nearest(name, known, cutoff=0.5)
+    hint = f"did you mean {match!r}? " if match else ""
+    return f"{subject}; {hint}Arguments: {', '.join(known)}"

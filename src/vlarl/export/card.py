@@ -1,0 +1,254 @@
+"""The model card of a pushed checkpoint: what it is, how it was made, how well it does, how to load it.
+
+Everything is read from the checkpoint's folder and from its run. What is not known is left out, never guessed. Paths of
+this machine are shortened to their last part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vlarl import __version__
+from vlarl.config.schema import Config
+from vlarl.config.state_choice import in_ranges, state_warnings
+from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
+from vlarl.observability.eval_dir import EvalRecord
+from vlarl.observability.report.data import Evaluation, RunData, load_run
+from vlarl.observability.significance import wilson_interval
+from vlarl.policies.locate import BUILTIN, HUB_ID
+from vlarl.policies.openvla.adapters import base_of, is_adapter
+
+AVERAGE = "ema"  # checkpoint of the averaged weights
+LEFT_OUT = ("logging", "distributed")  # sections that say where a run ran, not what was trained
+PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.headers_env")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to be pushed, and what is known of it."""
+
+    folder: Path
+    run: RunData | None  # the run that it belongs to
+    training: TrainingData | None  # what it was trained on; None: not known
+    base: str | None  # what it was trained from: a hub id, a built-in name or a path; None: not known
+    records: tuple[EvalRecord, ...] = ()  # evaluations of this checkpoint by `vlarl eval`
+
+    @classmethod
+    def of(cls, folder: Path, records: Sequence[EvalRecord] = ()) -> Source:
+        """Read what a checkpoint's folder and its run say."""
+        path = run_of(str(folder))
+        run = None if path is None else load_run(path)
+        return cls(folder, run, training_data_of(folder), _base(folder, run), tuple(records))
+
+    @property
+    def warning(self) -> str | None:
+        """What to say of an adapter whose base others don't have; None where they do."""
+        if not is_adapter(self.folder) or self.base is None or _is_public(self.base):
+            return None
+        return (
+            f"this is an adapter on {self.base}, which only this machine has: others cannot load it. Push that model "
+            f"too and name it as the adapter's base, or push both as one: `vlarl merge {self.folder} OUT`, then "
+            "`vlarl push OUT ORG/NAME`."
+        )
+
+
+def model_card(source: Source, repo_id: str) -> str:
+    """The text of README.md for the repository."""
+    sections = [
+        _front_matter(source),
+        f"# {repo_id.partition('/')[2]}\n\n{_introduction(source)}",
+        _success(source),
+        _loading(source, repo_id),
+        _training(source),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _front_matter(source: Source) -> str:
+    tags = ["robotics", "reinforcement-learning", "vision-language-action", "vlarl"]
+    head: dict[str, Any] = {"library_name": "vlarl", "pipeline_tag": "robotics"}
+    if source.base is not None and _hub_name(source.base):
+        head |= {"base_model": _hub_name(source.base)}
+        head |= {"base_model_relation": "adapter" if is_adapter(source.folder) else "finetune"}
+    algorithm = source.run.option("algorithm", "name") if source.run else None
+    head["tags"] = [*tags, str(algorithm)] if algorithm else tags
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---"
+
+
+def _introduction(source: Source) -> str:
+    kind = "A LoRA adapter" if is_adapter(source.folder) else "A vision-language-action policy"
+    origin = f" on {_shown(source.base)}" if source.base and is_adapter(source.folder) else ""
+    origin = origin or (f", trained from {_shown(source.base)}" if source.base else "")
+    algorithm = source.run.option("algorithm", "name") if source.run else None
+    how = f" by {str(algorithm).upper()}" if algorithm else ""
+    lines = [f"{kind}{origin}, made{how} with vlarl {__version__}."]
+    if source.training is not None and source.training.runs:
+        lines += ["", "Trained on:", "", *(f"* {_trained_on(run)}" for run in source.training.runs)]
+    return "\n".join(lines)
+
+
+def _trained_on(run: TrainedOn) -> str:
+    by = "reinforcement learning" if run.by == "train" else "demonstrations"
+    tasks = "" if run.task_ids is None else f", tasks {in_ranges(run.task_ids)}"
+    states = f", initial states {in_ranges(run.states)} of each" if run.states else ""
+    return f"`{run.suite}`{tasks} ({by}{states})"
+
+
+def _success(source: Source) -> str:
+    rows = [*_loop_rows(source), *(_record_row(record) for record in source.records)]
+    if not rows:
+        return ""
+    warnings = [*_loop_warnings(source), *(text for record in source.records for text in record.settings.warnings)]
+    lines = [
+        "## Success",
+        "",
+        "With Wilson's 95% interval.",
+        "",
+        "| Evaluation | Episodes | Before training | After |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        *(f"\n{text}" for text in dict.fromkeys(warnings)),
+    ]
+    return "\n".join(lines)
+
+
+def _loop_rows(source: Source) -> list[str]:
+    """The evaluations of the run itself: before the first update, and of this checkpoint."""
+    run, after = source.run, _own_evaluation(source)
+    if run is None or (run.first is None and after is None):
+        return []
+    before = run.first
+    counted = [evaluation for evaluation in (before, after) if evaluation is not None]
+    suite, total = run.option("env", "suite"), max(evaluation.score.total for evaluation in counted)
+    cells = [_rate(e.score.won, e.score.total) if e is not None and e.score.total else "-" for e in (before, after)]
+    return [f"| `{suite}`, {run.manner}, by the training run | {total} | {cells[0]} | {cells[1]} |"]
+
+
+def _loop_warnings(source: Source) -> tuple[str, ...]:
+    run, after = source.run, _own_evaluation(source)
+    evaluation = after or (run.first if run else None)
+    if run is None or evaluation is None:
+        return ()
+    env = run.option("gym", "env")
+    who = "this checkpoint"
+    return state_warnings(source.training, str(run.option("env", "suite")), env, list(evaluation.outcomes()), who)
+
+
+def _own_evaluation(source: Source) -> Evaluation | None:
+    """The run's evaluation of exactly these weights; None where it has made none."""
+    run = source.run
+    if run is None or (source.folder.name == AVERAGE) != bool(run.option("eval", "use_ema")):
+        return None
+    file, key = ("metadata.json", "training_step") if source.folder.name == AVERAGE else ("trainer.json", "iteration")
+    iteration = _json(source.folder / file).get(key)
+    return next((e for e in run.evaluations if e.iteration == iteration and e.iteration > 0), None)
+
+
+def _record_row(record: EvalRecord) -> str:
+    settings, result = record.settings, record.result
+    manner = "greedy" if settings.temperature == 0 else f"sampled at temperature {settings.temperature:g}"
+    label = f"`{settings.suite}`, {manner}, protocol {settings.protocol}, by `vlarl eval`"
+    return f"| {label} | {len(result.counted)} | - | {_rate(result.won, len(result.counted))} |"
+
+
+def _rate(won: int, total: int) -> str:
+    low, high = wilson_interval(won, total)
+    return f"{won / total:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def _loading(source: Source, repo_id: str) -> str:
+    suite = source.training.suite if source.training is not None else None
+    on = f" --suite {suite}" if suite else ""
+    return "\n".join(
+        [
+            "## Use it",
+            "",
+            "```bash",
+            "pip install vlarl",
+            f"vlarl eval {repo_id}{on}",
+            f"vlarl train --policy.path {repo_id}    # continue from it",
+            "```",
+            "",
+            "```python",
+            "import vlarl",
+            "",
+            f'policy = vlarl.load_policy("{repo_id}")',
+            "# image: [H, W, 3] uint8; proprio: the robot's state, where the model reads it. One row per step.",
+            "action = policy.predict_action(image, instruction, proprio)",
+            "```",
+        ]
+    )
+
+
+def _training(source: Source) -> str:
+    if source.run is None or not source.run.config:
+        return ""
+    changed = yaml.safe_dump(_changed_options(source.run.config), sort_keys=False, allow_unicode=True, width=100)
+    return "\n".join(
+        [
+            "## How it was trained",
+            "",
+            f"By `vlarl train config.yaml` (vlarl {__version__}) with these options; all others have their defaults.",
+            "",
+            "```yaml",
+            changed.rstrip(),
+            "```",
+        ]
+    )
+
+
+def _changed_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options that differ from the defaults, without those about the machine and without paths on it."""
+    defaults = Config().model_dump(mode="json")
+    changed: dict[str, dict[str, Any]] = {}
+    for section, values in config.items():
+        if section in LEFT_OUT or not isinstance(values, Mapping):
+            continue
+        for name, value in values.items():
+            if value != defaults.get(section, {}).get(name) and f"{section}.{name}" not in PRIVATE:
+                changed.setdefault(section, {})[name] = _shown(value) if isinstance(value, str) else value
+    return changed
+
+
+def _base(folder: Path, run: RunData | None) -> str | None:
+    if is_adapter(folder):
+        return base_of(folder)
+    merged = _json(folder / "merge_metadata.json").get("base")
+    if merged is not None:
+        return str(merged)
+    path = run.option("policy", "path") if run is not None else None
+    return None if path is None else str(path)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """The object in a file; empty where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_public(name: str) -> bool:
+    """Whether others have it: a model of the hub, or one that vlarl brings."""
+    return name in BUILTIN or name.startswith("init:") or _hub_name(name) is not None
+
+
+def _hub_name(name: str) -> str | None:
+    """`organisation/name` of a model on the hub; None for a folder of this machine."""
+    match = HUB_ID.fullmatch(name)
+    if match is None or Path(name).expanduser().exists():
+        return None
+    return match["repo"]
+
+
+def _shown(name: str) -> str:
+    """A name without the folders of this machine before it."""
+    is_path = name.startswith(("/", "~", "./", "../")) or ("/" in name and Path(name).expanduser().exists())
+    return Path(name).name if is_path else name

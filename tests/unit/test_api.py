@@ -1,0 +1,280 @@
+"""The Python interface: its names, what it makes of its arguments, and what it says of wrong ones."""
+
+import ast
+import doctest
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+import vlarl
+import vlarl.api
+import vlarl.data.sft
+import vlarl.evaluation
+import vlarl.loop
+from vlarl.config.load import to_yaml
+from vlarl.errors import UsageError, VlarlError
+from vlarl.types import EvalResult
+
+FUNCTIONS = ("train", "evaluate", "compare", "finetune", "load_config", "load_policy")
+
+
+def quick(trajectory):
+    return float(trajectory.success)
+
+
+def make_env():
+    return gymnasium.make("CartPole-v1")
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The configuration, the folder and the callbacks that training is started with, in place of training."""
+    calls = []
+    monkeypatch.setattr(vlarl.loop, "train", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+def test_the_package_lists_its_names():
+    assert set(FUNCTIONS) < set(dir(vlarl)) == set(vlarl.__all__)
+    for name in dir(vlarl):
+        assert getattr(vlarl, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        vlarl.trian  # noqa: B018
+
+
+# Docstrings
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_an_example_that_fits_it(name):
+    """Examples that take long are not run, but their calls must fit the signatures."""
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(vlarl, name)))
+    assert examples
+    calls = [node for e in examples for node in ast.walk(ast.parse(e.source)) if isinstance(node, ast.Call)]
+    own = [call for call in calls if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "vlarl"]
+    for call in own:
+        signature = inspect.signature(getattr(vlarl, call.func.attr))
+        signature.bind(*call.args, **{word.arg: word.value for word in call.keywords})
+    assert own or name == "load_config"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_examples_that_cost_little_run(name):
+    function = getattr(vlarl, name)
+    (test,) = [t for t in doctest.DocTestFinder(recurse=False).find(function, name, globs={name: function})]
+    results = doctest.DocTestRunner().run(test)
+    assert results.failed == 0
+
+
+# Training
+
+
+def test_a_preset_with_options(trained):
+    vlarl.train("tabletop_ppo", {"run.seed": 5}, on_iteration=print, on_episode=quick)
+    ((config, folder, callbacks),) = trained
+    assert (config.algorithm.name, config.run.seed, folder) == ("ppo", 5, None)
+    assert (callbacks.on_iteration, callbacks.on_episode) == (print, quick)
+
+
+def test_a_file_flags_a_configuration_or_nothing(trained, tmp_path):
+    (tmp_path / "mine.yaml").write_text("run: {seed: 7}")
+    vlarl.train(tmp_path / "mine.yaml", ["--optim.lr", "0.5"])
+    vlarl.train(trained[0][0], {"run.seed": 8})
+    vlarl.train()
+    configs = [config for config, _, _ in trained]
+    assert [(c.run.seed, c.optim.lr) for c in configs[:2]] == [(7, 0.5), (8, 0.5)]
+    assert configs[2] == vlarl.load_config("tabletop_grpo")
+
+
+def test_a_reward_and_an_environment_as_callables(trained):
+    vlarl.train(reward=quick)
+    vlarl.train(env=make_env, overrides={"gym.instructions": ["balance"], "policy.path": "init:tiny-oft"})
+    vlarl.train(reward="sparse")
+    rewarded, in_env, named = (config for config, _, _ in trained)
+    assert rewarded.reward.given[rewarded.reward.source].function is quick
+    assert rewarded.optim.lr == vlarl.load_config("tabletop_grpo").optim.lr
+    assert (in_env.env.suite, in_env.gym.env) == ("gym", f"python:{__name__}.make_env")
+    assert in_env.gym.given[in_env.gym.env].function is make_env
+    assert in_env.optim == vlarl.Config().optim, "the tabletop's preset is not for another environment"
+    assert named.reward.source == "sparse"
+
+
+@pytest.mark.parametrize("which", ["name", "folder", "checkpoint"])
+def test_a_run_is_resumed_by_name_folder_or_checkpoint(trained, tmp_path, monkeypatch, which):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints" / "final").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(vlarl.load_config(None, {"run.name": "first", "reward.source": quick})))
+    resume = {"name": "first", "folder": run, "checkpoint": run / "checkpoints" / "final"}[which]
+    vlarl.train(resume=resume, overrides={"run.iterations": 50}, reward=quick)
+    ((config, folder, _),) = trained
+    assert Path(folder).resolve() == run.resolve() and config.run.iterations == 50
+    assert config.reward.given[config.reward.source].function is quick
+
+
+def test_a_resumed_run_reads_no_preset(trained):
+    with pytest.raises(UsageError, match="resume reads the run's own configuration"):
+        vlarl.train("tabletop_grpo", resume="first")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"seed": 1}, r"vlarl.train: unknown argument 'seed'; .*overrides: \{'run.seed': ...\}"),
+        ({"lr": 1}, r"\{'optim.lr': ...\} or \{'critic.lr': ...\}"),
+        ({"lora_rank": 8}, r"\{'lora.rank': ...\}"),
+        ({"reward_fn": quick}, "did you mean 'reward'"),
+        ({"resum": "x"}, "did you mean 'resume'"),
+        ({"qqq": 1}, "Arguments: source, overrides, resume"),
+        ({"reward": 3}, "reward: give a function that takes a Trajectory .*, not int"),
+        ({"on_iteration": 3}, "on_iteration: give a function .*, not int"),
+        ({"overrides": "run.seed=1"}, "overrides = 'run.seed=1': give options as a mapping"),
+        ({"reward": quick, "overrides": {"reward.source": "dense"}}, "reward.source: given by an argument and in"),
+    ],
+)
+def test_wrong_arguments_of_train(trained, arguments, said):
+    with pytest.raises(UsageError, match=said):
+        vlarl.train(**arguments)
+    assert trained == []
+
+
+def test_an_unknown_argument_is_a_type_error_too():
+    with pytest.raises(TypeError):
+        vlarl.train(seed=1)
+
+
+def test_an_environment_that_is_made_already_is_refused(trained):
+    with pytest.raises(UsageError, match="env: give a function or class that makes the environment, not "):
+        vlarl.train(env=make_env())
+
+
+# Evaluation
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The requests and folders that evaluations are started with."""
+    calls = []
+
+    def run(request, folder, on_result):
+        calls.append((request, folder))
+        return type("Record", (), {"result": EvalResult(())})()
+
+    monkeypatch.setattr(vlarl.evaluation, "run_evaluation", run)
+    return calls
+
+
+def test_the_names_of_the_command_line(evaluated, tmp_path):
+    vlarl.evaluate(
+        "builtin:tiny-oft",
+        suite="tabletop_goal",
+        tasks=[0, 3],
+        episodes=5,
+        temperature=1,
+        num_envs=2,
+        videos="failures",
+        out=tmp_path / "x",
+        device="cpu",
+        seed=4,
+        protocol="benchmark",
+        overrides={"policy.center_crop": True, "env.max_steps": 9},
+    )
+    ((request, folder),) = evaluated
+    assert (request.env.suite, request.env.task_ids, request.env.num_envs) == ("tabletop_goal", (0, 3), 2)
+    assert (request.env.protocol, request.env.max_steps, request.policy.center_crop) == ("benchmark", 9, True)
+    assert (request.states_per_task, len(request.init_states), request.temperature) == (5, 5, 1.0)
+    assert (request.videos, request.device, request.seed, folder) == ("failures", "cpu", 4, tmp_path / "x")
+
+
+def test_a_run_stands_for_its_final_checkpoint(evaluated, tmp_path, monkeypatch, checkpoint):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "first"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(vlarl.load_config(None, {"env.suite": "tabletop_long"})))
+    with pytest.raises(UsageError, match="first has not ended.*it has no checkpoint yet"):
+        vlarl.evaluate("first")
+    (folder / "checkpoints" / "step_000004").mkdir()
+    with pytest.raises(UsageError, match="its checkpoints are step_000004: name one"):
+        vlarl.evaluate("first")
+    (folder / "checkpoints" / "final").symlink_to(checkpoint)
+    vlarl.evaluate("first", episodes=1)
+    vlarl.evaluate(folder, episodes=1)
+    assert [Path(request.checkpoint) for request, _ in evaluated] == [
+        Path("runs/first/checkpoints/final"),
+        folder / "checkpoints/final",
+    ]
+
+
+def test_an_environment_as_a_callable(evaluated):
+    options = {"gym.instructions": ["balance"]}
+    vlarl.evaluate("builtin:tiny-oft", env=make_env, overrides=options)
+    ((request, _),) = evaluated
+    assert request.env.suite == "gym" and request.gym.given[request.gym.env].function is make_env
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"epsiodes": 3}, "did you mean 'episodes'"),
+        ({"task_ids": [0]}, "did you mean 'tasks'"),
+        ({"against": "x"}, r"vlarl.compare\(FIRST, SECOND\)"),
+        ({"unnorm_key": "x"}, r"overrides=\{'policy.unnorm_key': ...\}"),
+        ({"tasks": 3}, r"tasks = 3: give a list of task ids"),
+        ({"tasks": [99]}, "no task 99"),
+        ({"episodes": 0}, "episodes = 0: must be a whole number above 0"),
+        ({"episodes": 2.5}, "episodes = 2.5"),
+        ({"temperature": -1}, "temperature = -1: must be 0"),
+        ({"seed": "x"}, "seed = 'x'"),
+        ({"videos": "some"}, "videos = 'some': must be all, failures, none or a number"),
+        ({"videos": 2}, "videos = 2: name the new folder"),
+        ({"suite": "tabletop_gaol"}, "tabletop_goal"),
+        ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, policy only"),
+    ],
+)
+def test_wrong_arguments_of_evaluate(evaluated, arguments, said):
+    with pytest.raises(UsageError, match=said):
+        vlarl.evaluate("builtin:tiny-oft", **arguments)
+    assert evaluated == []
+
+
+def test_two_checkpoints_on_the_same_episodes():
+    """The two built-in ones differ on task 3 of the goals."""
+    comparison = vlarl.compare(
+        "builtin:tiny-oft", "builtin:tiny-oft", suite="tabletop_goal", tasks=[3], episodes=1, device="cpu"
+    )
+    assert [e.task for e in comparison.a.episodes] == [e.task for e in comparison.b.episodes]
+    assert comparison.in_words() == "A and B ended alike on all 1 episodes."
+
+
+def test_a_callback_that_fails_names_itself():
+    def broken(record):
+        raise ValueError("too slow")
+
+    with pytest.raises(
+        VlarlError, match=r"the callback on_episode \(.*broken\) raised ValueError: too slow \(test_api.py"
+    ):
+        vlarl.evaluate(
+            "builtin:tiny-oft", suite="tabletop_goal", tasks=[3], episodes=1, device="cpu", on_episode=broken
+        )
+
+
+# Fine-tuning
+
+
+def test_finetune_takes_presets_and_options(monkeypatch):
+    configs = []
+    monkeypatch.setattr(vlarl.data.sft, "finetune", configs.append)
+    vlarl.finetune("tabletop_base_openvla", {"optim.steps": 300})
+    vlarl.finetune()
+    assert configs[0].optim.steps == 300 and configs[0].policy.path != configs[1].policy.path
+    with pytest.raises(UsageError, match=r"vlarl.finetune: unknown argument 'steps'; .*\{'optim.steps': ...\}"):
+        vlarl.finetune(steps=3)
+
+
+def test_python_m_vlarl_is_the_program():
+    done = subprocess.run([sys.executable, "-m", "vlarl", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"vlarl {vlarl.__version__}\n"
