@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.cli import limit_spinning
 from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
-from vlarl.config.aliases import ALIASES
+from vlarl.config.aliases import alias_of
 from vlarl.config.callables import refuse_unsendable
 from vlarl.config.describe import options
 from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
@@ -374,8 +374,8 @@ def _unknown(function: str, name: str, known: Sequence[str]) -> str:
         return f"{subject}; did you mean {match!r}?"
     schema: type[Section] = FinetuneConfig if function == "finetune" else Config
     paths = [path for path in options(schema) if path.partition(".")[2] == name]
-    alias = ALIASES.get(name.replace("_", "-"))
-    if meant := [alias] if alias in options(schema) else paths:
+    alias = alias_of(name, frozenset(options(schema)))
+    if meant := [alias] if alias is not None else paths:
         argument = "overrides=" if function in ("evaluate", "compare") else ""
         examples = " or ".join(f"{argument}{{{path!r}: ...}}" for path in meant)
         return f"{subject}; options of the configuration go into the overrides: {examples}"

@@ -130,19 +130,8 @@ def open_run(
         publish_weights(parts.learner, parts.engine)
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
-    is_new = resume is None
-    return parts, Session(
-        config,
-        directory,
-        parts.learner,
-        store,
-        state,
-        lock,
-        trace,
-        created=is_new,
-        opening=opening,
-        callbacks=callbacks,
-    )
+    is_new, learner = resume is None, parts.learner
+    return parts, Session(config, directory, learner, store, state, lock, trace, is_new, opening, callbacks)
 
 
 def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:

@@ -247,14 +247,15 @@ class NotingReward(SparseReward):
 def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(trajectory):
     reward = NotingReward(fails=False)
     parts = SimpleNamespace(reward=SafeReward(reward))
-    scored = score_evaluated(parts, SimpleNamespace(), [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
+    session = SimpleNamespace(guard=SimpleNamespace(check=lambda: None))
+    scored = score_evaluated(parts, session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
     assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
     assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
 
 
 def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajectory):
     parts = SimpleNamespace(reward=SafeReward(NotingReward(fails=True), retries=0))
-    session = SimpleNamespace(state=SimpleNamespace(iteration=4))
+    session = SimpleNamespace(state=SimpleNamespace(iteration=4), guard=SimpleNamespace(check=lambda: None))
     with pytest.raises(
         VlarlError, match=r"evaluation after iteration 4: the reward failed on .*ValueError: no.*and resume"
     ):

@@ -291,7 +291,7 @@ BATCHES = (
 LENGTH = "set the length of training with --run.iterations, or with --run.total_env_steps"
 FEW_GPUS = "set --distributed.backend ray and --distributed.learners_per_node; docs/distributed.md shows how"
 LATER = "after training: `vlarl merge ADAPTER OUT` makes a checkpoint of an adapter and its base"
-HUB = "after training: upload checkpoints/final of the run, or write `vlarl merge ADAPTER OUT --push-to-hub ORG/NAME`"
+HUB = "after training, by a command of its own: `vlarl push RUN ORG/NAME`"
 
 ELSEWHERE: dict[str, str] = {
     "merge_model": LATER,

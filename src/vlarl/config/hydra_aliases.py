@@ -215,6 +215,6 @@ ELSEWHERE: dict[str, str] = {
     "env.type": "set --env.suite, such as libero_spatial",
     "dataset.repo_id": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
     "policy.type": "the checkpoint knows its type: set --policy.path",
-    "policy.repo_id": "after training: upload the folder checkpoints/final of the run",
-    "policy.push_to_hub": "after training: upload the folder checkpoints/final of the run",
+    "policy.repo_id": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
+    "policy.push_to_hub": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
 }

@@ -90,7 +90,7 @@ def load_config(
         getattr(config, section).given.update(getattr(base, section).given | flags.given.get(section, {}))
     problems = [*document.problems, *flags.problems, *stray, *problems]
     if config is not None:
-        config = located(with_located(config)) if isinstance(config, Config) else located(with_located(config))
+        config = with_located(config) if isinstance(config, Config) else with_located(config)
         wrong = {path for problem in problems for path in problem.paths}
         problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
         told = {path for problem in problems for path in problem.paths}
@@ -100,7 +100,7 @@ def load_config(
         raise ConfigError(problems)
     if file is not None and not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
-    return config
+    return located(config)
 
 
 def _path_of(source: object) -> str | Path | None:
