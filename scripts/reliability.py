@@ -4,6 +4,7 @@
     scripts/reliability.py --only checkpoints kills       some rows
     scripts/reliability.py --fraction 0.1                 a tenth of every row
     scripts/reliability.py --only checkpoints --case 123  one case again; its folder is kept
+    scripts/reliability.py --mutation "weights"           the cases whose mutation has this in its name
     scripts/reliability.py --write                        the table of docs/reliability.md, after the whole
 
 Each defect is printed in full, with the command that runs its case again. The exit code is 1 if there is any.
@@ -28,11 +29,12 @@ DOC = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- table of scripts/reliability.py -->\n", "<!-- end of the table -->"
 
 
-def numbers_of(row: Row, fraction: float, case: int | None) -> range:
-    """The cases to run: a fraction of the whole, every mutation once at least where the fraction is of all of them."""
-    if case is not None:
-        return range(case, case + 1)
-    return range(math.ceil(fraction * row.cases))
+def numbers_of(row: Row, given: argparse.Namespace) -> list[int]:
+    """The cases to run: one, or the first of all up to a fraction, with the mutations that are wanted."""
+    if given.case is not None:
+        return [given.case]
+    first = range(math.ceil(given.fraction * row.cases))
+    return [number for number in first if given.mutation in row.mutation(number)]
 
 
 def table(tallies: Sequence[Tally], seed: int) -> str:
@@ -70,13 +72,15 @@ def show(row: Row, outcome: Outcome, seed: int) -> None:
 
 def attack(row: Row, given: argparse.Namespace, folder: Path) -> Tally:
     """Run a row with a line for it, and its defects."""
-    numbers = numbers_of(row, given.fraction, given.case)
+    numbers = numbers_of(row, given)
     print(f"{row.name}: {len(numbers)} cases", flush=True)
 
     def note(outcome: Outcome) -> None:
         if outcome.defects:
             show(row, outcome, given.seed)
 
+    if not numbers:
+        return Tally(row, given.seed)
     tally = run_row(row, numbers, given.seed, given.jobs, folder, note, keep=given.case is not None)
     answers = ", ".join(f"{count} {answer}" for answer, count in tally.answers().items())
     print(f"{row.name}: {len(tally.defective)} with defects, {answers}; {tally.seconds:.0f} s", flush=True)
@@ -89,6 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--fraction", type=float, default=1.0, metavar="F", help="of the cases of each row")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed is another set of cases")
+    parser.add_argument("--mutation", default="", metavar="TEXT", help="only cases whose mutation has this in its name")
     parser.add_argument("--case", type=int, metavar="N", help="this case alone, of the one row of --only")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="worker processes")
     parser.add_argument("--write", action="store_true", help="write the table into docs/reliability.md")
@@ -97,8 +102,8 @@ def parse() -> argparse.Namespace:
         parser.error("--fraction: must be above 0 and at most 1")
     if given.case is not None and len(given.only) != 1:
         parser.error("--case: name its row with --only")
-    if given.write and (given.case is not None or given.fraction < 1 or set(given.only) != set(ROWS)):
-        parser.error("--write: the table is that of the whole; leave out --only, --fraction and --case")
+    if given.write and (given.case is not None or given.mutation or given.fraction < 1 or set(given.only) != set(ROWS)):
+        parser.error("--write: the table is that of the whole; leave out --only, --mutation, --fraction and --case")
     return given
 
 
