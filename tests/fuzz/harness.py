@@ -13,6 +13,7 @@ the case follows from the three, so that any case can be run again alone.
 """
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import random
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -93,6 +94,11 @@ class Row:
     deadline_s: float  # of one case, on a machine with work of its own
     run: Callable[[Case], tuple[str, Sequence[Defect]]]
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
+    deadlines: Mapping[str, float] = field(default_factory=dict)  # of mutations whose name begins so, before a colon
+
+    def deadline(self, number: int) -> float:
+        """Seconds that a case may take."""
+        return self.deadlines.get(self.mutation(number).partition(":")[0], self.deadline_s)
 
     def mutation(self, number: int) -> str:
         """The mutation of a case."""
@@ -186,7 +192,7 @@ class _Worker:
 
     def give(self, number: int, folder: Path) -> None:
         self.number, self.folder = number, folder
-        self.deadline = time.monotonic() + self.row.deadline_s
+        self.deadline = time.monotonic() + self.row.deadline(number)
         self.connection.send((number, str(folder)))
 
     def kill(self) -> None:
@@ -254,7 +260,7 @@ class _Pool:
                 outcome: Outcome = worker.connection.recv()
                 return outcome
             stacks = (worker.folder.parent / f"stacks-{worker.process.pid}").read_text()
-            late = f"no answer within {self.row.deadline_s:g} s\n{stacks}"
+            late = f"no answer within {self.row.deadline(number):g} s\n{stacks}"
             failed = Outcome(number, mutation, "failed", (Defect("hang", late),))
         except (EOFError, OSError):
             worker.process.join(5)
@@ -288,6 +294,7 @@ def _work(name: str, seed: int, shared: str, connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    logging.getLogger("vlarl").addHandler(logging.NullHandler())  # what is logged is not printed
     row = find_row(name)
     stacks = (Path(shared).parent / f"stacks-{os.getpid()}").open("w")
     while True:
@@ -299,7 +306,7 @@ def _work(name: str, seed: int, shared: str, connection: Connection) -> None:
             connection.send(_prepared(row, Path(shared)))
             continue
         number, folder = job
-        faulthandler.dump_traceback_later(0.9 * row.deadline_s, file=stacks)
+        faulthandler.dump_traceback_later(0.9 * row.deadline(number), file=stacks)
         outcome = run_case(row, number, seed, Path(shared), Path(folder))
         faulthandler.cancel_dump_traceback_later()
         connection.send(outcome)

@@ -168,6 +168,7 @@ ROW = Row(
     mutations=MUTATIONS,
     cases=len(MUTATIONS),
     deadline_s=180.0,
+    deadlines={"service": 15.0},
     run=run,
     prepare=prepare,
 )
