@@ -55,10 +55,10 @@ def _episodes() -> list[Demonstration]:
 
 def prepare(shared: Path) -> None:
     """A dataset of four episodes in two shards."""
-    with RldsWriter(shared, NAME, shard_bytes=12_000) as writer:
+    with RldsWriter(shared, NAME, shard_bytes=24_000) as writer:
         for episode in _episodes():
             writer.add(episode)
-    assert len(_shards(shared / NAME / "1.0.0")) > 1, "one shard is no test of several"
+    assert 1 < len(_shards(shared / NAME / "1.0.0")) < 4, "several shards, and several episodes in one"
 
 
 def _shards(folder: Path) -> list[Path]:
