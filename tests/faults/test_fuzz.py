@@ -20,7 +20,7 @@ NAMED = {
             "service: drips its body",
             "service: sends a body without end",
         ),
-        *("service: sends NaN", "service: sends lists", "service: redirects to itself", "function: not_a_number"),
+        *("service: sends NaN", "service: sends lists", "service: redirects to itself", "function: of_numpy"),
         "module: is no Python",
     ),
     "resumed": ("nothing damaged", "trainer truncated", "partial checkpoints"),
@@ -34,6 +34,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "datasets": (
         *("info damaged", "info value", "info templates", "features damaged", "features types", "features value"),
         *("fields of unequal length", "numbers not finite", "images of another kind", "empty episodes"),
+        "file replaced",
     ),
     "checkpoints": (
         *("adapter damaged", "config key missing", "config sizes", "config damaged", "index damaged"),

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 DefectKind = Literal["traceback", "hang", "wrong"]
-MEMORY_BYTES = 12 << 30  # of address space in a worker: a mutant that asks for more is refused memory, not the machine
+MEMORY_BYTES = 6 << 30  # of address space for a case: a mutant that asks for more gets none, and the machine stays up
 MARKER = "VLARL_FUZZ_CASE"  # environment variable that all processes of a case inherit
 DETAIL_CHARACTERS = 4_000
 
@@ -143,11 +143,14 @@ def run_case(row: Row, number: int, seed: int, shared: Path, folder: Path) -> Ou
     case = Case(row.name, number, seed, row.mutation(number), folder, shared)
     folder.mkdir(parents=True)
     os.environ[MARKER] = case.marker
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, before[1]))
     try:
         answer, defects = row.run(case)
     except Exception:  # noqa: BLE001 - the program under attack is called here
         answer, defects = "failed", [Defect("traceback", traceback.format_exc())]
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
         os.environ.pop(MARKER, None)
         os.chdir("/")
     return Outcome(number, case.mutation, answer, tuple(defects))
@@ -291,7 +294,6 @@ def living(marker: str) -> dict[int, str]:
 def _work(name: str, seed: int, shared: str, connection: Connection) -> None:
     """The main function of a worker: `None` asks to prepare the row, a number to run a case."""
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     logging.getLogger("vlarl").addHandler(logging.NullHandler())  # what is logged is not printed
