@@ -14,10 +14,12 @@ from pathlib import Path
 
 from fuzz.harness import MARKER, Case, Defect, living
 
+import vlarl
+
 TESTS = Path(__file__).resolve().parents[1]
-SOURCES = TESTS.parent / "src"
-MODULES = os.pathsep.join([str(TESTS), str(SOURCES)])
-"""PYTHONPATH of runs: this source tree, and these modules for their environments and rewards."""
+PACKAGE = Path(vlarl.__file__).resolve().parent
+MODULES = os.pathsep.join([str(TESTS), str(PACKAGE.parent)])
+"""PYTHONPATH of runs: the vlarl that is attacked, and these modules for their environments and rewards."""
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 GRACE_S = 10.0  # for processes of a run to end after it

@@ -8,10 +8,9 @@ import random
 import string
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import yaml
-from fuzz.answers import DONE, ask, judged, litter
+from fuzz.answers import DONE, PACKAGE, ask, judged, litter
 from fuzz.harness import Case, Defect, Row
 
 from vlarl.config.describe import Option, options
@@ -58,8 +57,7 @@ def known(command: str) -> dict[str, Option]:
 @cache
 def preset_texts(command: str) -> dict[str, str]:
     """The shipped files of a command by name."""
-    folder = Path(__file__).resolve().parents[2] / "src" / "vlarl" / "configs"
-    return {name: (folder / f"{name}.yaml").read_text() for name in presets_of(COMMANDS[command])}
+    return {name: (PACKAGE / "configs" / f"{name}.yaml").read_text() for name in presets_of(COMMANDS[command])}
 
 
 def _base(rng: random.Random, command: str) -> str:

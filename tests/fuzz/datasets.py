@@ -103,6 +103,17 @@ def shard_flipped(rng: random.Random, folder: Path) -> Expected:
     return "same"
 
 
+def actions_flipped(rng: random.Random, folder: Path) -> Expected:
+    """One bit of an action: nothing but the checksum can tell."""
+    path = _shards(folder)[0]
+    data = bytearray(path.read_bytes())
+    actions = bytes(np.asarray(episode_features(NAME, _episodes()[0])[ACTION]).tobytes())
+    place = data.index(actions) + 4 * rng.randrange(len(actions) // 4)
+    data[place + rng.randrange(2)] ^= 1 << rng.randrange(8)  # of the mantissa: the value stays finite
+    path.write_bytes(data)
+    return "refuse"
+
+
 def shard_truncated(rng: random.Random, folder: Path) -> Expected:
     path = rng.choice(_shards(folder))
     os.truncate(path, rng.randrange(path.stat().st_size))
@@ -345,7 +356,7 @@ def records_that_are_no_examples(rng: random.Random, folder: Path) -> Expected:
 MUTATIONS: dict[str, Mutation] = {
     mutation.__name__.replace("_", " "): mutation
     for mutation in (
-        *(shard_flipped, shard_truncated, shard_with_more, record_lengths, file_replaced),
+        *(shard_flipped, actions_flipped, shard_truncated, shard_with_more, record_lengths, file_replaced),
         *(info_damaged, info_value, info_templates),
         *(features_damaged, features_value, features_shapes, features_types),
         *(fields_of_unequal_length, numbers_not_finite, images_of_another_kind, fields_missing),
@@ -394,7 +405,7 @@ ROW = Row(
     about="RLDS folders with damaged shards, dataset_info.json and features.json, and with records whose checksum is "
     "right and whose content is not: lengths, NaN, image formats and sizes, missing fields",
     mutations=tuple(MUTATIONS),
-    cases=304,
+    cases=320,
     deadline_s=20.0,
     run=run,
     prepare=prepare,
