@@ -147,7 +147,7 @@ def test_what_a_name_of_another_system_sets(tokens, expected):
         ("--report_to swanlab", "--report_to swanlab: no tracker swanlab; there are --logging.wandb"),
         ("--bf16=maybe", "--bf16 maybe: must be true or false"),
         ("--cliprange", "--cliprange: needs a value"),
-        ("--push_to_hub", "--push_to_hub: after training: upload"),
+        ("--push_to_hub", "--push_to_hub: after training, by a command of its own: `vlarl push"),
         ("--static_mixture a", "--curriculum.mode weighted"),
         ("--batch_size 8", "--optim.minibatches"),
         ("--max_steps 100", "--run.total_env_steps; --env.max_steps is the time limit of an episode"),
