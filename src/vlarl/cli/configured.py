@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -146,23 +146,22 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
 
 def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
-    request = Request(None, Flags())
+    own: dict[str, Any] = {}  # fields of the request
     switches = {"--dry-run": "dry_run"} | ({"--trust": "trust", "--detach": "detach"} if trains else {})
     rest: list[str] = []
     tokens = list(arguments)
     while tokens:
         token = tokens.pop(0)
         if token in ("-h", "--help"):
-            return replace(request, wants_help=True)
+            return Request(None, Flags(), wants_help=True)
         if token in switches:
-            request = replace(request, **{switches[token]: True})
+            own[switches[token]] = True
         elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             field, needs = WITH_NAME[flag]
             if not value:
                 raise UsageError(f"{flag}: needs {needs}")
-            change: dict[str, Any] = {field: value}
-            request = replace(request, **change)
+            own[field] = value
         else:
             is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
             rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
@@ -172,16 +171,12 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
     sources, flags.positionals = flags.positionals, []
     if len(sources) > 1:
         raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
-    if sources and request.resume:
+    if sources and "resume" in own:
         raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
-    return replace(request, source=_source(sources, request, flags, trains), flags=flags)
-
-
-def _source(sources: Sequence[str], request: Request, flags: Flags, trains: bool) -> str | None:
-    """The preset or file that was named, or for training the preset that suits the flags."""
-    if sources:
-        return sources[0]
-    return preset_of(flags.values) if trains and request.resume is None else None
+    source = sources[0] if sources else None
+    if source is None and trains and "resume" not in own:
+        source = preset_of(flags.values)
+    return Request(source, flags, **own)
 
 
 def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
