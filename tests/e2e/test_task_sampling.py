@@ -8,6 +8,7 @@ import pytest
 
 import vlarl
 from vlarl.errors import UsageError
+from vlarl.loop import train as run_loop
 
 TASKS = (3, 9)  # one that the base nearly always does, one that it often fails
 QUICK = {
@@ -38,7 +39,7 @@ QUICK = {
 def train(root: Path, name: str, resume: Path | None = None, **overrides: object) -> Path:
     options = QUICK | {"run.root": str(root), "run.name": name}
     options |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return vlarl.train(vlarl.load_config("tabletop_grpo", options), resume).run_dir
+    return run_loop(vlarl.load_config("tabletop_grpo", options), resume).run_dir
 
 
 def rows(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
