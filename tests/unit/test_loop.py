@@ -248,7 +248,9 @@ def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(traject
     reward = NotingReward(fails=False)
     parts = SimpleNamespace(reward=SafeReward(reward))
     session = SimpleNamespace(guard=SimpleNamespace(check=lambda: None))
-    scored = score_evaluated(parts, session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
+    scored = score_evaluated(
+        parts.reward.for_evaluation(6), session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)]
+    )
     assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
     assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
 
@@ -259,4 +261,4 @@ def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajec
     with pytest.raises(
         VlarlError, match=r"evaluation after iteration 4: the reward failed on .*ValueError: no.*and resume"
     ):
-        score_evaluated(parts, session, [trajectory([[0.0]], seed=s) for s in range(8)])
+        score_evaluated(parts.reward.for_evaluation(8), session, [trajectory([[0.0]], seed=s) for s in range(8)])
