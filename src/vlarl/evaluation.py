@@ -88,17 +88,23 @@ def evaluate_policy(
     on_episode: Callable[[int], None] = lambda done: None,
     on_result: Callable[[EpisodeResult], EpisodeResult] = lambda result: result,
     score: Callable[[list[Trajectory]], list[Trajectory]] | None = None,
-    keep_images: bool = False,
+    with_images: int | None = None,
 ) -> EvalResult:
     """Run every task once and film some of them, spread over the tasks.
 
     `on_result` is given each episode as soon as it ends, with its frames; what it returns is kept. `on_episode` is told
-    how many are done, and may raise to stop. `score` is called once, after all episodes: returns are by it then, and
-    not by the environment. It is given images only with `keep_images`, since those of hundreds of episodes take memory.
+    how many are done, and may raise to stop. With `score` returns are by it, and not by the environment. It is called
+    once, after all episodes, and given them without their images, since those of hundreds of episodes take memory; or
+    for every `with_images` episodes that have ended, which still have theirs then.
     """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
     results: dict[int, EpisodeResult] = {}
-    kept: dict[int, Trajectory] = {}
+    unscored: dict[int, Trajectory] = {}
+
+    def pay(score: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+        places = sorted(unscored)
+        for index, paid in zip(places, score([unscored.pop(index) for index in places]), strict=True):
+            results[index] = replace(results[index], episode_return=paid.env_return, reward_error=paid.reward_error)
 
     def on_end(index: int, episode: Episode) -> Episode:
         trajectory = episode.trajectory
@@ -106,19 +112,16 @@ def evaluate_policy(
         told = seen[0] if seen else instructions[trajectory.task.task_id]
         results[index] = on_result(EpisodeResult.of(trajectory, told, episode.frames))
         if score is not None:
-            kept[index] = trajectory if keep_images else without_images(trajectory)
+            unscored[index] = trajectory if with_images else without_images(trajectory)
+            if len(unscored) == with_images:
+                pay(score)
         # The pictures of hundreds of episodes would fill the memory, and nobody trains on them.
         return Episode(replace(without_images(trajectory), transitions=()))
 
     collector.collect(tasks, temperature, spread(len(tasks), num_filmed), on_episode, on_end)
-    episodes = [results[index] for index in range(len(tasks))]
-    if score is not None:
-        scored = score([kept[index] for index in range(len(tasks))])
-        episodes = [
-            replace(episode, episode_return=by_reward.env_return, reward_error=by_reward.reward_error)
-            for episode, by_reward in zip(episodes, scored, strict=True)
-        ]
-    return EvalResult(tuple(episodes))
+    if score is not None and unscored:
+        pay(score)
+    return EvalResult(tuple(results[index] for index in range(len(tasks))))
 
 
 def without_images(trajectory: Trajectory) -> Trajectory:
@@ -218,7 +221,8 @@ def _pool_size(request: EvalRequest) -> int:
     tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
     episodes = 1 if request.replay else tasks * len(request.init_states)
     size = min(configured_num_envs(request.env, request.gym), episodes)
-    refuse_crowd(request.env.suite, size)
+    if request.env.num_envs is not None:
+        refuse_crowd(request.env.suite, size)
     return size
 
 

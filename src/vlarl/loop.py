@@ -27,7 +27,7 @@ from vlarl.launch import open_run
 from vlarl.loop_async import Rollouts, RolloutsAhead, RolloutsInTurn
 from vlarl.observability.clock import Stopwatch
 from vlarl.parts import Parts
-from vlarl.rewards.safe import RewardFailureError
+from vlarl.rewards.safe import RewardFailureError, SafeReward
 from vlarl.rollout.selection import GroupSelection
 from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
 from vlarl.session import RunSummary, Session
@@ -203,6 +203,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
         session.guard.check()
         session.progress.evaluating(done, len(parts.eval_tasks))
 
+    reward = parts.reward.for_evaluation(len(parts.eval_tasks))
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         result = evaluate_policy(
             parts.collector,
@@ -210,15 +211,15 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
             session.config.eval.temperature,
             num_filmed=session.films_due,
             on_episode=on_episode,
-            score=lambda trajectories: score_evaluated(parts, session, trajectories),
-            keep_images=parts.reward.reads_images,
+            score=lambda trajectories: score_evaluated(reward, session, trajectories),
+            with_images=reward.batch_size if reward.reads_images else None,
         )
         return session.record_evaluation(result)
 
 
-def score_evaluated(parts: Parts, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
+def score_evaluated(reward: SafeReward, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
     """Apply the configured reward to evaluated episodes; one that fails too often ends the run here, too."""
     try:
-        return parts.reward.for_evaluation().score_all(trajectories, session.guard.check)
+        return reward.score_all(trajectories, session.guard.check)
     except RewardFailureError as error:
         raise VlarlError(f"evaluation after iteration {session.state.iteration}: {error}") from error

@@ -20,8 +20,7 @@ from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.training_data import by_training
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
-from vlarl.observability.capacity import fitting_envs
-from vlarl.observability.machine import available_cores
+from vlarl.observability.capacity import default_processes
 from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.policies.base import Policy
 from vlarl.policies.fresh import FRESH
@@ -64,8 +63,7 @@ def num_envs(env: EnvConfig, gym: GymConfig) -> int:
         return env.num_envs
     if facts is None or not facts.in_processes:
         return BATCHED_ENVS
-    fitting = fitting_envs(env.suite)
-    return available_cores() if fitting is None else max(1, min(available_cores(), fitting))
+    return default_processes(env.suite)
 
 
 def drawn_env(config: Config, policy: Policy) -> EnvConfig:

@@ -1,8 +1,10 @@
 """Evaluation: by a collector written by hand, and with a small policy on the tabletop."""
 
+import gc
 import json
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,24 +85,38 @@ def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
     assert [len(e.frames) for e in filmed.episodes] == [2, 2, 2], "the loop films from what is returned"
 
 
-@pytest.mark.parametrize("keep_images", [False, True])
-def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory, keep_images):
+def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory):
     calls, done = [], []
 
     def score(trajectories):
         assert len(done) == 3, "all episodes have ended"
         calls.append([(t.task.task_id, t.final_observation.images.size > 0) for t in trajectories])
-        assert all((t.observation.images.size > 0) == keep_images for e in trajectories for t in e.transitions)
+        assert all(t.observation.images.size == 0 for e in trajectories for t in e.transitions)
         scored = [t if t.status == "crashed" else pay_at_the_end(t, 0.25 + t.task.task_id) for t in trajectories]
         return [scored[0], replace(scored[1], status="reward_failed", reward_error="ValueError: no"), scored[2]]
 
-    result = evaluate_policy(
-        FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score, keep_images=keep_images
-    )
-    assert calls == [[(0, keep_images), (1, keep_images), (2, keep_images)]]
+    result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score)
+    assert calls == [[(0, False), (1, False), (2, False)]]
     assert [e.episode_return for e in result.episodes[:2]] == [0.25, 1.25]
     assert (result.mean_return, result.num_unscored, result.num_crashed) == (0.25, 1, 1)
     assert (result.won, len(result.counted)) == (1, 2), "an episode without a reward still succeeds or fails"
+
+
+def test_a_reward_that_reads_images_scores_episodes_as_they_end_and_their_images_are_dropped(trajectory):
+    calls, seen = [], []
+
+    def score(trajectories):
+        gc.collect()
+        assert all(image() is None for image in seen), "images of the episodes before are kept"
+        calls.append([t.task.task_id for t in trajectories])
+        for whole in trajectories:
+            assert whole.final_observation.images.size and all(t.observation.images.size for t in whole.transitions)
+            seen.extend(weakref.ref(t.observation.images) for t in whole.transitions)
+        return [pay_at_the_end(whole, 0.25 + whole.task.task_id) for whole in trajectories]
+
+    result = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, score=score, with_images=2)
+    assert calls == [[1, 2], [0]], "in the order in which they end, the rest at last"
+    assert [e.episode_return for e in result.episodes] == [0.25, 1.25, 2.25]
 
 
 def test_films_are_spread_over_the_tasks():

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import vlarl.loop
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
@@ -248,7 +249,9 @@ def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(traject
     reward = NotingReward(fails=False)
     parts = SimpleNamespace(reward=SafeReward(reward))
     session = SimpleNamespace(guard=SimpleNamespace(check=lambda: None))
-    scored = score_evaluated(parts, session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)])
+    scored = score_evaluated(
+        parts.reward.for_evaluation(6), session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)]
+    )
     assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
     assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
 
@@ -259,4 +262,18 @@ def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajec
     with pytest.raises(
         VlarlError, match=r"evaluation after iteration 4: the reward failed on .*ValueError: no.*and resume"
     ):
-        score_evaluated(parts, session, [trajectory([[0.0]], seed=s) for s in range(8)])
+        score_evaluated(parts.reward.for_evaluation(8), session, [trajectory([[0.0]], seed=s) for s in range(8)])
+
+
+@pytest.mark.parametrize(("reads_images", "expected"), [(True, 4), (False, None)])
+def test_an_evaluation_keeps_images_for_a_batch_of_a_reward_that_reads_them(monkeypatch, reads_images, expected):
+    reward, asked = NotingReward(fails=False), {}
+    reward.reads_images = reads_images
+    parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[], collector=None, learner=None, engine=None)
+    session = SimpleNamespace(
+        config=Config(), films_due=0, timed=lambda name: nullcontext(), record_evaluation=lambda result: {}
+    )
+    monkeypatch.setattr(vlarl.loop, "evaluated_weights", lambda learner, engine: nullcontext())
+    monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments, **named: asked.update(named))
+    vlarl.loop.evaluate(parts, session)
+    assert asked["with_images"] == expected

@@ -49,7 +49,7 @@ class DemoConfig(Section):
     hesitation: BelowOne = 0.0
     """Simulators: share of the time that experts stand still, a while each, as people do at the controls."""
     num_workers: Size | None = None
-    """Processes that play; by default one for each core."""
+    """Processes that play; by default one for each core, as far as the memory goes."""
 
 
 class FinetuneOptimConfig(Section):

@@ -23,6 +23,7 @@ from vlarl.config.run_checkpoints import with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import respelled
+from vlarl.config.translations import Half
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value, read_document
 from vlarl.errors import UsageError
@@ -165,7 +166,8 @@ def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, obje
         if not name or not isinstance(merged.get(section, {}), dict):
             merged[section] = value if not name else merged[section]
         else:
-            merged[section] = {**merged.get(section, {}), name: value}
+            below = merged.get(section, {})
+            merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, Half) else value}
     given = {path.removeprefix("run."): value for path, value in flags.items() if path.startswith("run.")}
     _set_length(merged, [file.get("run"), given])
     return merged

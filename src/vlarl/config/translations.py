@@ -26,6 +26,21 @@ class Translation:
     is_flag: bool = False  # may stand without a value, which means true
 
 
+@dataclass(frozen=True)
+class Half:
+    """One of the two values of an option; the other one is left as the file, or the default, has it."""
+
+    index: int
+    value: object
+    default: tuple[float, float]  # where there is no pair yet
+
+    def of(self, pair: object) -> tuple[object, ...]:
+        """The pair with this half in it."""
+        values: list[object] = list(pair if isinstance(pair, list | tuple) and len(pair) == 2 else self.default)
+        values[self.index] = self.value
+        return tuple(values)
+
+
 def to_all(*paths: str) -> Translation:
     """One value for several options."""
     return Translation(paths, lambda value, _: dict.fromkeys(paths, value))
@@ -45,10 +60,10 @@ def part_of_pair(path: str, index: int, default: tuple[float, float]) -> Transla
     """One of the two values of an option, such as the first of optim.betas."""
 
     def read(value: object, current: Mapping[str, object]) -> Values:
-        pair = current.get(path)
-        values: list[object] = list(pair) if isinstance(pair, tuple) and len(pair) == 2 else list(default)
-        values[index] = value
-        return {path: tuple(values)}
+        half, before = Half(index, value, default), current.get(path)
+        if isinstance(before, Half):
+            return {path: half if before.index == index else half.of(before.of(default))}
+        return {path: half.of(before) if path in current else half}
 
     return Translation((path,), read)
 

@@ -26,7 +26,7 @@ from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.envs.workers import WorkerPool
 from vlarl.errors import VlarlError
-from vlarl.observability.capacity import refuse_crowd
+from vlarl.observability.capacity import default_processes, refuse_crowd
 from vlarl.observability.machine import available_cores
 from vlarl.rollout.tasks import chosen_task_ids, derive_seed
 from vlarl.types import Task
@@ -100,8 +100,9 @@ class SimulatorSource:
         self.only_successful = config.only_successful is not False
         self._config, self._factory = config, factory
         self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
-        self._num_workers = min(config.num_workers or available_cores(), len(self._tasks))
-        refuse_crowd(self.name, self._num_workers, "demos.num_workers")
+        self._num_workers = min(config.num_workers or default_processes(self.name), len(self._tasks))
+        if config.num_workers is not None:
+            refuse_crowd(self.name, self._num_workers, "demos.num_workers")
 
     def collect(self, note: Note) -> DemoSet:
         """Play all tasks, a process for each episode."""

@@ -53,7 +53,7 @@ def launch_workers(config: Config, directory: RunDirectory, trace: NoTrace, chec
     env = drawn_env(config, policy)
     slots = num_envs(env, config.gym)
     if config.distributed.address is None:  # the cluster is this machine
-        refuse_crowd(env.suite, slots)
+        refuse_crowd(env.suite, env.num_envs)
     with ExitStack() as stack:
         cluster = Cluster(config.distributed, directory.logs.absolute(), config.run.num_threads or 1, trace)
         stack.callback(cluster.close)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray import exceptions
@@ -69,12 +69,12 @@ class Whereabouts:
 class Host:
     """The actor's side: makes its part once, then answers."""
 
-    _log_file: Path | None = None
+    _log: IO[bytes] | None = None
 
     def prepare(self, log_file: str, folder: str, modules: Sequence[str]) -> None:
         """Write to the log from now on; paths and modules mean what they mean to the driver."""
-        self._log_file = Path(log_file)
         _write_to(log_file)
+        self._log = open(log_file, "a+b", buffering=0)  # noqa: SIM115 - as long as the process
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [place for place in modules if place not in sys.path]
@@ -89,9 +89,8 @@ class Host:
 
     def answer(self, method: str, *arguments: Any) -> Answer:
         """Call a method of the part."""
-        if self._log_file is not None:
-            with self._log_file.open("a+b") as log:
-                shorten(log)
+        if self._log is not None:
+            shorten(self._log)
         return _answer(lambda: getattr(self.part, method)(*arguments))
 
     def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:

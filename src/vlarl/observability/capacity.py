@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlarl.config.known import SUITES
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
-from vlarl.observability.machine import available_memory
+from vlarl.observability.machine import available_cores, available_memory
 
 MIB = 1 << 20
 
@@ -18,20 +18,31 @@ def fitting_envs(suite: str) -> int | None:
     return free // (facts.process_mib * MIB)
 
 
-def refuse_crowd(suite: str, num_envs: int, option: str = "env.num_envs") -> None:
-    """Refuse more simulator processes than fit, before the first one starts."""
+def default_processes(suite: str) -> int:
+    """Processes of a suite where the user has not said how many: one for each core, as far as they fit."""
     fitting = fitting_envs(suite)
-    if fitting is None or num_envs <= fitting:
+    return available_cores() if fitting is None else max(1, min(available_cores(), fitting))
+
+
+def refuse_crowd(suite: str, num_envs: int | None, option: str = "env.num_envs") -> None:
+    """Refuse more simulator processes than fit, before the first one starts; None, the default, is made to fit."""
+    fitting = fitting_envs(suite)
+    if fitting is None or num_envs is None or num_envs <= fitting:
         return
     each = SUITES[suite].process_mib or 0
+    if fitting == 0:
+        raise UsageError(
+            f"{option} = {num_envs}: a process of {suite} takes {each / 1024:.1f} GiB of memory, and less than that is "
+            "free here; free some memory, or use a machine or a container with more."
+        )
     raise UsageError(
         f"{option} = {num_envs}: so many processes of {suite} take {num_envs * each / 1024:.0f} GiB of memory, "
         f"{each / 1024:.1f} GiB each, and {fitting * each / 1024:.0f} GiB are free here; set {option} to "
-        f"{max(fitting, 1)} or less."
+        f"{fitting} or less."
     )
 
 
 def refuse_crowd_here(config: Config) -> None:
     """The same for what a configuration asks for, where all is done by one process and its simulators."""
-    if config.env.num_envs is not None and config.distributed.backend == "local":
+    if config.distributed.backend == "local":
         refuse_crowd(config.env.suite, config.env.num_envs)

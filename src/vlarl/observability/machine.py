@@ -74,15 +74,16 @@ def _groups(proc: Path, groups: Path) -> list[Path]:
 
 
 def _left_in(folder: Path) -> int | None:
-    """What a control group may still take; files that it has cached and does not use count as free."""
-    for limit_name, used_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    """What a control group may still take; files that it has cached count as free, as they do for the machine."""
+    for limit_name, used_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
         if limit.isdigit() and used.isdigit():
             stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if " " in line)
-            return int(limit) - int(used) + int(stat.get(cache_name, 0))
+            cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+            return int(limit) - int(used) + cached
     return None
 
 

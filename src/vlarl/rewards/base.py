@@ -27,7 +27,7 @@ class Reward(ABC):
 
     env_reward: Literal["sparse", "dense"] = "sparse"  # what the environment itself is asked to pay
     batch_size: int = 1  # trajectories that are best scored at once
-    reads_images: bool = True  # whether it looks at what the cameras saw: evaluation keeps images only then
+    reads_images: bool = True  # whether it looks at what the cameras saw: evaluation gives it images only then
 
     @abstractmethod
     def score(self, trajectory: Trajectory) -> Trajectory:
@@ -36,10 +36,6 @@ class Reward(ABC):
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Several at once, in their order."""
         return [self.score(trajectory) for trajectory in trajectories]
-
-    def for_evaluation(self) -> Reward:
-        """The same reward for episodes that are not trained on."""
-        return self
 
     def move_to_cpu(self) -> bool:
         """Leave a device that failed; False when there is nothing to move."""

@@ -45,6 +45,7 @@ class SafeReward(Reward):
         self.batch_size = reward.batch_size
         self.reads_images = reward.reads_images
         self._judged = self._failed = 0  # since the share of failures was last looked at
+        self._is_announced = False  # whether `_judged` counts episodes that are yet to come
         self._late = 0  # episodes in a row on which it has not returned in time
 
     def score(self, trajectory: Trajectory) -> Trajectory:
@@ -60,7 +61,7 @@ class SafeReward(Reward):
         """
         scored = list(trajectories)
         places = [place for place, trajectory in enumerate(trajectories) if trajectory.status == "ok"]
-        self._judged += len(places)
+        self._judged += 0 if self._is_announced else len(places)
         for start in range(0, len(places), self.batch_size):
             before_each()
             batch = places[start : start + self.batch_size]
@@ -69,14 +70,15 @@ class SafeReward(Reward):
                 if answer.reward_error is not None:
                     self._failed += 1
                     self._stop_if_too_many(answer)
-        if self._judged >= HANDFUL:
+        if self._judged >= HANDFUL and not self._is_announced:
             self._judged = self._failed = 0
         return scored
 
-    def for_evaluation(self) -> SafeReward:
-        """The same reward, with failures counted apart from those of rollouts."""
+    def for_evaluation(self, num_episodes: int) -> SafeReward:
+        """The same reward for so many episodes, scored in any portions: its failures are a fraction of them all, and
+        counted apart from those of rollouts."""
         other = copy.copy(self)
-        other._judged = other._failed = 0
+        other._judged, other._failed, other._is_announced = num_episodes, 0, True
         return other
 
     def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:

@@ -118,7 +118,7 @@ def test_every_option_of_the_seeds_is_set_or_answered(name):
         ("--deterministic_eval", {"eval.temperature": 0.0}),
         ("--use_flash_attention", {"policy.attention": "flash_attention_2"}),
         ("--high_entropy_mask 0.2", {"algorithm.entropy_top_share": 0.2}),
-        ("--adam_beta2 0.99", {"optim.betas": (0.9, 0.99)}),
+        ("--optim.betas 0.7 0.6 --adam_beta2 0.99", {"optim.betas": (0.7, 0.99)}),
         ("--adam_beta1 0.8 --adam_beta2 0.99", {"optim.betas": (0.8, 0.99)}),
         ("data.accuracy_lower_bound=0.1 data.accuracy_upper_bound=0.9", {"rollout.accuracy_bounds": (0.1, 0.9)}),
         ("actor_rollout_ref.model.vla=openvla-oft", {"policy.decoder": "parallel"}),
@@ -137,6 +137,26 @@ def test_every_option_of_the_seeds_is_set_or_answered(name):
 )
 def test_what_a_name_of_another_system_sets(tokens, expected):
     assert values(*tokens.split()) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens", "bounds", "betas"),
+    [
+        ("simplevla_rl", "data.accuracy_lower_bound=0.2", (0.2, 0.9), (0.9, 0.95)),
+        ("simplevla_rl", "data.accuracy_upper_bound=0.8", (0.1, 0.8), (0.9, 0.95)),
+        (None, "--adam_beta1 0.8", (0.1, 0.9), (0.8, 0.999)),
+        (None, "--adam_beta2 0.5 --adam_beta2 0.6", (0.1, 0.9), (0.9, 0.6)),
+        (None, "--adam_beta1 0.8 --adam_beta2 0.99", (0.1, 0.9), (0.8, 0.99)),
+        (None, "--rollout.accuracy_bounds null data.accuracy_lower_bound=0.2", (0.2, 1.0), (0.9, 0.999)),
+    ],
+)
+def test_half_of_a_pair_leaves_the_other_half_as_the_file_has_it(tmp_path, source, tokens, bounds, betas):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "rollout: {accuracy_bounds: [0.1, 0.9], oversample: 1.5}\noptim: {betas: [0.9, 0.999]}\n", encoding="utf-8"
+    )
+    config = load_config(source or file, tokens.split())
+    assert (config.rollout.accuracy_bounds, config.optim.betas) == (bounds, betas)
 
 
 @pytest.mark.parametrize(

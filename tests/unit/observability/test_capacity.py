@@ -1,12 +1,18 @@
 """As many simulator processes as fit into memory: the machine's, or what a container leaves of it."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from fakes.worker_envs import SPEC
 
-from vlarl import parts
+from vlarl import evaluation, parts
+from vlarl.config.eval_request import eval_request
+from vlarl.config.finetune import DemoConfig
 from vlarl.config.load import load_config
 from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.data.demos import SimulatorSource
 from vlarl.errors import UsageError
 from vlarl.observability import capacity
 from vlarl.observability.capacity import fitting_envs, refuse_crowd, refuse_crowd_here
@@ -40,6 +46,24 @@ MACHINE = {"meminfo": f"MemTotal: 99 kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
                 "job/memory.stat": f"anon 5\ninactive_file {GIB}\n",
             },
             2 * GIB,
+        ),
+        (
+            "0::/\n",
+            {
+                "memory.max": str(4 * GIB),
+                "memory.current": str(4 * GIB),
+                "memory.stat": f"inactive_file {GIB}\nactive_file {2 * GIB}\nactive_anon {GIB}\n",
+            },
+            3 * GIB,
+        ),
+        (
+            "5:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": str(4 * GIB),
+                "memory/memory.usage_in_bytes": str(4 * GIB),
+                "memory/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file {2 * GIB}\n",
+            },
+            3 * GIB,
         ),
         ("0::/job/step\n", {"job/memory.max": str(2 * GIB), "job/memory.current": str(GIB)}, GIB),
         ("5:memory:/\n", {"memory/memory.limit_in_bytes": str(GIB), "memory/memory.usage_in_bytes": "0"}, GIB),
@@ -80,7 +104,7 @@ def test_a_cluster_elsewhere_has_memory_of_its_own(six_gib):
 
 
 def test_the_default_is_what_fits(monkeypatch):
-    monkeypatch.setattr(parts, "available_cores", lambda: 16)
+    monkeypatch.setattr(capacity, "available_cores", lambda: 16)
     monkeypatch.setattr(capacity, "available_memory", lambda: 6 * GIB)
     env = EnvConfig(suite="libero_spatial")
     assert parts.num_envs(env, GymConfig()) == 10
@@ -89,3 +113,32 @@ def test_the_default_is_what_fits(monkeypatch):
     assert parts.num_envs(env, GymConfig()) == 16
     monkeypatch.setattr(capacity, "available_memory", lambda: 0)
     assert parts.num_envs(env, GymConfig()) == 1
+
+
+@pytest.fixture
+def nothing_free(monkeypatch):
+    monkeypatch.setattr(capacity, "available_memory", lambda: 0)
+
+
+def test_where_not_even_one_fits_no_smaller_number_is_advised(nothing_free):
+    message = r"env.num_envs = 1: a process of libero_spatial takes 0.6 GiB of memory, and less than that is free here; free some memory"
+    with pytest.raises(UsageError, match=message) as error:
+        refuse_crowd("libero_spatial", 1)
+    assert "set env.num_envs" not in str(error.value)
+
+
+def test_a_number_that_the_user_has_not_set_is_not_refused(nothing_free):
+    refuse_crowd("libero_spatial", None)
+    refuse_crowd_here(load_config("libero_spatial_grpo_oft", {"env.num_envs": None}))
+    asked = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial"})
+    assert evaluation._pool_size(asked) == 1
+    with pytest.raises(UsageError, match="env.num_envs = 2: a process of libero_spatial"):
+        evaluation._pool_size(replace(asked, env=asked.env.model_copy(update={"num_envs": 2})))
+
+
+def test_processes_that_play_demonstrations_are_by_default_as_many_as_fit(monkeypatch, six_gib):
+    monkeypatch.setattr(capacity, "available_cores", lambda: 64)
+    factory = SimpleNamespace(spec=replace(SPEC, name="libero_spatial"))
+    assert SimulatorSource(DemoConfig(episodes_per_task=50), factory, seed=0)._num_workers == 10
+    with pytest.raises(UsageError, match="demos.num_workers = 64: .* set demos.num_workers to 10 or less"):
+        SimulatorSource(DemoConfig(num_workers=64, episodes_per_task=50), factory, seed=0)

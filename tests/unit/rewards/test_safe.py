@@ -211,3 +211,12 @@ def test_what_a_reward_says_without_end_is_cut(episodes):
 def test_an_interrupt_is_no_failure(episodes):
     with pytest.raises(KeyboardInterrupt):
         SafeReward(Scripted({0: KeyboardInterrupt()})).score_all(episodes(1))
+
+
+def test_failures_in_an_evaluation_are_a_fraction_of_all_its_episodes_in_whatever_portions(episodes):
+    inner = Scripted({n: ValueError("no") for n in range(12)})
+    reward = SafeReward(inner, retries=0).for_evaluation(24)
+    scored = [reward.score(episode) for episode in episodes(24)]
+    assert [episode.reward_error is not None for episode in scored] == [True] * 12 + [False] * 12
+    with pytest.raises(RewardFailureError, match="the reward failed on 13 of 24 episodes"):
+        reward.score(episodes(1)[0])
