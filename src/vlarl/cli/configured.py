@@ -154,8 +154,8 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         token = tokens.pop(0)
         if token in ("-h", "--help"):
             return Request(None, Flags(), wants_help=True)
-        if token in switches:
-            own[switches[token]] = True
+        if (switch := token.replace("_", "-")) in switches:
+            own[switches[switch]] = True
         elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             field, needs = WITH_NAME[flag]
