@@ -90,6 +90,13 @@ def test_a_file_flags_a_configuration_or_nothing(trained, tmp_path):
     assert configs[2] == vlarl.load_config("tabletop_grpo")
 
 
+def test_without_a_source_it_is_the_preset_of_the_suite(trained):
+    vlarl.train(overrides={"env.suite": "libero_spatial"})
+    ((config, *_),) = trained
+    assert config == vlarl.load_config("libero_spatial_grpo_oft")
+    assert "starts from the preset of its suite" in " ".join(inspect.getdoc(vlarl.train).split())
+
+
 def test_a_reward_and_an_environment_as_callables(trained):
     vlarl.train(reward=quick)
     vlarl.train(env=make_env, overrides={"gym.instructions": ["balance"], "policy.path": "init:tiny-oft"})

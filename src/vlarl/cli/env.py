@@ -32,7 +32,7 @@ LABELS = {"passed": "ok", "breach": "BREACH", "note": "note"}
 HELP = """\
 usage: vlarl env list
        vlarl env tasks SUITE
-       vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR]
+       vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR] [--trust]
 
   list    suites, their tasks and limits, and what to install for them
   tasks   ids and instructions of a suite's tasks
@@ -83,8 +83,10 @@ def check(arguments: Sequence[str]) -> int:
         "training relies on. Options are those of `vlarl train`, such as --env.suite, --env.max_steps and section gym."
     )
     parser = args.Parser("env check", about)
-    parser.usage = "vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR]"
+    parser.usage = "vlarl env check [SUITE|PRESET|FILE] [--section.field value …] [--out DIR] [--trust]"
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the first images here as PNG")
+    trust = "run the code that the configuration of another user's run names (docs/security.md)"
+    parser.add_argument("--trust", action="store_true", help=trust)
     given, rest = parser.parse_known_args(arguments)
     flags = parse_flags(rest, Config)
     sources, flags.positionals = flags.positionals, []
@@ -95,7 +97,7 @@ def check(arguments: Sequence[str]) -> int:
         if given_suite != suite:
             raise UsageError(f"one suite is enough; got {sources[0]} and --env.suite {given_suite}")
         sources = []
-    config = load_config(sources[0] if sources else None, flags, with_policy=False)
+    config = load_config(sources[0] if sources else None, flags, with_policy=False, trust=given.trust)
 
     from vlarl.envs.check import check_env
 

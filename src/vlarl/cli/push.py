@@ -24,8 +24,9 @@ def push(arguments: Sequence[str]) -> int:
     add("repository", metavar="ORG/NAME", help="model repository; it is made if there is none")
     add("--private", action="store_true", help="make a new repository private")
     add("--dry-run", action="store_true", help="print the files, their size and the card; upload nothing")
+    args.add_root(parser)
     given = parser.parse_args(arguments)
-    folder = _folder(given.checkpoint)
+    folder = _folder(given.checkpoint, given.root)
 
     from vlarl.evaluation import fingerprint
     from vlarl.export.card import Source, model_card
@@ -57,8 +58,8 @@ def push(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _folder(checkpoint: str) -> Path:
-    located = locate_checkpoint(checkpoint)
+def _folder(checkpoint: str, root: str) -> Path:
+    located = locate_checkpoint(checkpoint, root)
     if located.note:
         print(located.note, file=sys.stderr)
     found = located.path

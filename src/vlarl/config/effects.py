@@ -58,6 +58,8 @@ def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterat
     """Built-in weights were trained on the tabletop; elsewhere they act only where the user named them."""
     path, suite = config.policy.path, config.env.suite
     named = "policy.path" in flags.values or (_is_own(document) and "policy.path" in _written(document))
+    # A Config in place of a file has no document; what it pairs was checked, or written down, when it was made.
+    named = named or (not document.name and "env.suite" not in flags.values)
     is_foreign = suite in KNOWN_SUITES and not suite.startswith("tabletop_")
     if not path.startswith("builtin:") or not is_foreign or named:
         return

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import GROUP_METHODS, GYM
-from vlarl.config.reward_checks import READ_BY, used_rewards
+from vlarl.config.reward_checks import READ_BY, used_kinds
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
 
@@ -47,7 +47,10 @@ def _paths(by_section: dict[str, str]) -> frozenset[str]:
 
 
 FRESH_ADAPTER = ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules")
-SIMULATOR_LIMITS = ("env.timeout_s", "env.retries")
+INSIDE_TRAINER = (
+    "where environments run inside the trainer, as the tabletop does; simulator processes (libero_*, metaworld_*, gym) "
+    "and distributed.backend ray read it"
+)
 GPU_SHARES = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.env_gpus", "distributed.reward_gpus")
 CRITIC = (
     "critic.*",
@@ -94,7 +97,7 @@ def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
     return Condition(
         (f"reward.{option}",),
         ("reward.source",) if option == "sources" else ("reward.source", "reward.sources"),
-        lambda c: bool(set(readers) & set(used_rewards(c.reward))),
+        lambda c: not used_kinds(c.reward).isdisjoint(readers),
         f"without reward.source {' or '.join(readers)}",
     )
 
@@ -124,11 +127,16 @@ MODEL: tuple[Condition[Any], ...] = (
 TRAIN: tuple[Condition[Config], ...] = (
     # env, gym
     Condition(
-        SIMULATOR_LIMITS,
+        ("env.timeout_s",),
         ("env.suite", "gym.batched", "distributed.backend"),
         lambda c: _in_processes(c) or c.distributed.backend == "ray",
-        "where environments run inside the trainer, as the tabletop does; simulator processes (libero_*, metaworld_*, "
-        "gym) and distributed.backend ray read it",
+        INSIDE_TRAINER,
+    ),
+    Condition(
+        ("env.retries",),  # a batched environment of Gymnasium fails by slots, whose episodes are run again
+        ("env.suite", "distributed.backend"),
+        lambda c: _in_processes(c) or c.env.suite == GYM or c.distributed.backend == "ray",
+        INSIDE_TRAINER,
     ),
     Condition(
         ("env.cameras",), ("env.suite",), lambda c: c.env.suite != GYM, "with env.suite gym, whose views are gym.images"

@@ -84,6 +84,11 @@ def used_rewards(reward: RewardConfig) -> list[str]:
     return [reward.source, *(reward.sources if reward.source == "combined" else ())]
 
 
+def used_kinds(reward: RewardConfig) -> set[str]:
+    """The same as READ_BY names them: every reward of the user's own is OWN."""
+    return {name if name in KNOWN_REWARDS else OWN for name in used_rewards(reward)}
+
+
 def _combination(reward: RewardConfig) -> Problems:
     if reward.source != "combined":
         return
@@ -126,10 +131,10 @@ def _recipe(reward: RewardConfig) -> Problems:
 
 def _unread(reward: RewardConfig) -> Problems:
     """Options that were set and that no reward in use reads."""
-    used, defaults = [name if name in KNOWN_REWARDS else OWN for name in used_rewards(reward)], RewardConfig()
+    used, defaults = used_kinds(reward), RewardConfig()
     for option, readers in READ_BY.items():
         value = getattr(reward, option)
-        if value != getattr(defaults, option) and not set(readers) & set(used):
+        if value != getattr(defaults, option) and used.isdisjoint(readers):
             remedy = f"it is for {' and '.join(readers)} only; set reward.source to {readers[0]}, or leave it out"
             shown_value = shown(masked_url(value) if option == "url" else value)
             yield Problem(f"reward.{option} = {shown_value}", remedy, (f"reward.{option}", "reward.source"))

@@ -87,7 +87,7 @@ def refuse_untrusted(path: Path, sections: Sections, given: Collection[str]) -> 
         return
     reason = "its seal is not valid" if seal_file(path).is_file() else "it has no seal"
     if _own_key(create=False) is None:
-        reason = f"there is no key in {key_file()} to check its seal with"
+        reason = _why_without_key(key_file())
     listed = "".join(f"\n  - {effect}" for effect in effects)
     raise UntrustedError(
         f"{path} was not written by you on this machine, or was edited ({reason}). It names what vlarl would run or "
@@ -112,10 +112,10 @@ def effects_of(sections: Sections, given: Collection[str]) -> Iterator[str]:
 def _gym_effects(sections: Sections, given: Collection[str]) -> Iterator[str]:
     gym = sections.get("gym", {})
     env, kwargs = gym.get("env"), gym.get("kwargs") or {}
-    if sections.get("env", {}).get("suite") != GYM or env is None or is_given(str(env)):
+    if sections.get("env", {}).get("suite") != GYM or env is None:
         return
     arguments = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
-    if "gym.env" not in given:
+    if "gym.env" not in given and not is_given(str(env)):
         module, colon, name = str(env).partition(":")
         what = f"imports {module} and makes {name}" if colon else "makes this environment"
         yield f"gym.env = {shown(env)}: {what} with the arguments ({arguments})"
@@ -149,13 +149,27 @@ def _own_key(create: bool) -> bytes | None:
         if create and not path.exists():
             _make_key(path)
         with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+            if not _is_private(os.fstat(file.fileno())):
                 return None
             key = file.read(KEY_BYTES + 1)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
     return key if len(key) == KEY_BYTES else None
+
+
+def _is_private(info: os.stat_result) -> bool:
+    return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
+
+
+def _why_without_key(path: Path) -> str:
+    """What is wrong with the user's key, where there is none that counts."""
+    try:
+        is_exposed = not _is_private(path.stat())
+    except OSError:
+        is_exposed = False
+    if is_exposed:
+        return f"the key in {path} is not used: it must be a file of yours that others cannot read, with mode 600"
+    return f"there is no key in {path} to check its seal with"
 
 
 def _make_key(path: Path) -> None:

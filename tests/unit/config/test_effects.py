@@ -12,6 +12,14 @@ from vlarl.config.schema import Config
 
 SCHEMAS = {"train": (Config, TRAIN, ALWAYS_TRAIN), "finetune": (FinetuneConfig, FINETUNE, ALWAYS_FINETUNE)}
 
+BATCHED = {
+    "env.suite": "gym",
+    "gym.env": "mine:make",
+    "gym.batched": True,
+    "gym.instructions": ["go"],
+    "policy.path": "builtin:tiny-oft",
+}
+
 
 def problems_of(source, overrides, schema=Config):
     """The problems of a configuration as lines; none if it is accepted."""
@@ -71,6 +79,8 @@ def test_every_option_is_classified(command):
         ({"env.exact_pixels": True}, "without a suite of MuJoCo"),
         ({"env.assets": "x"}, "without a suite of LIBERO"),
         ({"env.timeout_s": 5.0}, "where environments run inside the trainer"),
+        ({**BATCHED, "env.timeout_s": 5.0}, "where environments run inside the trainer"),
+        ({"env.retries": 5}, "where environments run inside the trainer"),
         ({"policy.heads_device": "cpu"}, "without a critic"),
         ({"policy.base": "x"}, "without an adapter as policy.path"),
         ({"reward.source": "rules", "reward.idle_tolerance": 0.1}, "without reward.idle_penalty above 0"),
@@ -107,6 +117,10 @@ def test_so_it_is_for_finetune(overrides, words):
         (None, {"lora.rank": Config().lora.rank}),  # its default: as good as left out
         ("rl4vla", {"algorithm.name": "reinforce"}),  # critic.lr is the preset's
         ("tabletop_cluster", {"distributed.max_staleness": 2, "distributed.asynchronous": True}),
+        (None, {"reward.source": "my_reward:f", "reward.timeout_s": 30.0}),
+        (None, {"reward.source": len, "reward.timeout_s": 30.0}),
+        (None, {"reward.source": "combined", "reward.sources": ["sparse", "my_reward:f"], "reward.timeout_s": 30.0}),
+        ("tabletop_grpo", {**BATCHED, "env.retries": 5}),  # the collector runs a failed episode again
     ],
 )
 def test_what_has_an_effect_is_accepted(source, overrides):
@@ -154,3 +168,11 @@ def test_builtin_weights_act_in_another_suite_only_where_they_are_named(tmp_path
     assert problems_of(file, {}) == []
     file.write_text("env: {suite: metaworld_mt10}\n")
     assert "know nothing of metaworld_mt10" in problems_of(file, {})[0]
+
+
+def test_a_configuration_in_python_names_its_weights():
+    asked_for = {"env.suite": "libero_spatial", "policy.path": "builtin:tiny-oft"}
+    config = load_config("tabletop_grpo", asked_for)
+    assert problems_of(config, {}) == problems_of(config, {"run.seed": 1}) == []
+    (problem,) = problems_of(load_config("tabletop_grpo"), {"env.suite": "libero_spatial"})
+    assert "know nothing of libero_spatial" in problem

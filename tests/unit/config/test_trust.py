@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from vlarl.cli import configured, main
+from vlarl.cli import env as cli_env
 from vlarl.config import load_config, to_yaml
 from vlarl.config.eval_request import eval_request
 from vlarl.config.schema import Config
 from vlarl.config.trust import UntrustedError, effects_of, is_sealed, key_file, refuse_untrusted, seal_file, seals
+from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
 
 CODE = """
@@ -108,6 +110,32 @@ def test_what_the_user_names_is_not_asked_about(run):
     assert config.gym.env == "mine:make"
 
 
+def test_the_arguments_of_a_foreign_run_reach_no_callable_unannounced(run):
+    seal_file(run.config_file).unlink()
+    checkpoint, named = str(run.checkpoints / "final"), {"gym.env": "python:mine.make"}
+    with pytest.raises(UntrustedError) as refused:
+        eval_request(checkpoint, named)
+    assert "gym.kwargs: passes (args='touch owned', shell=true) to python:mine.make" in str(refused.value)
+    assert "gym.env = " not in str(refused.value)
+    assert eval_request(checkpoint, {**named, "gym.kwargs": {}}).gym.env == "python:mine.make"
+
+
+def test_the_environment_of_a_foreign_run_is_checked_only_with_trust(run, capsys, monkeypatch):
+    seal_file(run.config_file).unlink()
+    checked: list[Config] = []
+
+    def subject(config: Config) -> None:
+        checked.append(config)
+        raise UsageError("checked")
+
+    monkeypatch.setattr(cli_env, "_subject", subject)
+    assert main(["env", "check", str(run.config_file)]) == 2
+    assert "add --trust" in capsys.readouterr().err and not checked
+    assert main(["env", "check", str(run.config_file), "--trust"]) == 2
+    assert capsys.readouterr().err == "error: checked\n"
+    assert checked[0].gym.env == "subprocess:call"
+
+
 def test_a_file_of_ones_own_is_a_source_as_any_other(run, tmp_path):
     copy = tmp_path / "mine.yaml"
     copy.write_text(run.config_file.read_text())
@@ -154,8 +182,12 @@ def test_the_key_is_the_users_alone(home, tmp_path):
 def test_a_key_that_others_could_read_counts_as_none(run):
     key_file().chmod(0o644)
     assert not is_sealed(run.config_file)
+    sections = load_config(run.config_file, trust=True).model_dump()
+    with pytest.raises(UntrustedError, match=r"the key in \S+seal.key is not used: .* mode 600"):
+        refuse_untrusted(run.config_file, sections, ())
+    key_file().unlink()
     with pytest.raises(UntrustedError, match="there is no key in"):
-        refuse_untrusted(run.config_file, load_config(run.config_file, trust=True).model_dump(), ())
+        refuse_untrusted(run.config_file, sections, ())
 
 
 def test_processes_that_start_together_have_one_key(home, tmp_path):

@@ -149,6 +149,13 @@ def test_a_run_is_pushed_with_its_card(run, hub, monkeypatch, capsys, named):
     assert "100.0% [51.0%, 100.0%]" in files["README.md"].decode()
 
 
+def test_a_run_under_another_root_is_pushed_by_its_name(run, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run.parent.rename(tmp_path / "elsewhere")
+    assert main(["push", "first", "me/better", "--root", "elsewhere", "--dry-run"]) == 0
+    assert "in all, to me/better; not uploaded" in capsys.readouterr().out
+
+
 def test_a_card_of_your_own_is_left_alone(run, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITER)
     folder = run / "checkpoints" / "final"
