@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
+_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # sets the attributes of an object
 
 
 class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place to look at what attributes are set
@@ -27,6 +28,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place
     It fills in the fields of records, and sets no other attribute: one of a class would hold for the whole process.
     """
 
+    stack: list[Any]
     ALLOWED: ClassVar[dict[str, frozenset[str]]] = {
         _RECORDS: frozenset(
             {
@@ -66,7 +68,7 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place
             names = {field.name for field in fields(record)}
             if not isinstance(state, dict) or not names.issuperset(state):
                 raise pickle.UnpicklingError(f"it would set more than the fields of a {type(record).__name__}")
-        super().load_build()
+        _BUILD(self)
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
