@@ -20,6 +20,7 @@ from typing import IO, Any
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
+from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
 from vlarl.config.words import counted
@@ -144,26 +145,33 @@ class Session:
             elif isinstance(error, Interrupted):
                 self.progress.note("interrupted: saving")
                 self._write_status("interrupted")  # first, so that it holds even if the user won't wait for the save
-                self.save_checkpoint()
+                try:
+                    self.save_checkpoint()
+                except DivergedError as diverged:
+                    self._fail(diverged)
                 self.interrupted = True
             elif isinstance(error, KeyboardInterrupt):
                 self._write_status("interrupted", "stopped at once, after a second Ctrl-C")
             else:
-                logging.getLogger(__name__).error("the run failed", exc_info=error)
-                reason = excerpt(f"{type(error).__name__}: {error}")
-                self._say_failed(reason)
-                remedy = f"{self._save_after(error)}{self._resumes_from(isinstance(error, DivergedError))}"
-                self._say_failed(f"{reason} {remedy}")
-                if isinstance(error, SystemExit):  # of a user's callback, reward or environment
-                    text = f"code that the run calls {told(error)}; let it return, or raise what is wrong."
-                    raise VlarlError(f"{text}\n{remedy}") from error
-                if isinstance(error, OSError) and is_full(error):
-                    raise VlarlError(f"{full_disk(error.filename or self.directory.path)}\n{remedy}") from error
-                if isinstance(error, VlarlError):
-                    kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
-                    raise kind(f"{error}\n{remedy}") from error
-                error.add_note(remedy)
+                self._fail(error)
         return isinstance(error, Interrupted)
+
+    def _fail(self, error: BaseException) -> None:
+        """Save what there is to save, say that the run failed, and add to the error how the run resumes."""
+        logging.getLogger(__name__).error("the run failed", exc_info=error)
+        reason = excerpt(f"{type(error).__name__}: {error}")
+        self._say_failed(reason)
+        remedy = f"{self._save_after(error)}{self._resumes_from(isinstance(error, DivergedError))}"
+        self._say_failed(f"{reason} {remedy}")
+        if isinstance(error, SystemExit):  # of a user's callback, reward or environment
+            text = f"code that the run calls {told(error)}; let it return, or raise what is wrong."
+            raise VlarlError(f"{text}\n{remedy}") from error
+        if isinstance(error, OSError) and is_full(error):
+            raise VlarlError(f"{full_disk(error.filename or self.directory.path)}\n{remedy}") from error
+        if isinstance(error, VlarlError):
+            kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
+            raise kind(f"{error}\n{remedy}") from error
+        error.add_note(remedy)
 
     def _say_failed(self, message: str) -> None:
         """Write the status; the error that ended the run must not be lost over a disk that is full."""
@@ -200,12 +208,15 @@ class Session:
         ) + (self._earlier_checkpoints() if diverged else "")
 
     def _earlier_checkpoints(self) -> str:
-        found = sorted(path.name for path in self.directory.checkpoints.glob("step_*"))
-        name = found[-2] if len(found) > 1 else f"step_{self._saved:06d}"
+        """What to do about a divergence, with the checkpoints that there are."""
+        found = resumable_checkpoints(self.directory.path)
+        earlier = [name for name in sorted(found, key=found.__getitem__) if 0 <= found[name] < self._saved]
+        if not earlier:
+            return " Lower optim.lr there."
         return (
             f" Lower optim.lr there. If it diverges again, go back to an earlier checkpoint with "
-            f"`{self.directory.resume_command} --from {name}`; there {'is' if len(found) == 1 else 'are'} "
-            f"{', '.join(found) or 'none'}."
+            f"`{self.directory.resume_command} --from {earlier[-1]}`; there {'is' if len(found) == 1 else 'are'} "
+            f"{', '.join(found)}."
         )
 
     @property

@@ -104,6 +104,14 @@ def fail(run: Run, error: BaseException, work: Callable[[], None] = lambda: None
     return caught.value
 
 
+def put_checkpoints(run: Run, **iterations: object) -> None:
+    """Lay checkpoints down, by name with their iterations."""
+    for name, iteration in iterations.items():
+        folder = run.directory.checkpoints / name
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text(json.dumps({"iteration": iteration}))
+
+
 # What is written down
 
 
@@ -235,17 +243,34 @@ def test_a_policy_that_diverged_is_not_saved(tmp_path):
     assert [name for name, _, _ in run.store.saved] == ["step_000005"]
     assert "weights that diverged were not saved" in str(raised)
     assert "newest checkpoint is of iteration 5" in str(raised)
-    assert f"`vlarl train --resume {run.directory.path} --from step_000005`" in str(raised)
+    assert "--from" not in str(raised)  # nothing earlier is there
 
 
 def test_a_policy_that_diverged_names_the_checkpoint_before_the_newest_one(tmp_path):
     run = Run(tmp_path)
-    for name in ("step_000004", "step_000005"):
-        (run.directory.checkpoints / name).mkdir(parents=True)
+    put_checkpoints(run, step_000004=4, step_000005=5)
     raised = fail(run, DivergedError("the weights are absurd"), lambda: run.iterate(7))
     assert f"--resume {run.directory.path} --from step_000004`; there are step_000004, step_000005." in str(raised)
     other = Run(tmp_path / "other")
     assert "--from" not in str(fail(other, VlarlError("the disk went away"), lambda: other.iterate(7)))
+
+
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ({"step_000005": 5}, None),
+        ({"step_000005": 5, "step_000003": "x", "step_000009": 9}, None),
+        ({"step_000005": 5, "final": 4, "step_000003": 3}, "final`; there are final, step_000003, step_000005."),
+        ({"step_000005": 5, "final": 2, "step_000003": 3}, "step_000003`; there are final, step_000003, step_000005."),
+    ],
+)
+def test_what_a_divergence_goes_back_to_is_there_and_earlier(tmp_path, there, named):
+    run = Run(tmp_path)
+    put_checkpoints(run, **there)
+    (run.directory.checkpoints / "step_000004").mkdir()  # without counters nothing resumes from it
+    raised = fail(run, DivergedError("the weights are absurd"), lambda: run.iterate(7))
+    assert "Lower optim.lr" in str(raised)
+    assert (f"--from {named}" in str(raised)) if named else ("--from" not in str(raised))
 
 
 @pytest.mark.parametrize("code", [0, 3, "enough"])
@@ -385,6 +410,18 @@ def test_an_interrupt_saves_and_is_no_error(tmp_path):
         raise Interrupted
     assert [name for name, _, _ in run.store.saved] == ["step_000002"] and session.interrupted
     assert run.status()["state"] == "interrupted"
+
+
+def test_an_interrupt_that_finds_the_weights_diverged_is_a_failure(tmp_path):
+    run = Run(tmp_path)
+    put_checkpoints(run, step_000004=4, step_000005=5)
+    with pytest.raises(VlarlError, match="the weights are absurd") as caught, run.session as session:
+        run.iterate(7)
+        run.store.error = DivergedError("the weights are absurd")
+        raise Interrupted
+    assert "weights that diverged were not saved" in str(caught.value)
+    assert "--from step_000004`" in str(caught.value) and not session.interrupted
+    assert run.status()["state"] == "failed" and "--from step_000004" in str(run.status()["message"])
 
 
 # How long it takes

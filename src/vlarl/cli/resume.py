@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vlarl.config.problems import nearest, shown
+from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
@@ -39,7 +40,7 @@ def refuse_damaged(file: Path) -> None:
 def named_checkpoint(run: Path, name: str) -> Path:
     """The checkpoint of a run that `--from` names; UsageError with those that there are."""
     folder = run / "checkpoints"
-    found = sorted(path.parent.name for path in folder.glob("[!.]*/trainer.json"))
+    found = list(resumable_checkpoints(run))
     if name in found:
         return folder / name
     match = nearest(name, found)

@@ -115,6 +115,12 @@ def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | Non
     return RunProgress(_iteration(newest), int(newest.get("env_steps") or 0), not newest.get("unfinished"))
 
 
+def resumable_checkpoints(run: Path) -> dict[str, int]:
+    """The checkpoints of a run that `--from` takes, sorted by name, with their iterations; -1: it can't be read."""
+    folders = sorted(path.parent for path in (run / "checkpoints").glob(f"[!.]*/{COUNTERS}"))
+    return {folder.name: _iteration(_counters(folder)) for folder in folders}
+
+
 def resumed_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
     """The folder of the checkpoint inside a run that `--resume` names; None where it names no checkpoint."""
     for folder in _candidates(name, root):

@@ -357,12 +357,14 @@ def nearest_existing(path: Path) -> Path:
 
 def _never_began(path: Path) -> bool:
     """Whether a folder is what is left of a run that was killed before its configuration was written: empty folders,
-    a lock that is free, and what was not whole yet."""
+    a lock that is free, the configuration's seal, and what was not whole yet."""
     if not path.is_dir() or path.is_symlink():
         return False
+    seal = trust.seal_file(RunDirectory(path).config_file).name
     for entry in path.iterdir():
         is_empty_folder = entry.name in FOLDERS and entry.is_dir() and not any(entry.iterdir())
-        is_rest = entry.name == ".lock" or (entry.name.startswith(".config.yaml.") and entry.suffix == ".tmp")
+        is_part = entry.name.startswith((".config.yaml.", f".{seal}.")) and entry.suffix == ".tmp"
+        is_rest = entry.name in (".lock", seal) or is_part
         if not is_empty_folder and not is_rest:
             return False
     return RunDirectory(path).is_locked() is not True

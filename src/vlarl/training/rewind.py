@@ -10,6 +10,7 @@ from vlarl.training.checkpoint import COUNTERS
 from vlarl.training.state import TrainerState
 
 SET_ASIDE = "set_aside"  # folder in `checkpoints`
+NOTE = "metadata.json"
 
 
 def set_later_aside(folder: Path, chosen: Path, state: TrainerState) -> list[str]:
@@ -33,17 +34,25 @@ def _is_later(path: Path, chosen: Path, state: TrainerState) -> bool:
     if not path.is_dir() or path.name == chosen.name:
         return False
     if (path / COUNTERS).is_file():
-        return int(_read(path / COUNTERS).get("iteration", state.iteration + 1)) > state.iteration
-    noted = _read(path / "metadata.json")  # of a policy alone: the averages, or the best so far
+        return _exceeds(_read(path / COUNTERS), "iteration", state.iteration)
+    if not (path / NOTE).is_file():
+        return False
+    noted = _read(path / NOTE)  # of a policy alone: the averages, or the best so far
     if "global_step" in noted:
-        return int(noted["global_step"]) > state.env_steps
-    return int(noted.get("training_step", -1)) > state.iteration
+        return _exceeds(noted, "global_step", state.env_steps)
+    return _exceeds(noted, "training_step", state.iteration)
+
+
+def _exceeds(counters: dict[str, Any], name: str, limit: int) -> bool:
+    """Whether a counter is beyond the limit; one that is missing or no number counts as beyond."""
+    value = counters.get(name)
+    return not (isinstance(value, int | float) and value <= limit)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """What a file of counters says; empty where it can't be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import struct
+from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any, ClassVar
 
@@ -17,11 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
+_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # sets the attributes of an object
 
 
-class IndexUnpickler(pickle.Unpickler):
-    """An unpickler that knows the records of an index, torch's names of types, and nothing else."""
+class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place to look at what attributes are set
+    """An unpickler that knows the records of an index, torch's names of types, and nothing else.
 
+    It fills in the fields of records, and sets no other attribute: one of a class would hold for the whole process.
+    """
+
+    stack: list[Any]
     ALLOWED: ClassVar[dict[str, frozenset[str]]] = {
         _RECORDS: frozenset(
             {
@@ -39,16 +46,31 @@ class IndexUnpickler(pickle.Unpickler):
         "torch.serialization": frozenset({"_get_layout"}),  # a lookup in a table of layouts
         "collections": frozenset({"OrderedDict"}),
         "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-        "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),  # as Python 3.13 spells them
     }
 
     def find_class(self, module: str, name: str) -> Any:
         """The named record or type; anything else is refused by its name."""
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if module == "pathlib._local":  # as Python 3.13 spells it, and no other version has it
+            module = "pathlib"
         if name not in self.ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it would call {module}.{name}, which no index needs: it is not loaded")
         return getattr(importlib.import_module(module), name)
+
+    def load_build(self) -> None:
+        """Give a record its fields."""
+        state, record = self.stack[-1], self.stack[-2]
+        if isinstance(record, type) or not is_dataclass(record):
+            name = getattr(record, "__qualname__", type(record).__name__)
+            raise pickle.UnpicklingError(f"it would change {name}, which is not a record of an index")
+        if not hasattr(type(record), "__setstate__"):
+            names = {field.name for field in fields(record)}
+            if not isinstance(state, dict) or not names.issuperset(state):
+                raise pickle.UnpicklingError(f"it would set more than the fields of a {type(record).__name__}")
+        _BUILD(self)
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 class ShardReader(FileSystemReader):
@@ -65,7 +87,10 @@ class ShardReader(FileSystemReader):
 
 def read_index(file: Any) -> Metadata:
     """The index in an open file, if it tells of tensors beside it and of nothing else."""
-    index = IndexUnpickler(file).load()
+    try:
+        index = IndexUnpickler(file).load()
+    except (LookupError, OverflowError, MemoryError, RuntimeError, struct.error) as error:
+        raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it is not an index")
     for key, entry in index.state_dict_metadata.items():

@@ -148,11 +148,15 @@ def test_a_run_goes_on_in_one_process_at_a_time(tmp_path):
 
 
 def test_a_run_that_was_killed_before_it_began_can_be_started_again_under_its_name(tmp_path: Path) -> None:
-    """Its configuration was not written: there are empty folders, a lock that is free, and a file that is not whole."""
+    """Its configuration was not written: there are empty folders, a lock that is free, its seal perhaps, and a file
+    that is not whole."""
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     RunDirectory.create(tmp_path / "runs", "locked").lock().close()
     (tmp_path / "runs" / "locked" / ".config.yaml.123.tmp").write_text("run:\n")
-    for name in ("empty", "locked"):
+    for name, rest in (("sealed", ".config.yaml.seal"), ("sealing", "..config.yaml.seal.123.tmp")):
+        RunDirectory.create(tmp_path / "runs", name).lock().close()
+        (tmp_path / "runs" / name / rest).write_text("0" * 64)
+    for name in ("empty", "locked", "sealed", "sealing"):
         RunDirectory.refuse_existing(tmp_path / "runs", name)
         run = RunDirectory.create(tmp_path / "runs", name)
         with run.claim():

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from vlarl.training.rewind import set_later_aside
 from vlarl.training.state import TrainerState
 
@@ -36,6 +38,22 @@ def test_what_was_saved_later_is_set_aside_and_what_was_saved_before_stays(tmp_p
     assert names(tmp_path / "set_aside") == ["damaged", "ema", "final", "step_000003"]
     assert json.loads((tmp_path / "set_aside" / "final" / "trainer.json").read_text()) == {"iteration": 4}
     assert set_later_aside(tmp_path, chosen, state) == []
+
+
+@pytest.mark.parametrize("content", ['{"iteration": "x"}', '{"iteration": null}', '{"iteration": NaN}', "[1]"])
+def test_a_checkpoint_without_a_readable_count_is_later(tmp_path, content):
+    chosen = checkpoint(tmp_path, "step_000002", 2)
+    (checkpoint(tmp_path, "step_000001", 1) / "trainer.json").write_text(content)
+    assert set_later_aside(tmp_path, chosen, TrainerState(2, env_steps=100)) == ["step_000001"]
+
+
+@pytest.mark.parametrize("content", ["{", "", "[1]", '{"training_step": "x"}', '{"global_step": Infinity}'])
+def test_a_policy_whose_note_can_not_be_read_is_later(tmp_path, content):
+    chosen = checkpoint(tmp_path, "step_000002", 2)
+    policy(tmp_path, "ema")
+    (tmp_path / "ema" / "metadata.json").write_text(content)
+    (tmp_path / "mine").mkdir()  # has no note: it is not the run's
+    assert set_later_aside(tmp_path, chosen, TrainerState(2, env_steps=100)) == ["ema"]
 
 
 def test_setting_aside_twice_keeps_both(tmp_path):

@@ -4,10 +4,11 @@ import io
 import os
 import pickle
 import warnings
+from pathlib import PosixPath
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from vlarl.training.ranks import Alone
 from vlarl.training.shard_index import read_index
@@ -82,6 +83,50 @@ def test_an_object_that_the_library_would_load_as_a_pickle_is_refused(checkpoint
         read_index(io.BytesIO(pickle.dumps(index)))
 
 
+def text(value: str) -> bytes:
+    return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+
+def setting(target: type, name: str, value: bytes, slots: bool = True) -> bytes:
+    """A prefix of a pickle that sets an attribute of a class, and leaves nothing on the stack."""
+    names = pickle.EMPTY_DICT + pickle.MARK + text(name) + value + pickle.SETITEMS
+    state = pickle.NONE + names + pickle.TUPLE2 if slots else names
+    return f"c{target.__module__}\n{target.__name__}\n".encode() + state + pickle.BUILD + pickle.POP
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [(PosixPath, "is_file", b"ccollections\nOrderedDict\n"), (MetadataIndex, "__module__", text("this"))],
+)
+def test_an_index_that_would_change_a_class_is_refused(checkpoint, monkeypatch, target, name, value):
+    """The change would hold for the whole process: another __module__ is imported when a plan is pickled."""
+    file = checkpoint / "sharded" / ".metadata"
+    file.write_bytes(setting(target, name, value) + file.read_bytes())
+    before = getattr(target, name)
+    monkeypatch.setattr(target, name, before)  # is put back if it is changed
+    with pytest.raises(OSError, match=f"it would change {target.__name__}, which is not a record"):
+        stored_shapes(checkpoint)
+    assert getattr(target, name) is before
+
+
+@pytest.mark.parametrize("name", ["__reduce_ex__", "__setstate__", "other"])
+def test_an_index_that_would_set_more_than_the_fields_of_a_record_is_refused(checkpoint, name):
+    fields = pickle.dumps(vars(index_of(checkpoint)) | {name: 1})[2:-1]  # without PROTO and STOP
+    made = f"c{Metadata.__module__}\nMetadata\n".encode() + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    with pytest.raises(pickle.UnpicklingError, match="it would set more than the fields of a Metadata"):
+        read_index(io.BytesIO(pickle.PROTO + b"\x04" + made + fields + pickle.BUILD + pickle.STOP))
+
+
+def test_an_index_of_another_python_is_read(checkpoint):
+    """Python 3.13 has its paths in pathlib._local, which no other version has."""
+    index = index_of(checkpoint)
+    index.storage_meta.checkpoint_id = PosixPath("a")
+    content = pickle.dumps(index, protocol=2)
+    assert content.count(b"cpathlib\nPosixPath\n") == 1
+    read = read_index(io.BytesIO(content.replace(b"cpathlib\n", b"cpathlib._local\n")))
+    assert read.storage_meta.checkpoint_id == PosixPath("a")
+
+
 def test_a_file_outside_the_folder_is_refused(checkpoint):
     index = index_of(checkpoint)
     next(iter(index.storage_data.values())).relative_path = "../other.distcp"
@@ -89,7 +134,9 @@ def test_a_file_outside_the_folder_is_refused(checkpoint):
         read_index(io.BytesIO(pickle.dumps(index)))
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([1])[:-3]])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"\xff", b"b.", b"T\0", b"h\1.", pickle.dumps({"a": 1}), pickle.dumps([1])[:-3]]
+)
 def test_garbage_is_damage(checkpoint, content):
     (checkpoint / "sharded" / ".metadata").write_bytes(content)
     with pytest.raises(OSError, match="can't be read"):
