@@ -22,14 +22,20 @@ from vlarl.training.learner import Learner
 from vlarl.types import Trajectory
 
 ITERATIONS, EPISODES = 4, 8
+EVALUATED = 2  # episodes of an evaluation: before iteration 1, and after every second one
 TESTS = Path(__file__).parents[1]
 
 
+def calls_until(iterations: int) -> int:
+    """How often the reward is called until so many iterations are whole, the evaluations among them included."""
+    return iterations * EPISODES + EVALUATED * (1 + iterations // 2)
+
+
 class Service:
-    """Something that rewards depend on. It is up for so many iterations, then down."""
+    """Something that rewards depend on. It is up for so many calls, then down."""
 
     def __init__(self) -> None:
-        self.left = ITERATIONS * EPISODES
+        self.left = calls_until(ITERATIONS)
 
     def score(self, trajectory: Trajectory) -> float:
         if self.left <= 0:
@@ -48,7 +54,7 @@ def judged(trajectory: Trajectory) -> float:
 
 @pytest.fixture(autouse=True)
 def service() -> Iterator[Service]:
-    SERVICE.left = ITERATIONS * EPISODES
+    SERVICE.left = calls_until(ITERATIONS)
     yield SERVICE
 
 
@@ -92,7 +98,7 @@ def rows(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbs."""
-    SERVICE.left = ITERATIONS * EPISODES
+    SERVICE.left = calls_until(ITERATIONS)
     root = tmp_path_factory.mktemp("whole")
     assert main(flags(checkpoint, root)) == 0
     return root / "run"
@@ -114,7 +120,7 @@ def assert_resumes(message: str, iteration: int, run: Path, whole: Path) -> None
         iteration,
         2 * iteration,
     )
-    SERVICE.left = ITERATIONS * EPISODES
+    SERVICE.left = calls_until(ITERATIONS)
     assert main(shlex.split(command[2])) == 0
     assert rows(run) == rows(whole)
     assert rows(run, "episodes.jsonl") == rows(whole, "episodes.jsonl")
@@ -129,7 +135,7 @@ def assert_resumes(message: str, iteration: int, run: Path, whole: Path) -> None
 
 def test_a_reward_that_goes_down_costs_the_iteration_that_it_failed_in(capsys, tmp_path, checkpoint, whole, service):
     """Without periodic checkpoints; iteration 2 is whole, and the reward fails in iteration 3."""
-    service.left = 2 * EPISODES
+    service.left = calls_until(2)
     assert main(flags(checkpoint, tmp_path, "--checkpoint.interval", "0")) == 1
     message = capsys.readouterr().err
     assert "iteration 3: the reward failed" in message and "Traceback" not in message
@@ -157,7 +163,7 @@ def test_a_failure_in_an_evaluation_keeps_the_update_before_it(tmp_path, checkpo
     (note,) = caught.value.__notes__
     command = re.search(r"iteration 2, .*`vlarl (train --resume .*)`", note)
     assert command is not None
-    SERVICE.left = ITERATIONS * EPISODES
+    SERVICE.left = calls_until(ITERATIONS)
     assert main(shlex.split(command[1])) == 0
     ours, theirs = rows(tmp_path / "run"), rows(whole)
     assert "val/success_rate" in ours[2]
@@ -215,7 +221,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(capsys, tmp_path, checkpoi
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(OpenVLAPolicy, "save", fails)
-    service.left = 3 * EPISODES
+    service.left = calls_until(3)
     assert main(flags(checkpoint, tmp_path)) == 1
     monkeypatch.setattr(OpenVLAPolicy, "save", save)
     message = capsys.readouterr().err
@@ -237,7 +243,7 @@ def killed(self, folder, *arguments):
         os._exit(9)
 
 faults_run.OpenVLAPolicy.save = killed
-faults_run.SERVICE.left = 3 * faults_run.EPISODES
+faults_run.SERVICE.left = faults_run.calls_until(3)
 sys.exit(faults_run.main(sys.argv[1:]))
 """
 

@@ -120,7 +120,7 @@ def test_a_checkpoint_without_tokenizer(capsys, tmp_path, broken):
 @pytest.mark.parametrize("content", ['{"tabletop": 3}', '{"tabletop": {"proprio": {}}}'])
 def test_statistics_that_are_malformed(capsys, tmp_path, broken, content):
     (broken / "dataset_statistics.json").write_text(content)
-    refused(capsys, flags(broken, tmp_path / "runs"), "'tabletop' of the checkpoint have no 'proprio'", "q01 and q99")
+    refused(capsys, flags(broken, tmp_path / "runs"), "'tabletop' of the checkpoint have no 'action'", "q01 and q99")
 
 
 def test_statistics_that_are_not_there(capsys, tmp_path, checkpoint):
