@@ -9,13 +9,12 @@ they raise ends the run as any other failure does: the last whole iteration is s
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vlarl.errors import VlarlError
+from vlarl.errors import VlarlError, raised_in
 from vlarl.interrupt import Interrupted
 from vlarl.types import EpisodeResult, Trajectory
 
@@ -73,5 +72,5 @@ def _name(function: Any) -> str:
 
 def _described(error: BaseException) -> str:
     """`ValueError: too low (my_callbacks.py, line 12)`."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = raised_in(error)
     return f"{type(error).__name__}: {error} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

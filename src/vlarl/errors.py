@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 LONGEST_TEXT = 4000  # characters of an error that others have written, in a message
 
 
@@ -11,6 +13,12 @@ def excerpt(text: str, limit: int = LONGEST_TEXT) -> str:
         return text
     half = limit // 2
     return f"{text[:half]} … ({len(text) - 2 * half:,} characters left out) … {text[-half:]}"
+
+
+def raised_in(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames that an error went through, the innermost last, but for that of W&B, which wraps sys.exit."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")]
 
 
 def told(error: BaseException) -> str:

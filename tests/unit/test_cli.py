@@ -380,6 +380,16 @@ def test_an_environment_that_exits_is_a_failure_with_a_message(code, monkeypatch
     assert refused.value.code == 0 and "usage: vlarl report" in capsys.readouterr().out
 
 
+def test_argparse_ends_the_program_where_sys_exit_is_wrapped_as_wandb_does(monkeypatch, capsys):
+    wrapper = compile("def exit_(code=0):\n    original(code)\n", "wandb/sdk/lib/exit_hooks.py", "exec")
+    names = {"original": sys.exit}
+    exec(wrapper, names)
+    monkeypatch.setattr(sys, "exit", names["exit_"])
+    with pytest.raises(SystemExit) as refused:
+        main(["report", "--help"])
+    assert refused.value.code == 0
+
+
 def test_a_disk_that_is_full_and_a_text_without_end_are_short_messages(monkeypatch, capsys):
     def full(arguments):
         raise OSError(errno.ENOSPC, "No space left on device", "/nowhere/video.mp4")

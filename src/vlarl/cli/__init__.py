@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlarl import __version__
-from vlarl.errors import UsageError, VlarlError, excerpt, told
+from vlarl.errors import UsageError, VlarlError, excerpt, raised_in, told
 
 INTERRUPTED = 130
 LONGEST_MESSAGE = 20_000  # characters
@@ -175,7 +174,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _is_of_argparse(error: SystemExit) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = raised_in(error)
     return bool(frames) and frames[-1].filename == argparse.__file__
 
 

@@ -73,6 +73,10 @@ class RldsDataset:
                     f"{path} has {path.stat().st_size:,} bytes, and {INFO} says that it holds {length:,} episodes: "
                     "copy or download the dataset again."
                 )
+            if length == 0 and path.stat().st_size > 0:  # a shard that no episode is asked of is never opened
+                raise UsageError(
+                    f"{path} holds episodes, but {INFO} says that it has none: copy or download the dataset again."
+                )
         if not len(self):
             raise UsageError(f"{self.folder} has no episodes in its split {split!r}: copy or download it again.")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
@@ -18,7 +17,7 @@ from vlarl.config.callables import find_given, is_given
 from vlarl.config.problems import ConfigError, Problem, nearest, shown
 from vlarl.config.schema import GymConfig
 from vlarl.envs.mujoco import log_warnings
-from vlarl.errors import told
+from vlarl.errors import raised_in, told
 
 GymnasiumEnv = gymnasium.Env[Any, Any]
 GymnasiumVectorEnv = VectorEnv[Any, Any, Any]
@@ -112,7 +111,7 @@ def refused(config: GymConfig, message: str) -> ConfigError:
 
 def raised(config: GymConfig, doing: str, error: BaseException) -> ConfigError:
     """The error for a user's environment that raised something or called sys.exit, with the line it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = raised_in(error)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return refused(config, f"{doing} {told(error)}{place}")
 

@@ -6,7 +6,6 @@ import importlib
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import SupportsFloat
 
 from vlarl.config.problems import nearest
 from vlarl.deadline import DeadlineError, TimedCaller
-from vlarl.errors import UsageError, VlarlError, excerpt, told
+from vlarl.errors import UsageError, VlarlError, excerpt, raised_in, told
 from vlarl.rewards.base import Reward, RewardTimeoutError, pay_at_the_end
 from vlarl.types import Trajectory
 
@@ -88,7 +87,7 @@ def _why(error: BaseException, module: str) -> str:
     if isinstance(error, SyntaxError):
         place = f"{Path(error.filename or module).name}, line {error.lineno}"
         return f"{type(error).__name__} in {place}: {error.msg}; correct it."
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    frames = [frame for frame in raised_in(error) if "importlib" not in frame.filename]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     if isinstance(error, SystemExit):
         return f'it {told(error)}{place}; put what is a program under `if __name__ == "__main__":`.'

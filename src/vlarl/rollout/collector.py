@@ -166,7 +166,8 @@ class Collector:
         started, decisions = episode.started, len(episode.transitions)
         again = started.attempt < self.retries
         fate = "it is run again" if again else f"given up after {counted(started.attempt + 1, 'attempt')}"
-        log.warning("episode %s failed after %d decisions, %s: %s", started.task.episode_id, decisions, fate, error)
+        after = counted(decisions, "decision")
+        log.warning("episode %s failed after %s, %s: %s", started.task.episode_id, after, fate, error)
         if again:
             waiting.appendleft(replace(started, attempt=started.attempt + 1))
         return again

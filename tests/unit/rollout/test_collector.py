@@ -238,7 +238,7 @@ def test_that_none_could_be_run_names_the_file_with_the_whole_text(tmp_path):
     with log_to_file(tmp_path / "train.log"), pytest.raises(VlarlError) as failed:
         Collector(pool, FakePolicy(), FakeEngine(), retries=0).collect(tasks(), 0.5)
     assert f"The whole text of each is in {tmp_path / 'train.log'}." in str(failed.value)
-    assert (tmp_path / "train.log").read_text().count("given up after 1 attempts: the simulator died") == 6
+    assert (tmp_path / "train.log").read_text().count("given up after 1 attempt: the simulator died") == 6
 
 
 def test_an_episode_is_run_again_and_becomes_the_same_one():

@@ -22,7 +22,7 @@ from vlarl.config.schema import LoraConfig
 from vlarl.policies.openvla.adapters import BASE_NAME, CONFIG_NAME, WEIGHTS_NAME, seeded
 from vlarl.policies.openvla.config import read_json
 from vlarl.policies.openvla.limits import whole
-from vlarl.policies.openvla.weights import read_tensors, write_json
+from vlarl.policies.openvla.weights import not_floats, read_tensors, write_json
 from vlarl.policies.tensor_file import write_tensors
 
 PREFIX = "base_model.model."  # what peft's own files put before the names of the model
@@ -221,7 +221,11 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     """Freeze the model and put a folder's adapters beside its layers; what doesn't fit is told at once."""
     config = _read_config(folder)
     config.base_model_name_or_path = base
-    state = {name.removeprefix(PREFIX): tensor.float() for name, tensor in read_tensors(folder / WEIGHTS_NAME)}
+    state = {}
+    for name, tensor in read_tensors(folder / WEIGHTS_NAME):
+        if not tensor.is_floating_point():
+            raise not_floats(folder / WEIGHTS_NAME, name, tensor.dtype)
+        state[name.removeprefix(PREFIX)] = tensor.float()
     _refuse_other_ranks(config, state, folder)
     trained_on = read_json(folder / CONFIG_NAME).get("base_model_name_or_path")
     remedy = f"the adapter {folder} was trained on {trained_on}, and does not fit {base}"

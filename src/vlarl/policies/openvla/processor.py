@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vlarl.errors import UsageError
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import INSTRUCTION, OpenVLAConfig
 from vlarl.policies.openvla.images import (
@@ -75,7 +76,7 @@ class Processor:
 
     def _prompt_ids(self, instruction: str) -> tuple[int, ...]:
         if self.tokenizer is None:
-            raise ValueError(
+            raise UsageError(
                 "the checkpoint folder has no tokenizer.json, so prompts can't be encoded: copy the tokenizer of its "
                 "base model into the folder"
             )
@@ -88,7 +89,7 @@ class Processor:
             ids = [*ids, suffix]
         rows = self.config.padded_vocab_size
         if not ids or max(*ids, self.config.pad_token_id) >= rows:
-            raise ValueError(
+            raise UsageError(
                 f"the tokenizer makes the ids {ids[:4]}… of a prompt, and the model has {rows} rows for them: the "
                 "checkpoint's tokenizer.json or config.json is of another model, copy or download the folder again"
             )

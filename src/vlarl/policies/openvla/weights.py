@@ -103,7 +103,7 @@ def load_model(
             if name in fills and name not in own:
                 old = _get(model, fills[name][0])
                 if isinstance(old, nn.Parameter) and not tensor.is_floating_point():
-                    raise _not_floats(path, name, str(tensor.dtype).removeprefix("torch."))
+                    raise not_floats(path, name, tensor.dtype)
                 _put(model, fills[name], _loaded(old, tensor, dtype, device))
 
 
@@ -141,11 +141,13 @@ def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
         state = {key.removeprefix("module."): tensor for key, tensor in _unpickled(path).items()}
     for key, tensor in state.items():
         if not tensor.is_floating_point() or tensor.is_sparse or tensor.is_quantized:
-            raise _not_floats(path, key, str(tensor.dtype).removeprefix("torch."))
+            raise not_floats(path, key, tensor.dtype)
     return state
 
 
-def _not_floats(path: Path, name: str, kind: str) -> ValueError:
+def not_floats(path: Path, name: str, dtype: torch.dtype) -> ValueError:
+    """The error for a weight that is not stored as floats."""
+    kind = str(dtype).removeprefix("torch.")
     return ValueError(
         f"{path}: {name} is stored as {kind}, and weights must be floats (float32, bfloat16, float16 or float64): take "
         "the checkpoint as it was trained, not a quantised or damaged copy"
