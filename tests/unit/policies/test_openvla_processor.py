@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from vlarl.errors import UsageError
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
 from vlarl.policies.openvla.images import ImagePipeline, bicubic_resize, center_crop, jpeg_round_trip, lanczos_resize
@@ -46,7 +47,7 @@ def test_a_tokenizer_of_another_model_is_named():
     tokenizer = Tokenizer(WordLevel({"<unk>": 40_000}, unk_token="<unk>"))
     config = tiny_config()
     with pytest.raises(
-        ValueError, match="model has 1088 rows for them: the checkpoint's tokenizer.json or config.json"
+        UsageError, match="model has 1088 rows for them: the checkpoint's tokenizer.json or config.json"
     ):
         Processor(config, tokenizer, Normalizer(config)).prompt_ids("x")
 

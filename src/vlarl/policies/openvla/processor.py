@@ -76,7 +76,7 @@ class Processor:
 
     def _prompt_ids(self, instruction: str) -> tuple[int, ...]:
         if self.tokenizer is None:
-            raise UsageError(
+            raise ValueError(
                 "the checkpoint folder has no tokenizer.json, so prompts can't be encoded: copy the tokenizer of its "
                 "base model into the folder"
             )
