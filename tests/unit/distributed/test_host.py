@@ -4,10 +4,6 @@ import io
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("ray")
-
 from vlarl.distributed import worker
 from vlarl.distributed.worker import Host
 from vlarl.envs import process_log
