@@ -119,13 +119,13 @@ def judged(answer: Answer, allowed: Sequence[int] = (DONE, REFUSED), what: str =
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, and every empty folder."""
+    """Every file below a folder; links, pipes and empty folders by their names."""
     found: dict[str, bytes] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file():
             found[name] = path.read_bytes()
-        elif path.is_symlink() or not any(path.iterdir()):
+        elif path.is_symlink() or not path.is_dir() or not any(path.iterdir()):
             found[name] = b""
     return found
 

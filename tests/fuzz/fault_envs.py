@@ -1,5 +1,7 @@
 """A Gymnasium environment that misbehaves in one named way, at the third step of its episodes or where the name says.
 
+An observation misbehaves where the policy looks at it: within a chunk of actions nothing reads it.
+
 `once`: the fault happens in one episode of all processes, and the run must come out as if it had not. A file in the
 folder `diary` says that it has happened.
 """
@@ -21,6 +23,7 @@ from fakes.gym_envs import Reach
 LONG_S = 3600
 FLOOD_BYTES = 50_000_000
 STEP = 3
+LOOKED_AT = 4  # builtin:tiny-oft's chunk
 
 
 class StrangeError(BaseException):
@@ -118,7 +121,8 @@ class Faulty(Reach):
 
     def due(self) -> bool:
         """Whether the fault is to happen now; notes that it does."""
-        if self.num_steps != STEP or (self.only_once and (self.diary / "happened").exists()):
+        step = LOOKED_AT if self.wanted in SHOWN else STEP
+        if self.num_steps != step or (self.only_once and (self.diary / "happened").exists()):
             return False
         (self.diary / "happened").touch()
         return True

@@ -9,7 +9,6 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from vlarl.config.problems import nearest
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
 from vlarl.errors import UsageError
+from vlarl.json_files import read_object
 
 DEFAULT_ROOT = "runs"
 FINAL, PERIODIC, COUNTERS = "final", "step_", "trainer.json"
@@ -189,11 +189,7 @@ def _newest(run: Path) -> Located:
 
 def _counters(checkpoint: Path) -> dict[str, Any]:
     """What trainer.json says; empty where it can't be read, which resuming from it will say."""
-    try:
-        counters = json.loads((checkpoint / COUNTERS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return counters if isinstance(counters, dict) else {}
+    return read_object(checkpoint / COUNTERS)
 
 
 def _iteration(counters: dict[str, Any]) -> int:

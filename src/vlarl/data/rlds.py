@@ -12,7 +12,6 @@ of a dataset would silently stand beside another step's action.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from vlarl.data.image_headers import NotAnImageError, image_size
 from vlarl.data.tf_example import Example, MalformedExampleError
 from vlarl.data.tfrecord import FOOTER, HEADER, TFRecordFile
 from vlarl.errors import UsageError
+from vlarl.json_files import read_json
 from vlarl.observability.machine import available_cores
 from vlarl.policies.openvla.jpeg import decode_image
 from vlarl.types import IntArray, UInt8Array
@@ -296,10 +296,10 @@ def find_dataset(path: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise UsageError(f"{path} can't be read ({error.strerror}): copy or download the dataset again.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not valid JSON ({error}): copy or download the dataset again.") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no JSON object: copy or download the dataset again.")

@@ -21,6 +21,7 @@ from typing import Any
 
 from vlarl.config.training_data import run_of
 from vlarl.errors import UsageError
+from vlarl.json_files import read_json
 from vlarl.observability.episodes import episode_row, read_episode
 from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.run_dir import check_writable
@@ -168,13 +169,13 @@ def read_record(folder: Path) -> EvalRecord:
     """The evaluation in a folder, also one that was stopped or killed before its end."""
     directory = EvalDirectory(folder)
     try:
-        content = json.loads(directory.results_file.read_text(encoding="utf-8"))
+        content = read_json(directory.results_file)
     except OSError as error:
         raise UsageError(
             f"{folder} is no evaluation: its results.json can't be read ({error.strerror}). Name the folder that "
             "`vlarl eval` printed as `results:`."
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{directory.results_file} is no JSON ({error}): evaluate the checkpoint again.") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise UsageError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlarl.errors import VlarlError
+from vlarl.json_files import parse_json
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -67,8 +67,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parse_json(line)
+            except ValueError:
                 continue
             if isinstance(row, dict):
                 yield row

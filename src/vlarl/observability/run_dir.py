@@ -25,6 +25,7 @@ from vlarl.config import trust
 from vlarl.config.paths import brief
 from vlarl.config.secrets import masked
 from vlarl.errors import UsageError
+from vlarl.json_files import read_object
 from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
@@ -269,25 +270,18 @@ class RunDirectory:
 
     def read_status(self) -> dict[str, Any]:
         """What status.json says; empty when there is none, without what is of another kind than it was written."""
-        status = self._parse_status()
+        status = read_object(self.status_file)
         return {name: value for name, value in status.items() if _is_of_kind(name, value)}
 
     def status_problem(self) -> str:
         """What is wrong with status.json, for a message; empty where it is whole or not there."""
         if not self.status_file.exists():
             return ""
-        status = self._parse_status()
+        status = read_object(self.status_file)
         odd = [name for name, value in status.items() if not _is_of_kind(name, value)]
         if status and not odd:
             return ""
         return f"{self.status_file} is damaged" + (f" ({', '.join(odd)})" if odd else "")
-
-    def _parse_status(self) -> dict[str, Any]:
-        try:
-            status = json.loads(self.status_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return status if isinstance(status, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl."""
@@ -307,6 +301,8 @@ class RunDirectory:
             return number <= iteration and not again
 
         for path in (self.metrics_file, self.episodes_file):
+            if path.exists() and not path.is_file():  # a pipe, which would wait without end for a reader
+                raise UsageError(f"{path} is not a file: move it away, then resume the run.")
             if path.is_file():
                 kept = (row for row in read_jsonl(path) if is_kept(row))
                 write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))

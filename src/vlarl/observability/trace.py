@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from vlarl.json_files import parse_json
 from vlarl.observability.files import disk_errors
 
 MAX_SPANS = 1_000_000  # about 100 MB, and what Perfetto opens in a browser
@@ -205,6 +206,6 @@ def _whole_events(path: Path) -> tuple[int, int, bool]:
 
 def _is_event(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from vlarl.json_files import read_json
+
 FILE_NAME = "checksums.json"
 SUFFIXES = (".safetensors", ".distcp")
 READ_BYTES = 1 << 22  # at a time
@@ -30,9 +32,9 @@ def verify_checksums(folder: Path, is_wanted: Callable[[str], bool] = lambda nam
     if not (folder / FILE_NAME).is_file():
         return
     try:
-        listed = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        listed = read_json(folder / FILE_NAME)
         wanted = {str(name): (int(size), int(crc)) for name, (size, crc) in listed.items() if is_wanted(str(name))}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / FILE_NAME} can't be read ({error}): copy the checkpoint again") from error
     for name, expected in wanted.items():
         path = folder / name

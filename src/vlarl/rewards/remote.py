@@ -18,6 +18,7 @@ from PIL import Image
 from vlarl.config.secrets import masked_url, read_headers, secrets_in, without
 from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError
+from vlarl.json_files import parse_json
 from vlarl.rewards.base import RewardUnavailableError, Scoring, ScoringReward
 from vlarl.rewards.exchange import RefusalError, WatchedExchange
 from vlarl.types import Observation, Trajectory, UInt8Array
@@ -117,7 +118,7 @@ class RemoteReward(ScoringReward):
 def read_answer(answer: bytes, per_episode: Sequence[int]) -> list[list[float]]:
     """The scores in `{"rewards": […]}`: as many for each episode as it must have; null becomes NaN."""
     try:
-        rewards = json.loads(answer)["rewards"]
+        rewards = parse_json(answer)["rewards"]
     except (ValueError, KeyError, TypeError):
         raise VlarlError(f"the answer is not a JSON object with `rewards`: {_start(answer)}") from None
     if not isinstance(rewards, list) or len(rewards) != len(per_episode):

@@ -13,7 +13,6 @@ The mixture is the static part: equal shares, or `curriculum.weights`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from vlarl.config.schema import CurriculumConfig
 from vlarl.errors import UsageError
+from vlarl.json_files import read_json
 from vlarl.observability.run_dir import RunDirectory
 
 SOLVED = 0.9  # what counts as solved where no task is skipped
@@ -131,7 +131,7 @@ def read_curriculum(source: Path, suite: str) -> dict[str, Any]:
     path = RunDirectory(source).curriculum_file if source.is_dir() else source
     remedy = "curriculum.start_from must name a run's folder, or its curriculum.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         other, tasks = content["suite"], dict(content["tasks"])
         for saved in tasks.values():
             _parse_record(saved)

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from vlarl.errors import DivergedError, UsageError, VlarlError
+from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
 from vlarl.policies.checksums import verify_checksums, write_checksums
@@ -354,7 +355,7 @@ def _with_prefix(entries: dict[str, Entry], prefix: str) -> dict[str, Entry]:
 
 def _read_counters(folder: Path) -> dict[str, Any]:
     try:
-        counters = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
+        counters = read_json(folder / COUNTERS)
         return dict(counters, iteration=int(counters["iteration"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(_damaged(folder, error)) from error

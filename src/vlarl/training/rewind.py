@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from vlarl.json_files import read_object
 from vlarl.training.checkpoint import COUNTERS
 from vlarl.training.state import TrainerState
 
@@ -34,10 +34,10 @@ def _is_later(path: Path, chosen: Path, state: TrainerState) -> bool:
     if not path.is_dir() or path.name == chosen.name:
         return False
     if (path / COUNTERS).is_file():
-        return _exceeds(_read(path / COUNTERS), "iteration", state.iteration)
+        return _exceeds(read_object(path / COUNTERS), "iteration", state.iteration)
     if not (path / NOTE).is_file():
         return False
-    noted = _read(path / NOTE)  # of a policy alone: the averages, or the best so far
+    noted = read_object(path / NOTE)  # of a policy alone: the averages, or the best so far
     if "global_step" in noted:
         return _exceeds(noted, "global_step", state.env_steps)
     return _exceeds(noted, "training_step", state.iteration)
@@ -47,12 +47,3 @@ def _exceeds(counters: dict[str, Any], name: str, limit: int) -> bool:
     """Whether a counter is beyond the limit; one that is missing or no number counts as beyond."""
     value = counters.get(name)
     return not (isinstance(value, int | float) and value <= limit)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a file of counters says; empty where it can't be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -1,6 +1,7 @@
 """RLDS data that TensorFlow Datasets wrote: found, described, and decoded only where asked for (arrays: tests/golden)."""
 
 import json
+import os
 import shutil
 import struct
 from io import BytesIO
@@ -273,3 +274,14 @@ def test_a_dataset_is_found_below_the_folder_that_is_named(tmp_path):
         find_dataset(tmp_path)
     with pytest.raises(UsageError, match="no split 'test'; it has train"):
         RldsDataset(FOLDER, split="test")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("pattern", ["features.json", "*-00000-of-00002"])
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, pattern):
+    folder = copied(tmp_path)
+    path = next(folder.glob(pattern))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match=f"{path.name} (can't be read|is)"):
+        RldsDataset(folder)[0]

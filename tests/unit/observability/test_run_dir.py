@@ -101,6 +101,13 @@ def test_truncation_drops_what_an_unfinished_iteration_makes_again(tmp_path: Pat
     assert [(row["iteration"], row["phase"]) for row in kept] == episodes[:3]
 
 
+def test_a_pipe_in_place_of_rows_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    os.mkfifo(run.metrics_file)
+    with pytest.raises(UsageError, match="metrics.jsonl is not a file: move it away"):
+        run.truncate_after(2)
+
+
 def test_truncation_keeps_a_last_row_that_only_lacks_its_newline(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     run.metrics_file.write_text('{"iteration": 1}\n{"iteration": 2}')

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from vlarl import json_files
 from vlarl.policies.openvla.families import FAMILIES, action_end, model_type, prompt_template
 from vlarl.policies.openvla.limits import LARGEST_CHUNK, LARGEST_IMAGE, LARGEST_NUM_BINS, LARGEST_NUM_IMAGES, whole
 from vlarl.policies.openvla.towers import (
@@ -274,8 +274,8 @@ def with_statistics(config: OpenVLAConfig, path: Path) -> OpenVLAConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a broken file is named."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = json_files.read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): copy the file again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
