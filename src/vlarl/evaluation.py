@@ -266,8 +266,8 @@ def fingerprint(folder: Path) -> str:
     """A hash of a checkpoint's files: their names and sizes, and samples spread over each, whatever their size."""
     digest = hashlib.sha256()
     kinds = ("*.safetensors", "*.pt", "config.json", "adapter_config.json")
-    files = sorted(path for kind in kinds for path in folder.glob(kind) if path.name != "trainer.safetensors")
-    for path in files:
+    found = (path for kind in kinds for path in folder.glob(kind) if path.name != "trainer.safetensors")
+    for path in sorted(path for path in found if path.is_file()):
         size = path.stat().st_size
         starts = {sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1) for sample in range(SAMPLES)}
         digest.update(f"{path.name} {size}\n".encode())

@@ -18,6 +18,7 @@ from vlarl.config.paths import located
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
 from vlarl.envs.build import build_pool
+from vlarl.errors import UsageError
 from vlarl.observability.capacity import refuse_crowd_here
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
@@ -35,10 +36,10 @@ from vlarl.parts import (
 )
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
-from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.rollout.tasks import Sampler, evaluation_tasks
 from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.session import Session
-from vlarl.training.checkpoint import CheckpointStore, policy_folder
+from vlarl.training.checkpoint import CheckpointStore, damaged, policy_folder
 from vlarl.training.learner import Learner
 from vlarl.training.rewind import SET_ASIDE, set_later_aside
 from vlarl.training.state import TrainerState
@@ -123,15 +124,23 @@ def open_run(
         state = store.restore(parts.learner, checkpoint) if checkpoint else TrainerState()
         opening: list[str] = []
         if resume is not None:
+            if checkpoint is not None:
+                _restore_sampler(parts.sampler, state, checkpoint)
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
-            parts.sampler.restore(state.sampler)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing learnt: evaluate again
         publish_weights(parts.learner, parts.engine)
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
     is_new, learner = resume is None, parts.learner
     return parts, Session(config, directory, learner, store, state, lock, trace, is_new, opening, callbacks)
+
+
+def _restore_sampler(sampler: Sampler, state: TrainerState, checkpoint: Path) -> None:
+    try:
+        sampler.restore(state.sampler)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise UsageError(damaged(checkpoint, error)) from error
 
 
 def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:

@@ -176,10 +176,12 @@ def test_resuming_from_a_damaged_checkpoint_loses_nothing(capsys, tmp_path, chec
     run = tmp_path / "run"
     metrics, counters = (run / "metrics.jsonl").read_text(), run / "checkpoints" / "final" / "trainer.json"
     intact = counters.read_text()
-    counters.write_text(intact[:20])
-    capsys.readouterr()
-    assert main(["train", "--resume", str(run), "--run.iterations", "3"]) == 2
-    assert "checkpoints/final is damaged" in (message := capsys.readouterr().err) and "move it away" in message
+    impossible = {"tasks": {str(task): {"success": 7.0, "weight": 1.0, "episodes": 1} for task in range(10)}}
+    for content in (intact[:20], json.dumps({**json.loads(intact), "sampler": impossible})):
+        counters.write_text(content)
+        capsys.readouterr()
+        assert main(["train", "--resume", str(run), "--run.iterations", "3"]) == 2
+        assert "checkpoints/final is damaged" in (message := capsys.readouterr().err) and "move it away" in message
     assert (run / "metrics.jsonl").read_text() == metrics
     shutil.move(run / "checkpoints" / "final", tmp_path / "away")  # what the message advises works
     assert main(["train", "--resume", str(run)]) == 0

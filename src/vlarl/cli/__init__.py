@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (aft
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -153,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         from vlarl.observability.files import full_disk, is_full
 
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"error: no file can have so long a name: {excerpt(str(error.filename), 200)}", file=sys.stderr)
+            return UsageError.exit_code
         if not is_full(error):
             raise
         print(f"error: {full_disk(error.filename or os.getcwd())}", file=sys.stderr)

@@ -112,7 +112,10 @@ def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | Non
     newest = max(counters, key=_iteration, default={})
     if _iteration(newest) < 0:
         return None
-    return RunProgress(_iteration(newest), int(newest.get("env_steps") or 0), not newest.get("unfinished"))
+    steps = newest.get("env_steps")
+    return RunProgress(
+        _iteration(newest), steps if isinstance(steps, int) else 0, is_complete=not newest.get("unfinished")
+    )
 
 
 def resumable_checkpoints(run: Path) -> dict[str, int]:

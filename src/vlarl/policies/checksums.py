@@ -38,8 +38,13 @@ def verify_checksums(folder: Path, is_wanted: Callable[[str], bool] = lambda nam
         raise ValueError(f"{folder / FILE_NAME} can't be read ({error}): copy the checkpoint again") from error
     for name, expected in wanted.items():
         path = folder / name
+        if not path.exists():
+            raise ValueError(
+                f"{path} is missing, and {FILE_NAME} lists it. Copy it again, or take another checkpoint; delete "
+                f"{FILE_NAME} if you removed it yourself"
+            )
         if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-            continue  # whoever needs it says that it is missing
+            continue  # a folder is refused where it is read, and a link may lead into a cache
         if path.stat().st_size != expected[0] or _checksum(path) != list(expected):
             raise ValueError(
                 f"{path} is not what was written, by its checksum in {FILE_NAME}. Copy it again, or take another "

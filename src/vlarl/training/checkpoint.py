@@ -258,7 +258,7 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         restore_random_states(own, states, learner.ranks.rank, learner.config.run.seed)  # last: loading may draw
         return _state(counters)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(_damaged(folder, error)) from error
+        raise UsageError(damaged(folder, error)) from error
 
 
 Restored = tuple[dict[str, torch.Tensor], bool]
@@ -358,7 +358,7 @@ def _read_counters(folder: Path) -> dict[str, Any]:
         counters = read_json(folder / COUNTERS)
         return dict(counters, iteration=int(counters["iteration"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(_damaged(folder, error)) from error
+        raise UsageError(damaged(folder, error)) from error
 
 
 def _count(value: Any, name: str) -> int:
@@ -382,7 +382,8 @@ def _state(counters: dict[str, Any]) -> TrainerState:
     return state
 
 
-def _damaged(folder: Path, error: Exception) -> str:
+def damaged(folder: Path, error: Exception) -> str:
+    """The message for a checkpoint that can't be resumed from."""
     reason = str(error) or type(error).__name__
     return f"the checkpoint {folder} is damaged ({reason}): move it away to go on from the one before it."
 

@@ -141,3 +141,10 @@ def test_how_far_a_run_has_come(run):
     (damaged / "trainer.json").write_text("{")
     assert run_progress(run) == RunProgress(5, 35, is_complete=True)
     assert run_progress(run, run / "checkpoints" / "step_000004") == RunProgress(4, 28, is_complete=True)
+
+
+@pytest.mark.parametrize("env_steps", ["many", None, [1]])
+def test_env_steps_that_are_no_number_count_as_none(run, env_steps):
+    folder = save(run, "step_000002", 2)
+    (folder / "trainer.json").write_text(json.dumps({"iteration": 2, "env_steps": env_steps}))
+    assert run_progress(run) == RunProgress(2, 0, is_complete=True)

@@ -20,7 +20,7 @@ from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.config import parse_config, read_config
 from vlarl.policies.openvla.families import PLAIN_PROMPT
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import load_model, save_module, save_weights, weight_files
+from vlarl.policies.openvla.weights import load_model, opened, save_module, save_weights, weight_files
 from vlarl.policies.tiny import init_tiny, tiny_config
 
 
@@ -145,6 +145,16 @@ def test_all_wrong_names_and_shapes_are_told_at_once(saved):
     with pytest.raises(ValueError, match="don't fit"):
         load_model(model, folder, torch.float32, "cpu")
     assert all(parameter.is_meta for parameter in model.parameters())  # refused by the headers, before any reading
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_the_weights_is_refused_at_once(saved):
+    _, folder = saved
+    path = folder / "model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a file"), opened(path):
+        pass
 
 
 def test_truncated_file_is_named(saved):

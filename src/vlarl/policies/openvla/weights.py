@@ -261,6 +261,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A mapped safetensors file; a broken one is named."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise ValueError(f"{path} is not a file: copy or download it again")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
