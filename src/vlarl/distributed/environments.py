@@ -114,7 +114,9 @@ class Share:
         """The environments; called over there. What they start ends with their worker, and it with the node's Ray."""
         with suppress(PermissionError):  # it leads a session already
             os.setpgid(0, 0)
-        Guardian(owners=[os.getppid()]).watch(os.getpgrp())
+        guardian = Guardian(owners=[os.getppid()])
+        guardian.watch(os.getpgrp())
+        os.environ.update(guardian.variables)  # for what the environments start
         return self.part(*self.arguments)
 
 

@@ -5,8 +5,10 @@
 
 A simulator has a session of its own, so its process group holds it and whatever it starts. A simulator that holds the
 GIL or is stopped can't notice that its trainer is gone; the guardian, which runs nothing else, can. It reads an
-inherited pipe and waits for nothing but that pipe and its owners. A process that an environment moves into yet another
-session is outside its group and is not found.
+inherited pipe and waits for nothing but that pipe and its owners.
+
+A process that an environment moves into yet another session is outside that group. It is known by a variable of its
+environment, which Linux shows in /proc, and ends with the guardian.
 
 The trainer starts this file as a program: it must import nothing but the standard library.
 """
@@ -18,12 +20,15 @@ import select
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 CLOSE_S = 5.0
+VARIABLE = "VLARL_GUARDIAN"
+PASSES = 20
 
 
 class Guardian:
@@ -32,9 +37,11 @@ class Guardian:
     def __init__(self, owners: Sequence[int] = ()) -> None:
         """The groups end with this process, and with any other of the `owners`."""
         read_end, self._pipe = os.pipe()
+        mark = uuid.uuid4().hex
+        self.variables = {VARIABLE: mark}  # for the environment of each process that is watched
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(read_end), *map(str, (os.getpid(), *owners))],
+                [sys.executable, "-I", "-S", __file__, str(read_end), mark, *map(str, (os.getpid(), *owners))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -88,7 +95,12 @@ def run_watched(command: Sequence[str], output: IO[bytes], environment: Mapping[
     """
     with Guardian() as guardian:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**environment, **guardian.variables},
+            start_new_session=True,
         )
         guardian.watch(process.pid)
         try:
@@ -119,7 +131,7 @@ def main() -> None:
     """Watch until an owner or the pipe ends, then kill what is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    pipe, owners = int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]]
+    pipe, mark, owners = int(sys.argv[1]), sys.argv[2], [int(pid) for pid in sys.argv[3:]]
     os.set_blocking(pipe, False)
     groups: set[int] = set()
     ends: list[int] = []
@@ -141,6 +153,34 @@ def main() -> None:
         _note(os.read(pipe, 65536).split(b"\n"), groups)
     for group in groups:
         kill_group(group)
+    kill_marked(mark)
+
+
+def kill_marked(mark: str) -> None:
+    """End all processes that have inherited the mark (Linux only), and those that they start meanwhile."""
+    wanted = f"{VARIABLE}={mark}".encode()
+    for _ in range(PASSES):
+        found = [pid for pid in _processes() if wanted in _environment(pid)]
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def _processes() -> list[int]:
+    with suppress(FileNotFoundError):
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The variables that a process was started with; none of one that has ended, or is another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
 
 
 def _note(lines: list[bytes], groups: set[int]) -> None:

@@ -8,10 +8,11 @@ gym_spec waits for the process to end.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.schema import GymConfig
+from vlarl.deadline import TimedCaller
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.gym_reading import ActionMap, Find, Reader, Seen, Tasks, gym_suite, judged, picture, state
 from vlarl.envs.gym_source import make_env, raised
@@ -27,19 +29,19 @@ from vlarl.errors import UsageError
 from vlarl.types import FloatArray
 
 Result = TypeVar("Result")
+CLOSE_S = 5.0
 
 
-def probe(config: GymConfig, max_steps: int | None) -> SuiteSpec:
-    """Make the environment, look at everything that a run will ask of it, and describe it as a suite."""
-    with closing(asked(config, "making it", lambda: make_env(config, max_steps))) as env:
-        observation, info = asked(config, "reset", lambda: env.reset(seed=0, options=Tasks(config).options(0)))
+def probe(env: gymnasium.Env[Any, Any], config: GymConfig, max_steps: int | None) -> SuiteSpec:
+    """Look at everything that a run will ask of an environment, and describe it as a suite."""
+    observation, info = asked(config, "reset", lambda: env.reset(seed=0, options=Tasks(config).options(0)))
 
-        def step(action: FloatArray) -> Find:
-            observation, _, _, _, info = env.step(action)
-            return Seen(observation, info, env.render).find
+    def step(action: FloatArray) -> Find:
+        observation, _, _, _, info = env.step(action)
+        return Seen(observation, info, env.render).find
 
-        limit = max_steps or (env.spec.max_episode_steps if env.spec is not None else None)
-        return try_out(config, env.action_space, limit, Seen(observation, info, env.render).find, step)
+    limit = max_steps or (env.spec.max_episode_steps if env.spec is not None else None)
+    return try_out(config, env.action_space, limit, Seen(observation, info, env.render).find, step)
 
 
 def try_out(
@@ -104,16 +106,23 @@ def arrived(request: bytes) -> tuple[GymConfig, int | None]:
 
 
 def main() -> None:
-    """Read the request, try the environment out, write the answer."""
+    """Read the request, try the environment out, write the answer; then close it, which must not hold up a run."""
     folder = Path(sys.argv[1])
     request, search_path = pickle.loads((folder / "request").read_bytes())
     sys.path.extend(path for path in search_path if path not in sys.path)
     answer: SuiteSpec | str
+    env = None
     try:
-        answer = probe(*arrived(request))
+        config, max_steps = arrived(request)
+        env = asked(config, "making it", lambda: make_env(config, max_steps))
+        answer = probe(env, config, max_steps)
     except UsageError as error:
         answer = str(error)
     (folder / "answer").write_bytes(pickle.dumps(answer))
+    if env is not None:
+        with suppress(Exception, SystemExit):  # the user's code: a run has workers of its own, which say so
+            TimedCaller("close").call(env.close, CLOSE_S)
+    os._exit(0)  # whatever threads the environment has left
 
 
 if __name__ == "__main__":

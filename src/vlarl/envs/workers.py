@@ -74,7 +74,7 @@ class WorkerProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), memory.fileno()),
-                env={**os.environ, **factory.variables(slot)},
+                env={**os.environ, **factory.variables(slot), **guardian.variables},
                 start_new_session=True,
             )
             guardian.watch(self._process.pid)

@@ -57,6 +57,19 @@ def test_it_ends_what_it_watches_when_another_owner_dies_first():
         assert os.read(ours, 1) == b"" and watched.wait() == -signal.SIGKILL
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_child_with_a_session_of_its_own_ends_too(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    start = "import subprocess; subprocess.Popen(['sleep', '600'], stdout=open(PIPE, 'w'), start_new_session=True)"
+    with (tmp_path / "log").open("w+b") as log:
+        command = [sys.executable, "-c", start.replace("PIPE", repr(str(pipe)))]
+        assert run_watched(command, log, os.environ, timeout_s=60) == 0
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
 def test_a_program_that_takes_too_long_ends_with_its_children(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

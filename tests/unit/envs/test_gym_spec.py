@@ -8,8 +8,10 @@ import pytest
 
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.envs.base import SuiteSpec
 from vlarl.envs.gym import GymFactory, gym_factory, gym_spec, render_variables
-from vlarl.envs.gym_probe import probe
+from vlarl.envs.gym_probe import asked, probe
+from vlarl.envs.gym_source import make_env
 from vlarl.envs.workers import WorkerPool
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -26,6 +28,10 @@ ENV = EnvConfig(suite="gym", max_steps=12)
 
 def changed(**options: object) -> GymConfig:
     return REACH.model_copy(update=options)
+
+
+def probed(config: GymConfig, max_steps: int | None) -> SuiteSpec:
+    return probe(asked(config, "making it", lambda: make_env(config, max_steps)), config, max_steps)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,13 @@ def test_the_environment_is_never_made_in_the_callers_process():
 def test_an_environment_that_exits_is_refused_with_what_it_said():
     with pytest.raises(UsageError, match=r"making it called sys.exit\('no licence'\) \(gym_envs.py, line \d+\)"):
         gym_spec(changed(env="fakes.gym_envs:exits"), 12)
+
+
+@pytest.mark.parametrize("fault", ["close raises", "close hangs"])
+def test_an_environment_that_does_not_close_holds_nothing_up(fault, tmp_path):
+    kwargs = {"fault": fault, "diary": str(tmp_path)}
+    spec = gym_spec(changed(env="fuzz.fault_envs:Faulty", kwargs=kwargs, images=("pixels.front",)), 12, timeout_s=60)
+    assert spec.action_dim == 2
 
 
 def test_an_environment_that_hangs_is_given_up():
@@ -111,20 +124,20 @@ def test_there_is_no_expert(factory):
 
 
 def test_few_states_are_divided_too():
-    spec = probe(changed(num_states=2), 5)
+    spec = probed(changed(num_states=2), 5)
     assert spec.train_states == (0,) and spec.eval_states == (1,)
 
 
 def test_the_instruction_of_an_environment_that_tells_it():
-    spec = probe(changed(instructions=("info.instruction",)), 5)
+    spec = probed(changed(instructions=("info.instruction",)), 5)
     assert [task.instruction for task in spec.tasks] == ["go to the right goal"]
 
 
 def test_a_time_limit_is_needed_and_that_of_an_id_is_replaced():
     with pytest.raises(UsageError, match="env.max_steps = null: the environment has no time limit of its own; set one"):
-        probe(REACH, None)
+        probed(REACH, None)
     reacher = GymConfig(env="Reacher-v5", images=("observation",), success="terminated")
-    env = GymFactory(probe(REACH, 3), (1, 4, 4, 3), reacher, 3, "sparse").build()
+    env = GymFactory(probed(REACH, 3), (1, 4, 4, 3), reacher, 3, "sparse").build()
     env.reset(Task("gym", 0, 0, 0))
     assert [env.step(np.zeros(2, np.float32)).truncated for _ in range(3)] == [False, False, True]
     env.close()
@@ -135,7 +148,7 @@ def test_everything_that_is_wrong_is_said_at_once():
         images=("pixels.back",), proprio=("speed",), instructions=("info.goal",), success="info.won", actions=(0,)
     )
     with pytest.raises(ConfigError) as caught:
-        probe(config, None)
+        probed(config, None)
     assert [str(problem) for problem in caught.value.problems] == [
         "gym.images = 'pixels.back': the observation's 'pixels' has no 'back'; it has front",
         "gym.proprio = 'speed': the observation has no 'speed'; it has pixels, state, goal",
@@ -144,7 +157,7 @@ def test_everything_that_is_wrong_is_said_at_once():
         "env.max_steps = null: the environment has no time limit of its own; set one",
     ]
     with pytest.raises(UsageError, match="gym.success = 'info.won': info has no 'won'; it has success"):
-        probe(changed(success="info.won"), 5)
+        probed(changed(success="info.won"), 5)
 
 
 @pytest.mark.parametrize(
@@ -185,15 +198,15 @@ def test_everything_that_is_wrong_is_said_at_once():
 )
 def test_what_cant_be_used_is_refused_with_the_reason(options, message):
     with pytest.raises(UsageError) as caught:
-        probe(changed(**options), 5)
+        probed(changed(**options), 5)
     assert message in str(caught.value)
 
 
 def test_an_environment_that_raises_in_reset_or_step_says_where():
     with pytest.raises(UsageError, match=r"reset raised KeyError: 'task' \(gym_envs.py, line \d+\)"):
-        probe(changed(env="fakes.gym_envs:raises_in_reset"), 5)
+        probed(changed(env="fakes.gym_envs:raises_in_reset"), 5)
     with pytest.raises(UsageError, match=r"step raised KeyError: 'motor' \(gym_envs.py, line \d+\)"):
-        probe(changed(env="fakes.gym_envs:raises_in_step"), 5)
+        probed(changed(env="fakes.gym_envs:raises_in_step"), 5)
 
 
 def test_an_id_in_a_module_that_registers_it(tmp_path, monkeypatch):
