@@ -59,9 +59,9 @@ def _call(argument: str, function: Callable[..., object] | None, record: Iterati
         return
     try:
         function(record)
-    except Interrupted:
-        raise  # Ctrl-C in a callback that trains or evaluates by itself
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except (Interrupted, KeyboardInterrupt):
+        raise  # Ctrl-C, also in a callback that trains or evaluates by itself
+    except BaseException as error:  # the user's code may raise anything
         raise VlarlError(f"the callback {argument} ({_name(function)}) raised {_described(error)}.") from error
 
 

@@ -1,12 +1,14 @@
 """A bounded, seeded part of what scripts/reliability.py runs as a whole: no traceback, no hang, no wrong result."""
 
+import mmap
 import os
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fuzz import self_check
-from fuzz.harness import Outcome, Row, find_row, run_case, run_row
+from fuzz.harness import MEMORY_BYTES, Outcome, Row, find_row, run_case, run_row
 
 SEED = 0
 FIRST = {"configurations": 208, "datasets": 80, "checkpoints": 28}
@@ -80,3 +82,16 @@ def test_a_case_is_the_same_whenever_it_is_run(tmp_path):
         files.append((tmp_path / folder / "mine.yaml").read_bytes())
     run_case(row, 0, SEED + 1, tmp_path, tmp_path / "another")
     assert files[0] == files[1] != (tmp_path / "another" / "mine.yaml").read_bytes()
+
+
+def test_a_case_has_its_memory_whatever_this_process_has_already(tmp_path):
+    """Address space alone: as libraries for GPUs take it."""
+    sizes = (64 << 20, MEMORY_BYTES + (1 << 30))
+    row = Row("memory", "", ("little", "much"), 2, 60.0, lambda case: (str(len(bytes(sizes[case.number]))), ()))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, 2 * MEMORY_BYTES, flags=flags, prot=mmap.PROT_READ):  # takes no memory: it can't be written
+        little, much = (run_case(row, number, SEED, tmp_path, tmp_path / str(number)) for number in range(2))
+    assert (little.answer, little.defects) == (str(sizes[0]), ())
+    assert [defect.kind for defect in much.defects] == ["traceback"] and "MemoryError" in much.defects[0].detail
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

@@ -1,5 +1,8 @@
-"""What belongs to each rank in a checkpoint: its random states, its parts of the average, and weights that are finite."""
+"""What belongs to each rank in a checkpoint: its random states, its parts and their checksums, weights that are finite."""
 
+import json
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,14 +11,16 @@ import pytest
 import torch
 from rank_cases import Case, Outcome, build, experience, in_ranks, small_policy, update
 
-from vlarl.errors import VlarlError
+from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import checksums
 from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.fsdp import Sharding
-from vlarl.training.ranks import Alone, Ranks
+from vlarl.training.ranks import Alone, Ranks, on_each
 from vlarl.training.state import TrainerState
 
 SECTIONS: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}, "ema": {"beta": 0.9}, "run": {"seed": 11}}
 CASES = {"full": Case("parallel", SECTIONS, Sharding("full")), "none": Case("parallel", SECTIONS, Sharding("none"))}
+PARTS = ("__0_0.distcp", "__1_0.distcp")  # of the ranks
 
 
 def draw() -> list[float]:
@@ -55,13 +60,66 @@ def refusal(case: Case, bases: Path, ranks: Ranks, folder: Path) -> str:
     return "saved"
 
 
+def read_for_checksums(work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What the work came to, and the files that this rank read for their checksums."""
+    original, files = checksums._checksum, []
+
+    def noted(path: Path) -> list[int]:
+        files.append(path.name)
+        return original(path)
+
+    checksums._checksum = noted
+    try:
+        return work(), files
+    finally:
+        checksums._checksum = original
+
+
+def damage(ranks: Ranks, bases: Path, folder: Path, name: str) -> str:
+    """What this rank says of a checkpoint that has one wrong bit in the middle of a file."""
+    copied = folder.parent / f"damaged {name}"
+    if ranks.rank == 0:
+        shutil.copytree(folder, copied)
+        file = copied / "sharded" / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    ranks.barrier()
+    learner, _ = build(CASES["full"], bases, ranks, copied)
+    try:
+        restore(learner, copied)
+    except UsageError as error:
+        return str(error)
+    return "restored"
+
+
+def failure(ranks: Ranks) -> str:
+    """What this rank says when the work of rank 1 fails."""
+
+    def work() -> None:
+        if ranks.rank == 1:
+            raise OSError("the disk is gone")
+
+    try:
+        on_each(ranks, work)
+    except (OSError, VlarlError) as error:
+        return str(error)
+    return "worked"
+
+
 def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"failure": failure(ranks)}
     for name, case in CASES.items():
-        results[f"{name}, next"] = save(case, bases, ranks, folder / name)
-        results[f"{name}, resumed"] = resumed(case, bases, ranks, folder / name / "step_000001")
+        own = folder / name
+        drawn, results[f"{name}, listed"] = read_for_checksums(partial(save, case, bases, ranks, own))
+        after, results[f"{name}, checked"] = read_for_checksums(
+            partial(resumed, case, bases, ranks, own / "step_000001")
+        )
+        results |= {f"{name}, next": drawn, f"{name}, resumed": after}
         results[f"{name}, of one process"] = resumed(case, bases, ranks, alone / "step_000001")
         results[f"{name}, refused"] = refusal(case, bases, ranks, folder / name)
+    for part in PARTS:
+        results[part] = damage(ranks, bases, folder / "full" / "step_000001", part)
     return results
 
 
@@ -112,3 +170,30 @@ def test_one_process_continues_from_the_first_of_two_ranks(bases, two, name):
 def test_what_is_not_finite_on_one_rank_is_saved_by_none(two, name):
     assert all("not finite" in results[f"{name}, refused"] for results in two[0])
     assert [path.name for path in (two[1] / name).glob("*step*")] == ["step_000001"]
+
+
+def test_each_rank_reads_its_own_parts_for_their_checksums(two):
+    for when in ("listed", "checked"):
+        assert [results[f"full, {when}"] for results in two[0]] == [[part] for part in PARTS]
+        whole = ["trainer.safetensors" in results[f"none, {when}"] for results in two[0]]
+        assert whole == [True, False], "what is whole is the first rank's"
+    listed = json.loads((two[1] / "full" / "step_000001" / "checksums.json").read_text())
+    assert list(listed) == [f"sharded/{part}" for part in PARTS]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_damage_that_one_rank_finds_is_told_by_all_alike(two, part):
+    first, second = (results[part] for results in two[0])
+    assert first == second
+    assert f"{part} is not what was written, by its checksum in checksums.json. Copy it again" in first
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_one_process_checks_the_parts_of_all_ranks(bases, two, part):
+    learner, _ = build(CASES["none"], bases, Alone())
+    with pytest.raises(UsageError, match=f"{part} is not what was written, by its checksum"):
+        restore(learner, two[1] / "full" / f"damaged {part}")
+
+
+def test_what_fails_on_one_rank_fails_on_all(two):
+    assert [results["failure"] for results in two[0]] == ["rank 1 failed: the disk is gone", "the disk is gone"]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 DefectKind = Literal["traceback", "hang", "wrong"]
-MEMORY_BYTES = 6 << 30  # of address space for a case: a mutant that asks for more gets none, and the machine stays up
+MEMORY_BYTES = 6 << 30  # that a case may add to the address space: a mutant that asks for more gets none
 MARKER = "VLARL_FUZZ_CASE"  # environment variable that all processes of a case inherit
 DETAIL_CHARACTERS = 4_000
 
@@ -144,7 +144,9 @@ def run_case(row: Row, number: int, seed: int, shared: Path, folder: Path) -> Ou
     folder.mkdir(parents=True)
     os.environ[MARKER] = case.marker
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, before[1]))
+    import_module("torch")  # whose libraries for a GPU alone may take more than a case
+    allowed = [limit for limit in (_address_space() + MEMORY_BYTES, *before) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(allowed), before[1]))
     try:
         answer, defects = row.run(case)
     except Exception:  # noqa: BLE001 - the program under attack is called here
@@ -154,6 +156,11 @@ def run_case(row: Row, number: int, seed: int, shared: Path, folder: Path) -> Ou
         os.environ.pop(MARKER, None)
         os.chdir("/")
     return Outcome(number, case.mutation, answer, tuple(defects))
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def run_row(

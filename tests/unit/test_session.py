@@ -472,7 +472,7 @@ def test_callbacks_are_told_of_every_episode_and_of_every_row(tmp_path, trajecto
     assert (second.result.episode_return, second.result.success) == (1.5, True)
 
 
-@pytest.mark.parametrize("error", [ValueError("too low"), SystemExit(3)])
+@pytest.mark.parametrize("error", [ValueError("too low"), SystemExit(3), BaseException("too odd")])
 def test_a_callback_that_raises_ends_the_run_saved_and_named(tmp_path, error):
     def stop(record):
         if record.iteration == 3:

@@ -7,7 +7,7 @@ every section whatever is in use; and an option that is given its default is as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.presets import PRESET_FOLDER, presets_for_suite
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
+from vlarl.config.secrets import masked
 from vlarl.config.yaml_source import Document
 
 
@@ -28,17 +29,25 @@ def check_given(
 
     `with_policy`: the policy is going to act, so its weights must be made for the suite.
     """
-    problems = list(_without_effect(config, document, flags))
+    written = _written(document) if _is_own(document) and not _is_saved(document, config) else []
+
+    def place(path: str) -> str:
+        return flags.spelled.get(path) or ("" if path in flags.values else document.place(path))
+
+    problems = list(without_effect(config, [*written, *flags.values], place))
     if isinstance(config, Config) and with_policy:
         problems += _foreign_weights(config, document, flags)
     return problems
 
 
-def _without_effect(config: Config | FinetuneConfig, document: Document, flags: Flags) -> Iterator[Problem]:
+def without_effect(
+    config: Config | FinetuneConfig, given: Iterable[str], place: Callable[[str], str] = lambda path: ""
+) -> Iterator[Problem]:
+    """Problems of the given options (section.field) that this configuration does not read; `place` says where each was
+    written."""
     table: Sequence[Condition[Any]] = TRAIN if isinstance(config, Config) else FINETUNE
     defaults = type(config)()
-    given = _written(document) if _is_own(document) and not _is_saved(document, config) else []
-    for path in dict.fromkeys([*given, *flags.values]):
+    for path in dict.fromkeys(given):
         section, _, name = path.partition(".")
         if section not in type(config).model_fields or name not in type(getattr(config, section)).model_fields:
             continue  # an unknown option, which is refused already
@@ -47,8 +56,7 @@ def _without_effect(config: Config | FinetuneConfig, document: Document, flags: 
             continue
         failed = next((c for c in table if c.concerns(path) and not c.holds(config)), None)
         if failed is not None:
-            place = flags.spelled.get(path) or ("" if path in flags.values else document.place(path))
-            subject = f"{path} = {shown(value)}" + (f" ({place})" if place else "")
+            subject = f"{path} = {masked(shown(value))}" + (f" ({place(path)})" if place(path) else "")
             remedy = "set that, or leave" if "without" in failed.otherwise and failed.switches else "leave"
             message = f"has no effect {failed.otherwise}; {remedy} {path} out"
             yield Problem(subject, message, (path, *failed.switches))

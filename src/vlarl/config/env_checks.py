@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
 from vlarl.config.problems import Problem, shown, unknown
-from vlarl.config.schema import Config, GymConfig
+from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
@@ -75,13 +75,9 @@ def check_cameras(config: Config) -> Problems:
 
 
 def check_gym(config: Config) -> Problems:
-    """A Gymnasium environment is named where it is the suite, and nowhere else; its parts can be found."""
-    gym, is_suite = config.gym, config.env.suite == GYM
-    if not is_suite:
-        for name in GymConfig.model_fields:
-            if getattr(gym, name) != GymConfig.model_fields[name].default:
-                remedy = "only read with env.suite gym; set that, or leave it out"
-                yield Problem(f"gym.{name} = {shown(getattr(gym, name))}", remedy, (f"gym.{name}", "env.suite"))
+    """A Gymnasium environment is named where it is the suite; its parts can be found."""
+    gym = config.gym
+    if config.env.suite != GYM:
         return
     if gym.env is None:
         yield Problem("gym.env = null", "name the environment: an id, or module:factory", ("gym.env",))

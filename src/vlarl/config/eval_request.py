@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from vlarl.config.describe import options
+from vlarl.config.effects import without_effect
 from vlarl.config.env_checks import check_gym, check_suite, check_task_ids
 from vlarl.config.known import GYM
 from vlarl.config.problems import ConfigError, Problem, shown
@@ -108,7 +109,8 @@ def eval_request(
         device=device,
         replay=replay,
     )
-    if problems := list(_problems(request)):
+    unread = without_effect(Config(env=request.env, gym=request.gym), given)
+    if problems := list(_problems(request)) or list(unread):
         raise ConfigError(problems)
     if folder is not None and not trust:
         used = {"env": request.env.model_dump(), "gym": request.gym.model_dump()}

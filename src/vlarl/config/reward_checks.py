@@ -1,4 +1,4 @@
-"""Rules of the section `reward`: what a reward needs, and options that the chosen reward would never read."""
+"""Rules of the section `reward`: what a reward needs, and which rewards an option is for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "max_request_bytes": ("remote",),
     "max_response_bytes": ("remote",),
 }
-"""The rewards that an option is for; what is not here is for all of them."""
+"""The rewards that an option is for; what is not here is for all of them. effects_table.py refuses it elsewhere."""
 
 STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 """Algorithms that credit a decision with the rewards after it; the others look at the return of the whole episode."""
@@ -58,7 +58,6 @@ def check_reward(config: Config) -> Problems:
         yield Problem(f"{option} = {shown(name)}", _as_module(name) or message, (option,))
     if not names:
         yield from _combination(reward)
-        yield from _unread(reward)
         yield from _needs(reward)
         yield from _rule_values(config)
         yield from _shaping(config)
@@ -129,17 +128,6 @@ def _recipe(reward: RewardConfig) -> Problems:
         yield Problem(subject, "pays nothing at all; give one weight that is not 0", ("reward.weights",))
 
 
-def _unread(reward: RewardConfig) -> Problems:
-    """Options that were set and that no reward in use reads."""
-    used, defaults = used_kinds(reward), RewardConfig()
-    for option, readers in READ_BY.items():
-        value = getattr(reward, option)
-        if value != getattr(defaults, option) and used.isdisjoint(readers):
-            remedy = f"it is for {' and '.join(readers)} only; set reward.source to {readers[0]}, or leave it out"
-            shown_value = shown(masked_url(value) if option == "url" else value)
-            yield Problem(f"reward.{option} = {shown_value}", remedy, (f"reward.{option}", "reward.source"))
-
-
 def _needs(reward: RewardConfig) -> Problems:
     used = used_rewards(reward)
     if "model" in used and reward.model is None:
@@ -194,10 +182,7 @@ def _rule_values(config: Config) -> Problems:
         yield Problem(subject, remedy, ("reward.success_value", "reward.failure_value"))
     facts = suite_facts(config.env, config.gym)
     limit, longest = reward.length_limit, facts.max_steps if facts else None
-    if limit and not reward.length_penalty:
-        remedy = "nothing happens above it; set reward.length_penalty, or leave it out"
-        yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "reward.length_penalty"))
-    elif longest is not None and limit >= longest:
+    if reward.length_penalty and longest is not None and limit >= longest:
         remedy = f"no episode of {config.env.suite} is longer than {longest} steps; set it lower"
         yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "env.suite"))
 

@@ -2,13 +2,14 @@
 
 A bit that a disk or a copy has lost leaves most weights finite, and a policy that is only worse. It costs about 0.3 s
 per GiB. Files that the list does not name are not looked at, so that configuration and statistics may be edited.
+`is_wanted` chooses among names of files, so that several processes can each read a part of them.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vlarl.json_files import read_json
@@ -18,17 +19,22 @@ SUFFIXES = (".safetensors", ".distcp")
 READ_BYTES = 1 << 22  # at a time
 
 
-def write_checksums(folder: Path) -> None:
-    """List the weight files of a folder, and of those in it."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    listed = {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+def checksums(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, list[int]]:
+    """Size and CRC-32 of the weight files of a folder, and of those in it."""
+    files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in files)
+    return {name: _checksum(folder / name) for name in names if is_wanted(name)}
+
+
+def write_checksums(folder: Path, listed: Mapping[str, list[int]]) -> None:
+    """Write the list of a folder, where it has weight files."""
     if listed:
-        (folder / FILE_NAME).write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(dict(sorted(listed.items())), indent=2)
+        (folder / FILE_NAME).write_text(f"{text}\n", encoding="utf-8")
 
 
-def verify_checksums(folder: Path, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """ValueError for a file that is not as it was written; a folder without a list is believed. `is_wanted` chooses
-    among the names in the list."""
+def verify_checksums(folder: Path, is_wanted: Callable[[str], bool]) -> None:
+    """ValueError for a file that is not as it was written; a folder without a list is believed."""
     if not (folder / FILE_NAME).is_file():
         return
     try:

@@ -43,7 +43,9 @@ class FunctionReward(Reward):
         except DeadlineError as error:
             limit = f"reward.timeout_s = {self.timeout_s:g} s"
             raise RewardTimeoutError(f"reward.source: {self.source} has not returned within {limit}.") from error
-        except SystemExit as error:
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the user's code: sys.exit, or an exception of theirs that is no Exception
             raise VlarlError(f"reward.source: {self.source} {told(error)}; it must return a finite number.") from error
         if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
             returned = excerpt(repr(reward), 200)
@@ -58,7 +60,9 @@ def import_function(source: str) -> Callable[[Trajectory], float]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a user's module: whatever it does is told to them
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module: whatever it does is told to them
         raise UsageError(
             f"reward.source: cannot import the module {module_name!r} of {source!r}: {_why(error, module_name)}"
         ) from error

@@ -31,7 +31,7 @@ from vlarl.errors import DivergedError, UsageError, VlarlError
 from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
-from vlarl.policies.checksums import verify_checksums, write_checksums
+from vlarl.policies.checksums import checksums, verify_checksums, write_checksums
 from vlarl.policies.tensor_file import write_tensors
 from vlarl.training.fsdp import consolidated, part_like
 from vlarl.training.learner import Learner
@@ -43,8 +43,8 @@ from vlarl.training.random_states import (
     random_states,
     restore_random_states,
 )
-from vlarl.training.ranks import Alone, Ranks, on_first
-from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_sharded, read_shards, stored_shapes, write_shards
+from vlarl.training.ranks import Alone, Ranks, on_each, on_first
+from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
 
 Entry = TypeVar("Entry")
@@ -147,8 +147,8 @@ class CheckpointStore:
             self._settle(name)  # a save that failed in this process may have left the old one set aside
             fresh.mkdir()
 
-        def finish() -> None:
-            write_checksums(fresh)
+        def finish(listed: dict[str, list[int]]) -> None:
+            write_checksums(fresh, listed)
             _sync(fresh)
             if final.exists():
                 final.rename(old)
@@ -159,7 +159,9 @@ class CheckpointStore:
         with disk_errors(final), _safetensors_errors(final):
             on_first(self.ranks, begin)
             write(fresh)
-            on_first(self.ranks, finish)
+            parts = on_each(self.ranks, lambda: checksums(fresh, lambda name: is_of_rank(name, self.ranks)))
+            listed = {name: checksum for part in parts for name, checksum in part.items()}
+            on_first(self.ranks, lambda: finish(listed))
         return final
 
     def _recover(self) -> None:
@@ -241,7 +243,7 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
     own = generators(learner.device)
     try:
         _refuse_other_critic(learner, folder)
-        on_first(learner.ranks, lambda: verify_checksums(folder, lambda name: "/" in name or name == TENSORS))
+        _verify(folder, learner.ranks)
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = _count(counters.pop("version"), "version")
         learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
@@ -259,6 +261,20 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         return _state(counters)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UsageError(damaged(folder, error)) from error
+
+
+def _verify(folder: Path, ranks: Ranks) -> None:
+    """ValueError, the same on all ranks, where one of them finds that a file of its own is not as it was written."""
+
+    def find_damage() -> str:
+        try:
+            verify_checksums(folder, lambda name: (name == TENSORS or "/" in name) and is_of_rank(name, ranks))
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    if found := [damage for damage in on_each(ranks, find_damage) if damage]:
+        raise ValueError(found[0])
 
 
 Restored = tuple[dict[str, torch.Tensor], bool]

@@ -131,14 +131,21 @@ def spread(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result]
 
 def on_first(ranks: Ranks, work: Callable[[], None]) -> None:
     """Let rank 0 do something while the others wait; where it fails, it fails on all of them."""
+    on_each(ranks, lambda: work() if ranks.rank == 0 else None)
+
+
+def on_each(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
+    """What the work of each rank came to, in the order of ranks, on every rank; where one fails, all of them do."""
     problem: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            work()
-        except Exception as error:  # a process border: the others must not wait for what will never come
-            problem = error
-    reason = ranks.gather(None if problem is None else f"{problem or type(problem).__name__}")[0]
+    own: list[Result] = []
+    try:
+        own.append(work())
+    except Exception as error:  # a process border: the others must not wait for what will never come
+        problem = error
+    told = ranks.gather((own, None if problem is None else f"{problem or type(problem).__name__}"))
     if problem is not None:
         raise problem
-    if reason is not None:
-        raise VlarlError(f"rank 0 failed: {reason}")
+    for rank, (_, reason) in enumerate(told):
+        if reason is not None:
+            raise VlarlError(f"rank {rank} failed: {reason}")
+    return [result for results, _ in told for result in results]

@@ -8,6 +8,7 @@ library's index of the parts is a pickle, which shard_index.py reads without run
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"  # prefixes of keys, before the para
 def is_sharded(checkpoint: Path) -> bool:
     """Whether the trainer's state is there in parts."""
     return (checkpoint / FOLDER).is_dir()
+
+
+def is_of_rank(name: str, ranks: Ranks) -> bool:
+    """Whether this rank reads a checkpoint's file to check it: a part, named `__RANK_N.distcp`, is checked by the rank
+    that wrote it, or by those that are there in turn; every other file by rank 0."""
+    part = re.fullmatch(rf"{FOLDER}/__(\d+)_\d+\.distcp", name)
+    return (int(part[1]) if part else 0) % ranks.world_size == ranks.rank
 
 
 def write_shards(tensors: dict[str, torch.Tensor], checkpoint: Path) -> None:

@@ -165,6 +165,7 @@ def test_what_an_environment_must_not_return_costs_the_episode_and_is_named(pool
     assert pool.reset([0], [task()])[0].proprio[0] == 0, "the slot goes on with the next attempt"
 
 
+@pytest.mark.timeout(60)
 def test_a_worker_that_hangs_is_replaced_within_its_time(pools, tmp_path):
     pool = pools(1, {"hang": 2}, tmp_path / "diary")
     pool.reset([0], [task()])

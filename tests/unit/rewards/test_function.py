@@ -30,6 +30,7 @@ def module(tmp_path, monkeypatch):
         ("\nx = 1 / 0\n", r"it raised ZeroDivisionError: division by zero \(broken_2.py, line 2\); correct it"),
         ("import sys\nsys.exit(3)\n", r"it called sys.exit\(3\) \(broken_3.py, line 2\); put .* under `if __name__ =="),
         ("raise ValueError('x' * 50_000_000)\n", r"raised ValueError: x+ … \(49,996,000 characters left out\)"),
+        ("raise GeneratorExit('odd')\n", r"it raised GeneratorExit: odd \(broken_5.py, line 1\); correct it"),
         ("from math import nothing\n", r"it raised ImportError: cannot import name 'nothing'.*correct it"),
     ],
 )
@@ -48,6 +49,20 @@ def test_a_function_that_exits_is_a_failure_of_that_episode(module, trajectory):
     module("exits", "import sys\ndef f(trajectory):\n    sys.exit('enough')\n")
     with pytest.raises(VlarlError, match=r"exits:f called sys.exit\('enough'\); it must return a finite number"):
         FunctionReward("exits:f").score(trajectory([[1.0]]))
+
+
+def test_a_function_that_raises_what_is_no_exception_is_a_failure_of_that_episode(module, trajectory):
+    module("odd", "class Odd(BaseException):\n    pass\ndef f(trajectory):\n    raise Odd('enough')\n")
+    with pytest.raises(VlarlError, match=r"odd:f raised Odd: enough; it must return a finite number"):
+        FunctionReward("odd:f").score(trajectory([[1.0]]))
+
+
+def test_an_interrupt_passes_a_reward(trajectory):
+    def interrupted(trajectory):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward("interrupted", interrupted).score(trajectory([[1.0]]))
 
 
 def test_a_function_that_does_not_return_is_given_up(module, trajectory):

@@ -142,19 +142,19 @@ def test_flags_read_well(tmp_path):
         ),
         (
             {"weights": [1]},
-            "reward.weights = [1.0]: it is for combined only; set reward.source to combined, or leave it out",
+            "reward.weights = [1.0]: has no effect without reward.source combined; set that, or leave reward.weights out",
         ),
         (
             {"failure_value": -1},
-            "reward.failure_value = -1.0: it is for rules only; set reward.source to rules, or leave it out",
+            "reward.failure_value = -1.0: has no effect without reward.source rules; set that, or leave reward.failure_value out",
         ),
         (
             {"scoring": "sum"},
-            "reward.scoring = 'sum': it is for model and remote only; set reward.source to model, or leave it out",
+            "reward.scoring = 'sum': has no effect without reward.source model or remote; set that, or leave reward.scoring out",
         ),
         (
-            {"url": "http://x"},
-            "reward.url = 'http://x': it is for remote only; set reward.source to remote, or leave it out",
+            {"url": "http://x?token=secret"},
+            "reward.url = 'http://x?token=***': has no effect without reward.source remote; set that, or leave reward.url out",
         ),
         ({"source": "model"}, "reward.model = null with the reward model: name a folder or hub id of a reward model"),
         (
@@ -180,7 +180,7 @@ def test_flags_read_well(tmp_path):
         ),
         (
             {"source": "rules", "length_limit": 5},
-            "reward.length_limit = 5: nothing happens above it; set reward.length_penalty, or leave it out",
+            "reward.length_limit = 5: has no effect without reward.length_penalty above 0; set that, or leave reward.length_limit out",
         ),
         (
             {"source": "rules", "length_limit": 32, "length_penalty": 0.1},
