@@ -45,8 +45,8 @@ def push(arguments: Sequence[str]) -> int:
     ]
     source = Source.of(folder, records)
     card = None if (folder / CARD).is_file() else model_card(source, given.repository)
-    if source.warning is not None:
-        print(f"warning: {source.warning}", file=sys.stderr)
+    for warning in source.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if given.dry_run:
         files = pushed_files(folder)
         for path in files:

@@ -9,6 +9,7 @@ Imports neither torch nor a simulator.
 from __future__ import annotations
 
 import json
+import keyword
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ def _given(sections: Sections) -> Iterator[tuple[str, str]]:
 def _variable(name: str) -> str:
     """What the callable is called where it was defined: `quick` for `python:my_module.quick`, `...` for a lambda."""
     last = name.rpartition(".")[2]
-    return last if last.isidentifier() else "..."
+    return last if last.isidentifier() and not keyword.iskeyword(last) else "..."
 
 
 def _sections(file: Path) -> Sections:
