@@ -27,6 +27,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping
 from vlarl.config.load import Overrides, as_flags, load_config
 from vlarl.config.problems import ConfigError, Problem, nearest
+from vlarl.config.resume_command import refuse_without_callables
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, Section
 from vlarl.config.suites import StateProtocol
@@ -128,6 +129,7 @@ def train(
         if source is not None:
             raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
         config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust))
+        refuse_without_callables(config, folder)
     else:
         config = load_config(Config() if source is None and env is not None else source, flags, trust=trust)
     from vlarl.loop import train as run  # loads torch, which takes seconds

@@ -20,6 +20,7 @@ from typing import IO, Any
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
+from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
@@ -201,10 +202,10 @@ class Session:
     def _resumes_from(self, diverged: bool = False) -> str:
         """Where a run that failed resumes, and how; what diverged may have begun to before its newest checkpoint."""
         if self._saved == 0:
-            return f"There is no checkpoint yet: `{self.directory.resume_command}` starts again at iteration 1."
+            return f"There is no checkpoint yet: `{resume_command(self.directory.path)}` starts again at iteration 1."
         return (
             f"The newest checkpoint is of iteration {self._saved}, in {brief(self.directory.checkpoints)}: resume from "
-            f"it with `{self.directory.resume_command}`."
+            f"it with `{resume_command(self.directory.path)}`."
         ) + (self._earlier_checkpoints() if diverged else "")
 
     def _earlier_checkpoints(self) -> str:
@@ -215,7 +216,7 @@ class Session:
             return " Lower optim.lr there."
         return (
             f" Lower optim.lr there. If it diverges again, go back to an earlier checkpoint with "
-            f"`{self.directory.resume_command} --from {earlier[-1]}`; there {'is' if len(found) == 1 else 'are'} "
+            f"`{resume_command(self.directory.path, start=earlier[-1])}`; there {'is' if len(found) == 1 else 'are'} "
             f"{', '.join(found)}."
         )
 

@@ -94,8 +94,9 @@ def test_a_detached_run_is_started_watched_stopped_and_resumed(folder, checkpoin
 
 def test_what_the_process_refuses_is_shown_and_leaves_nothing(folder):
     (folder / "runs").mkdir()
+    (folder / "empty").mkdir()
     before = sorted(folder.rglob("*"))
-    refused = vlarl(folder, "train", "--policy.path", "nowhere/at/all", *FLAGS, "--detach")
+    refused = vlarl(folder, "train", "--policy.path", "empty", *FLAGS, "--detach")
     assert refused.returncode == 2
-    assert "\nerror: nowhere/at/all is not a checkpoint" in refused.stderr
+    assert "empty is not a checkpoint: it holds no config.json" in refused.stderr
     assert sorted(folder.rglob("*")) == before

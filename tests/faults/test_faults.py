@@ -59,7 +59,13 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *words: st
 
 
 def test_a_missing_checkpoint(capsys, tmp_path):
-    refused(capsys, flags(tmp_path / "nowhere", tmp_path / "runs"), "nowhere", "there is no such folder", "builtin:")
+    refused(
+        capsys,
+        flags(tmp_path / "nowhere", tmp_path / "runs"),
+        "nowhere",
+        "there is no folder or run of that name",
+        "builtin:",
+    )
     assert not (tmp_path / "runs").exists()
 
 

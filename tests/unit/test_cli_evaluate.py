@@ -54,7 +54,7 @@ def work(tmp_path, monkeypatch) -> Path:
         (["eval", "x", "--episodes", "21"], "--episodes = 21: a task of tabletop_spatial has 20 initial states"),
         ([*REPLAY, "--tasks", "1", "--seed", "0"], "--episode says which episode to run, and a video of it is recorded: leave out --tasks, --seed"),
         (["eval", "x", "--episode", "y"], "'y' is no episode's id: take one from episodes.jsonl"),
-        (["eval", "x"], "x is not a checkpoint: there is no folder or run of that name. runs/ holds no runs. Give a run's name"),
+        (["eval", "x"], "x is not a checkpoint: there is no folder or run of that name. runs/ holds no runs with a checkpoint. Give a run's name"),
         (["eval", "builtin:tiny-oft", "--out", "."], ". exists already, and results are never overwritten: name a new folder."),
     ],
 )  # fmt: skip

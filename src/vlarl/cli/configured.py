@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
 from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
-from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
+from vlarl.config.resume_command import refuse_without_callables, resume_command
+from vlarl.config.run_checkpoints import refuse_unknown_starts, resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -109,7 +109,10 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         _print_dry_run(config, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
     if run_dir is None:
+        refuse_unknown_starts(config)
         config = _named(config, request.source or DEFAULT_PRESET)
+    else:
+        refuse_without_callables(config, run_dir)
     if request.detach:
         return _detached(arguments, config, run_dir)
     print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
@@ -131,6 +134,7 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     if request.dry_run:
         _print_dry_run(config, derived_lines(derive_finetune(config)))
         return 0
+    refuse_unknown_starts(config)
     config = _named(config, source)
     print(opening_line(config, Path(config.run.root) / str(config.run.name)), flush=True)
     summary = run_training(config)
@@ -244,7 +248,7 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
             lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
-        lines.append(f"interrupted and saved; resume with: vlarl train --resume {shlex.quote(brief(run))}")
+        lines.append(f"interrupted and saved; resume with: {resume_command(run)}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",

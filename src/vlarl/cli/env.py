@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
 from vlarl.config.flags import parse_flags
-from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
+from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES, install_command
 from vlarl.config.load import load_config
 from vlarl.config.presets import presets_of
 from vlarl.config.problems import unknown
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 IMAGE_SIZE = 224  # where env.image_size does not say: what OpenVLA reads; on the tabletop, what the built-in ones do
 WIDTH = 110
-INSTALL = "pip install -c constraints.txt -e '.[{}]'"  # as README says, in a clone
 LABELS = {"passed": "ok", "breach": "BREACH", "note": "note"}
 
 HELP = """\
@@ -58,7 +57,7 @@ def list_suites(arguments: Sequence[str]) -> int:
     )
     rows = [("suite", "tasks", "steps", "")]
     for name, facts in SUITES.items():
-        install = "built in" if facts.extra is None else INSTALL.format(facts.extra)
+        install = "built in" if facts.extra is None else install_command(facts.extra)
         rows.append((name, str(facts.num_tasks), str(facts.max_steps), install))
     rows.append((GYM, "", "", "any Gymnasium environment; see docs/adding-an-env.md"))
     print("\n".join(f"{name:<20} {tasks:>5}  {steps:>5}  {text}".rstrip() for name, tasks, steps, text in rows))

@@ -17,10 +17,10 @@ from vlarl.config.flags import MODELS, model_path, parse_flags
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
-from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
+from vlarl.config.run_checkpoints import Located, as_hub_id, locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import DEFAULT_EPISODES
-from vlarl.config.training_data import TrainingData, local_folder, run_of
+from vlarl.config.training_data import TrainingData, run_of
 from vlarl.config.words import counted, plural
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
@@ -68,18 +68,18 @@ def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
     given, rest = _parser().parse_known_args(_familiar(arguments))
     options = _options(given, rest)
-    given.checkpoint, given.against = (_located(name, given.root) for name in (given.checkpoint, given.against))
+    first = locate_checkpoint(given.checkpoint, given.root)
+    second = None if given.against is None else locate_checkpoint(given.against, given.root)
     if given.episode is not None:
-        return _replay(given, options)
-    request = _request(given.checkpoint, given, options)
-    if line := _more_tasks(request, given.tasks):
-        print(line, file=sys.stderr, flush=True)
-    if given.against is None:
-        record = _run(request, given.out)
-        _print_result(record)
-        return 0 if record.result.complete else INTERRUPTED
-    shared = same_episodes(request)
-    return _compare(*on_the_same_states(request, _request(given.against, given, options | shared)), given.out)
+        return _replay(first, given, options)
+    request = _request(first.path, given, options)
+    other = None if second is None else _request(second.path, given, options | same_episodes(request))
+    _announce(first.note, second.note if second else "", _more_tasks(request, given.tasks))
+    if other is not None:
+        return _compare(*on_the_same_states(request, other), given.out)
+    record = _run(request, given.out)
+    _print_result(record)
+    return 0 if record.result.complete else INTERRUPTED
 
 
 def _familiar(arguments: Sequence[str]) -> list[str]:
@@ -138,14 +138,10 @@ def _parser() -> args.Parser:
     return parser
 
 
-def _located(name: str | None, root: str) -> str | None:
-    """The checkpoint that a name means; of a run it is said which one that is."""
-    if name is None:
-        return None
-    located = locate_checkpoint(name, root)
-    if located.note:
-        print(located.note, file=sys.stderr, flush=True)
-    return located.path
+def _announce(*lines: str) -> None:
+    """Print what there is to say of checkpoints that have been found."""
+    for line in filter(None, lines):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _more_tasks(request: EvalRequest, tasks: Sequence[int] | None) -> str:
@@ -207,7 +203,7 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
 
 def _of_the_hub(checkpoint: str) -> TrainingData | None:
     """What a checkpoint of the hub was trained on; None for a checkpoint on this machine, which tells by itself."""
-    if "/" not in checkpoint or local_folder(checkpoint) is not None:
+    if as_hub_id(checkpoint) is None:
         return None
     from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
 
@@ -259,23 +255,24 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     return 0
 
 
-def _replay(given: argparse.Namespace, options: dict[str, object]) -> int:
+def _replay(located: Located, given: argparse.Namespace, options: dict[str, object]) -> int:
     """Run one episode again, record a video, and say whether it went as it is on record."""
     if said := [f"--{name}" for name in SAID_BY_ID if getattr(given, name) is not None]:
         raise UsageError(
             f"--episode says which episode to run, and a video of it is recorded: leave out {', '.join(said)}"
         )
     request = eval_request(
-        given.checkpoint,
+        located.path,
         options,
-        training=_of_the_hub(given.checkpoint),
+        training=_of_the_hub(located.path),
         temperature=given.temperature,
         videos="all",
         device=given.device,
         trust=given.trust,
         episode=given.episode,
     )
-    refuse_unknown(given.checkpoint, given.root)
+    refuse_unknown(located.path, given.root)
+    _announce(located.note)
     record = _run(request, given.out)
     if not record.result.complete:
         _print_result(record)

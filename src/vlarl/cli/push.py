@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlarl.cli import arguments as args
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.training_data import local_folder
 from vlarl.errors import UsageError
 
@@ -45,8 +45,8 @@ def push(arguments: Sequence[str]) -> int:
     ]
     source = Source.of(folder, records)
     card = None if (folder / CARD).is_file() else model_card(source, given.repository)
-    if source.warning is not None:
-        print(f"warning: {source.warning}", file=sys.stderr)
+    for warning in source.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if given.dry_run:
         files = pushed_files(folder)
         for path in files:
@@ -60,6 +60,7 @@ def push(arguments: Sequence[str]) -> int:
 
 def _folder(checkpoint: str, root: str) -> Path:
     located = locate_checkpoint(checkpoint, root)
+    refuse_unknown(located.path, root)
     if located.note:
         print(located.note, file=sys.stderr)
     found = located.path

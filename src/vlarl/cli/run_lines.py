@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.paths import brief
+from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import RunProgress
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
@@ -77,7 +78,7 @@ def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequen
     else:
         state = f"the run {shown} has used up its {config.run.total_env_steps:,} environment steps"
         option, more = "run.total_env_steps", 2 * progress.env_steps
-    go_on = f"vlarl train --resume {shlex.quote(shown)} --{option} {more}"
+    go_on = resume_command(run, {option: more})
     if flags:
         raise UsageError(
             f"{state}: nothing is left to do, so {_listed(flags)} would have no effect, and nothing was changed. To go "

@@ -18,6 +18,7 @@ from typing import Any
 from vlarl.cli import arguments as args
 from vlarl.cli.runs import find_run
 from vlarl.config.paths import brief, expanded
+from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import list_runs
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
@@ -113,7 +114,7 @@ def standing(run: RunDirectory, now: float) -> Standing:
         val_success=val[1],
         val_iteration=val[0],
         message=run.status_problem() or (told.get("message", "") if told else "it has not written a status.json"),
-        resume=run.resume_command if told.get("resume", True) else "",
+        resume=resume_command(run.path) if told.get("resume", True) else "",
         pid=told.get("pid"),
         host=str(told.get("host") or ""),
         machine=str(told.get("machine") or ""),

@@ -9,7 +9,6 @@ The name in config.yaml stands for the callable. Nothing is imported by it: a ru
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +30,9 @@ class GivenCallable:
         while isinstance(function, functools.partial):
             function = function.func
         known = function if hasattr(function, "__qualname__") else type(function)
-        parts = f"{known.__module__}.{known.__qualname__}".replace("<locals>.", "").split(".")
-        return PREFIX + ".".join(re.sub(r"\W", "", part) for part in parts)
+        parts = [part for part in f"{known.__module__}.{known.__qualname__}".split(".") if part != "<locals>"]
+        outer = [part for part in parts[:-1] if part != "<lambda>"]  # of one inside another the inner one is told
+        return PREFIX + ".".join([*outer, parts[-1]])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the user's callable returns."""

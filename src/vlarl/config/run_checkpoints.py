@@ -9,24 +9,30 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
-from vlarl.config.paths import brief
+from vlarl.config.paths import brief, expanded
+from vlarl.config.presets import presets_of
 from vlarl.config.problems import nearest
+from vlarl.config.resume_command import resume_command
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
 from vlarl.errors import UsageError
 from vlarl.json_files import read_object
 
 DEFAULT_ROOT = "runs"
-FINAL, PERIODIC, COUNTERS = "final", "step_", "trainer.json"
+CHECKPOINTS, FINAL, PERIODIC, COUNTERS = "checkpoints", "final", "step_", "trainer.json"
 POLICY_FILES = ("config.json", "adapter_config.json")
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
+
+HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+"""`organisation/name`, and `@revision` (a branch, a tag or a commit) where it is not the main branch."""
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
@@ -65,17 +71,42 @@ def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Loca
     return _of_a_run(str(name), root) or Located(str(name))
 
 
+def as_hub_id(name: str) -> re.Match[str] | None:
+    """The parts of a name that means a model of the hub; None for any other. Where its first part is a folder here, it
+    is a misspelt path, unless it names a revision."""
+    hub_id = HUB_ID.fullmatch(name)
+    if hub_id is None or expanded(name).is_dir():
+        return None
+    return hub_id if hub_id["revision"] is not None or not Path(name).parent.is_dir() else None
+
+
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
-    """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there."""
-    if Path(name).name != name or ":" in name or local_folder(name) is not None:
+    """Refuse a name that is neither here nor one of the hub, with the run or checkpoint that may be meant."""
+    if ":" in name or local_folder(name) is not None or as_hub_id(name):
         return
-    runs = list_runs(Path(root).expanduser())
-    match = nearest(name, runs)
-    hint = f"Did you mean the run '{match}'? " if match else ""
-    listed = f"Runs in {root}/, newest first: {_listed(runs)}. " if runs else f"{root}/ holds no runs. "
-    raise UsageError(
-        f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
-    )
+    for folder in _candidates(name, root):
+        _refuse_misnamed(folder, POLICY_FILES)
+    subject = f"{name} is not a checkpoint: there is no folder or run of that name."
+    path = Path(name)
+    run = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    if run != path and run.name in presets_of(FinetuneConfig):
+        command = f"vlarl finetune {run.name} --run.name {run.name}"
+        raise UsageError(f"{subject} It is what the preset {run.name} makes; run: {command}")
+    place = run.parent if len(run.parts) > 1 and run.parent.is_dir() else root
+    runs = [name for name in list_runs(expanded(place)) if _has_checkpoint(expanded(place) / name)]
+    where = f"{brief(place)}/".replace("//", "/")
+    listed = f"Runs with a checkpoint in {where}, newest first: {_listed(runs)}."
+    if match := nearest(run.name, runs):
+        raise UsageError(f"{subject} Did you mean the run '{match}'? {listed}")
+    raise UsageError(f"{subject} {listed if runs else f'{where} holds no runs with a checkpoint.'} Give {ACCEPTED}.")
+
+
+def refuse_unknown_starts(config: Config | FinetuneConfig) -> None:
+    """Refuse a configuration that starts from a checkpoint which does not exist, before a run is made for it."""
+    for section, field in OPTIONS:
+        value = getattr(getattr(config, section, None), field, None)
+        if value is not None:
+            refuse_unknown(value, config.run.root)
 
 
 def with_located(config: AnyConfig) -> AnyConfig:
@@ -127,6 +158,7 @@ def resumable_checkpoints(run: Path) -> dict[str, int]:
 def resumed_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
     """The folder of the checkpoint inside a run that `--resume` names; None where it names no checkpoint."""
     for folder in _candidates(name, root):
+        _refuse_misnamed(folder, (COUNTERS,))
         if run_of(str(folder)) is None:
             continue
         if not (folder / COUNTERS).is_file():
@@ -149,6 +181,23 @@ def _candidates(name: str, root: Path | str) -> tuple[Path, Path]:
     return Path(name).expanduser(), Path(root).expanduser() / name
 
 
+def _refuse_misnamed(folder: Path, files: Sequence[str]) -> None:
+    """Refuse a checkpoint that its run does not have, with those that it has: folders with one of the files."""
+    run = folder.parent.parent
+    if folder.is_dir() or folder.parent.name != CHECKPOINTS or not _is_run(run):
+        return
+    found = sorted(path for path in folder.parent.glob("[!.]*") if any((path / file).is_file() for file in files))
+    there = [path.name for path in found]
+    match = nearest(folder.name, there)
+    hint = f"did you mean {match}? " if match else ""
+    listed = f"It has {', '.join(there)}." if there else f"`vlarl status {brief(run)}` says how it goes."
+    raise UsageError(f"the run {brief(run)} has no checkpoint {folder.name}: {hint}{listed}")
+
+
+def _has_checkpoint(run: Path) -> bool:
+    return any(path.is_dir() for path in (run / CHECKPOINTS).glob("[!.]*"))
+
+
 def _of_a_run(name: str, root: Path | str) -> Located | None:
     """The checkpoint of the run that a name means; None where it means no run and no checkpoint below the root."""
     if run := find_run_folder(name, root):
@@ -167,7 +216,7 @@ def _holds_policy(folder: Path) -> bool:
 
 
 def _newest(run: Path) -> Located:
-    checkpoints, shown = run / "checkpoints", brief(run)
+    checkpoints, shown = run / CHECKPOINTS, brief(run)
     periodic = sorted(checkpoints.glob(f"{PERIODIC}*"), key=lambda path: _iteration(_counters(path)))
     usable = [path for path in periodic if _holds_policy(path)]
     final = checkpoints / FINAL
@@ -182,11 +231,11 @@ def _newest(run: Path) -> Located:
     if periodic:
         raise UsageError(
             f"the run {shown} holds no whole policy yet: its checkpoints are written in parts, by rank, and the whole "
-            f"policy is written when the run finishes. Finish it with `vlarl train --resume {shown}`."
+            f"policy is written when the run finishes. Finish it with `{resume_command(run)}`."
         )
     raise UsageError(
         f"the run {shown} has no checkpoint yet: `vlarl status {shown}` says how it goes, and "
-        f"`vlarl train --resume {shown}` resumes it."
+        f"`{resume_command(run)}` resumes it."
     )
 
 

@@ -34,10 +34,13 @@ class UntrustedError(UsageError):
     """A file that is not this user's names code or a service."""
 
 
-def key_file() -> Path:
-    """The file of the user's key, in the state folder of the XDG rules."""
+def key_file() -> Path | None:
+    """The file of the user's key, in the state folder of the XDG rules; None where the user has no home folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    try:
+        root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    except RuntimeError:  # such as in a container, for a user that it does not know
+        return None
     return root / "vlarl" / "seal.key"
 
 
@@ -144,15 +147,17 @@ def _seal(key: bytes, name: str, content: bytes) -> str:
 
 def _own_key(create: bool) -> bytes | None:
     """The user's key; None where there is none and none can be made, or where others could have read it."""
+    path = key_file()
+    if path is None:
+        return None
     try:
-        path = key_file()
         if create and not path.exists():
             _make_key(path)
         with path.open("rb") as file:
             if not _is_private(os.fstat(file.fileno())):
                 return None
             key = file.read(KEY_BYTES + 1)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+    except OSError:
         return None
     return key if len(key) == KEY_BYTES else None
 
@@ -161,8 +166,10 @@ def _is_private(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_uid == os.getuid() and not stat.S_IMODE(info.st_mode) & 0o077
 
 
-def _why_without_key(path: Path) -> str:
+def _why_without_key(path: Path | None) -> str:
     """What is wrong with the user's key, where there is none that counts."""
+    if path is None:
+        return "there is no home folder for the key that its seal is checked with: set HOME or XDG_STATE_HOME"
     try:
         is_exposed = not _is_private(path.stat())
     except OSError:

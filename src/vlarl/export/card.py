@@ -6,8 +6,7 @@ this machine are shortened to their last part.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,20 @@ from typing import Any
 import yaml
 
 from vlarl import __version__
+from vlarl.config.known import SUITES, install_command
+from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import in_ranges, state_warnings
 from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
+from vlarl.config.words import counted, plural
+from vlarl.json_files import read_object
 from vlarl.observability.eval_dir import EvalRecord
 from vlarl.observability.report.data import Evaluation, RunData, load_run
 from vlarl.observability.significance import wilson_interval
-from vlarl.policies.locate import BUILTIN, HUB_ID
+from vlarl.policies.locate import BUILTIN
 from vlarl.policies.openvla.adapters import base_of, is_adapter
 
-AVERAGE = "ema"  # checkpoint of the averaged weights
+AVERAGE, BEST = "ema", "best_return"  # checkpoints of the averaged weights, and of the best training return
 LEFT_OUT = ("logging", "distributed")  # sections that say where a run ran, not what was trained
 PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.headers_env")
 
@@ -47,15 +50,36 @@ class Source:
         return cls(folder, run, training_data_of(folder), _base(folder, run), tuple(records))
 
     @property
-    def warning(self) -> str | None:
-        """What to say of an adapter whose base others don't have; None where they do."""
-        if not is_adapter(self.folder) or self.base is None or _is_public(self.base):
+    def iterations(self) -> int | None:
+        """The iterations that are behind these weights; None: not known."""
+        if self.folder.name == AVERAGE:
+            return _count(self.folder / "metadata.json", "training_step")
+        return _count(self.folder / "trainer.json", "iteration")
+
+    @property
+    def updates(self) -> int | None:
+        """The updates of the policy by reinforcement learning that are behind these weights; None: not known."""
+        if self.run is None:
             return None
-        return (
-            f"this is an adapter on {self.base}, which only this machine has: others cannot load it. Push that model "
-            f"too and name it as the adapter's base, or push both as one: `vlarl merge {self.folder} OUT`, then "
-            "`vlarl push OUT ORG/NAME`."
-        )
+        if self.folder.name == BEST:
+            return _count(self.folder / "metadata.json", "training_step")
+        if self.folder.name == AVERAGE:
+            done = self.iterations
+            rows = [row for row in self.run.metrics if row.get("train/optimizer_steps")]
+            return None if done is None else sum(row["iteration"] <= done for row in rows)
+        return _count(self.folder / "trainer.json", "policy_updates")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to say before a push: of weights that no update has changed, of an adapter whose base others lack."""
+        found = [] if self.updates != 0 else [f"{_unchanged(self)}. The model card says so."]
+        if is_adapter(self.folder) and self.base is not None and not _is_public(self.base):
+            found.append(
+                f"this is an adapter on {self.base}, which only this machine has: others cannot load it. Push that "
+                f"model too and name it as the adapter's base, or push both as one: `vlarl merge {self.folder} OUT`, "
+                "then `vlarl push OUT ORG/NAME`."
+            )
+        return tuple(found)
 
 
 def model_card(source: Source, repo_id: str) -> str:
@@ -88,9 +112,17 @@ def _introduction(source: Source) -> str:
     algorithm = source.run.option("algorithm", "name") if source.run else None
     how = f" by {str(algorithm).upper()}" if algorithm else ""
     lines = [f"{kind}{origin}, made{how} with vlarl {__version__}."]
+    if source.updates == 0:
+        lines += ["", f"**Note: {_unchanged(source)}.**"]
     if source.training is not None and source.training.runs:
         lines += ["", "Trained on:", "", *(f"* {_trained_on(run)}" for run in source.training.runs)]
     return "\n".join(lines)
+
+
+def _unchanged(source: Source) -> str:
+    """What to say of weights that no update has changed."""
+    base = f", {_shown(source.base)}" if source.base else ""
+    return f"this checkpoint is the base policy{base}: no update was made"
 
 
 def _trained_on(run: TrainedOn) -> str:
@@ -124,10 +156,12 @@ def _loop_rows(source: Source) -> list[str]:
     if run is None or (run.first is None and after is None):
         return []
     before = run.first
-    counted = [evaluation for evaluation in (before, after) if evaluation is not None]
-    suite, total = run.option("env", "suite"), max(evaluation.score.total for evaluation in counted)
+    evaluations = [evaluation for evaluation in (before, after) if evaluation is not None]
+    totals = " / ".join(dict.fromkeys(str(evaluation.score.total) for evaluation in evaluations))
+    tasks = {task for evaluation in evaluations for task, _ in evaluation.outcomes()}
     cells = [_rate(e.score.won, e.score.total) if e is not None and e.score.total else "-" for e in (before, after)]
-    return [f"| `{suite}`, {run.manner}, by the training run | {total} | {cells[0]} | {cells[1]} |"]
+    what = f"{_tasks(tasks, str(run.option('env', 'suite')))}, {run.manner}, by the training run"
+    return [f"| {what} | {totals} | {cells[0]} | {cells[1]} |"]
 
 
 def _loop_warnings(source: Source) -> tuple[str, ...]:
@@ -145,16 +179,22 @@ def _own_evaluation(source: Source) -> Evaluation | None:
     run = source.run
     if run is None or (source.folder.name == AVERAGE) != bool(run.option("eval", "use_ema")):
         return None
-    file, key = ("metadata.json", "training_step") if source.folder.name == AVERAGE else ("trainer.json", "iteration")
-    iteration = _json(source.folder / file).get(key)
-    return next((e for e in run.evaluations if e.iteration == iteration and e.iteration > 0), None)
+    return next((e for e in run.evaluations if e.iteration == source.iterations and e.iteration > 0), None)
 
 
 def _record_row(record: EvalRecord) -> str:
     settings, result = record.settings, record.result
     manner = "greedy" if settings.temperature == 0 else f"sampled at temperature {settings.temperature:g}"
-    label = f"`{settings.suite}`, {manner}, protocol {settings.protocol}, by `vlarl eval`"
+    label = f"{_tasks(result.by_task(), settings.suite)}, {manner}, protocol {settings.protocol}, by `vlarl eval`"
     return f"| {label} | {len(result.counted)} | - | {_rate(result.won, len(result.counted))} |"
+
+
+def _tasks(task_ids: Collection[int], suite: str) -> str:
+    """``all 10 tasks of `libero_spatial` ``, or ``tasks 0, 3 of `libero_spatial` ``."""
+    facts = SUITES.get(suite)
+    if facts is not None and set(task_ids) >= set(range(facts.num_tasks)):
+        return f"all {counted(facts.num_tasks, 'task')} of `{suite}`"
+    return f"{plural(len(task_ids), 'task')} {in_ranges(task_ids)} of `{suite}`"
 
 
 def _rate(won: int, total: int) -> str:
@@ -170,7 +210,7 @@ def _loading(source: Source, repo_id: str) -> str:
             "## Use it",
             "",
             "```bash",
-            "pip install vlarl",
+            f"{install_command()}    # in a clone of vlarl's repository",
             f"vlarl eval {repo_id}{on}",
             f"vlarl train --policy.path {repo_id}    # continue from it",
             "```",
@@ -194,13 +234,21 @@ def _training(source: Source) -> str:
         [
             "## How it was trained",
             "",
-            f"By `vlarl train config.yaml` (vlarl {__version__}) with these options; all others have their defaults.",
+            f"By `vlarl train config.yaml` (vlarl {__version__}) with these options; all others have their defaults."
+            + _done(source),
             "",
             "```yaml",
             changed.rstrip(),
             "```",
         ]
     )
+
+
+def _done(source: Source) -> str:
+    """How much of that was done when the checkpoint was saved, as a sentence; empty where it is not known."""
+    parts = [(source.iterations, "iteration"), (source.updates, "update")]
+    known = [counted(count, noun) for count, noun in parts if count is not None]
+    return f" This is the policy after {' and '.join(known)}." if known else ""
 
 
 def _changed_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -219,20 +267,17 @@ def _changed_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _base(folder: Path, run: RunData | None) -> str | None:
     if is_adapter(folder):
         return base_of(folder)
-    merged = _json(folder / "merge_metadata.json").get("base")
+    merged = read_object(folder / "merge_metadata.json").get("base")
     if merged is not None:
         return str(merged)
     path = run.option("policy", "path") if run is not None else None
     return None if path is None else str(path)
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    """The object in a file; empty where there is none that can be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _count(path: Path, name: str) -> int | None:
+    """A count in a file; None where there is none."""
+    value = read_object(path).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _is_public(name: str) -> bool:

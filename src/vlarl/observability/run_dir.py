@@ -10,7 +10,6 @@ import fcntl
 import json
 import logging
 import os
-import shlex
 import shutil
 import socket
 import tempfile
@@ -23,6 +22,7 @@ from typing import IO, Any, Literal, get_args
 
 from vlarl.config import trust
 from vlarl.config.paths import brief
+from vlarl.config.resume_command import resume_command
 from vlarl.config.secrets import masked
 from vlarl.errors import UsageError
 from vlarl.json_files import read_object
@@ -49,7 +49,7 @@ class RunStatus:
     host: str
     machine: str
     message: str
-    resume: str  # the command that goes on from here; empty where there is none
+    resume: str  # the command, or the call in Python, that goes on from here; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RunDirectory:
         if path.exists() and not _never_began(path):
             raise UsageError(
                 f"the run {brief(path)} exists already, and runs are never overwritten: "
-                f"go on with it by `--resume {brief(path)}`, or choose another `--run.name`"
+                f"go on with it by `{resume_command(path)}`, or choose another `--run.name`"
             )
         check_writable(Path(root))
 
@@ -232,11 +232,6 @@ class RunDirectory:
         """Folder of TensorBoard files."""
         return self.path / "tensorboard"
 
-    @property
-    def resume_command(self) -> str:
-        """The command that goes on with this run."""
-        return f"vlarl train --resume {shlex.quote(brief(self.path))}"
-
     def write_status(
         self, state: RunState, iteration: int, iterations: int, message: str = "", resumable: bool = True
     ) -> None:
@@ -252,7 +247,7 @@ class RunDirectory:
             host=socket.gethostname(),
             machine=describe_machine(),
             message=masked(message),
-            resume=self.resume_command if resumable else "",
+            resume=resume_command(self.path) if resumable else "",
         )
         write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -16,17 +15,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.presets import presets_of
-from vlarl.config.run_checkpoints import ACCEPTED, locate_checkpoint, refuse_unknown
+from vlarl.config.run_checkpoints import ACCEPTED, as_hub_id, locate_checkpoint, refuse_unknown
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
 BUILTIN = {"builtin:tiny-oft": "tiny-oft", "builtin:tiny-openvla": "tiny-openvla"}
 """Checkpoints that ship with vlarl, and their folders in the package."""
-
-HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
-"""`organisation/name`, and `@revision` (a branch, a tag or a commit) where it is not the main branch."""
 
 # What a checkpoint is made of. Neither pickled weights nor the repository's code is ever fetched.
 WANTED = ["*.json", "*.safetensors", "*_checkpoint.pt", "tokenizer.model", "*.txt"]
@@ -42,37 +36,24 @@ def checkpoint_folder(path: str | Path) -> Path:
         return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        hub_id = HUB_ID.fullmatch(str(path))
         refuse_unknown(str(path))
-        if hub_id is None or _looks_local(str(path), hub_id):
-            raise _not_a_checkpoint(path, "there is no such folder")
+        hub_id = as_hub_id(str(path))
+        if hub_id is None:
+            raise UsageError(f"{path} is not a checkpoint: there is no such folder. Give {ACCEPTED}.")
         folder = _download(hub_id["repo"], hub_id["revision"])
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise _not_a_checkpoint(path, "it holds no config.json")
+        raise UsageError(f"{path} is not a checkpoint: it holds no config.json. Give {ACCEPTED}.")
     return folder
 
 
 def hub_training_data(path: str) -> TrainingData | None:
     """What a checkpoint of the hub says that it was trained on, before its weights are downloaded; None for a name that
     is no hub id, and for a checkpoint that does not say."""
-    hub_id = HUB_ID.fullmatch(path)
-    if hub_id is None or Path(path).expanduser().is_dir() or _looks_local(path, hub_id):
+    hub_id = as_hub_id(path)
+    if hub_id is None:
         return None
     data = read_training_data(_download(hub_id["repo"], hub_id["revision"], [FILE_NAME]))
     return None if data is None else replace(data, said_by=f"{path}/{FILE_NAME}")
-
-
-def _looks_local(path: str, hub_id: re.Match[str]) -> bool:
-    """A path whose parent is a folder here is a misspelt folder; a revision says that the hub is meant."""
-    return hub_id["revision"] is None and Path(path).parent.is_dir()
-
-
-def _not_a_checkpoint(path: str | Path, reason: str) -> UsageError:
-    run = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else ""
-    if run in presets_of(FinetuneConfig):
-        command = f"vlarl finetune {run} --run.name {run}"
-        return UsageError(f"{path} is not a checkpoint: {reason}. It is what the preset {run} makes; run: {command}")
-    return UsageError(f"{path} is not a checkpoint: {reason}. Give {ACCEPTED}.")
 
 
 def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:

@@ -34,7 +34,8 @@ HERE = f"python:{__name__}"
     ("function", "name"),
     [
         (quick, "quick"),
-        (lambda t: 0.0, "lambda"),
+        (lambda t: 0.0, "<lambda>"),
+        ((lambda: lambda t: 0.0)(), "<lambda>"),
         (functools.partial(quick, 1), "quick"),
         (Scorer(2.0), "Scorer"),
         (Scorer, "Scorer"),
@@ -72,7 +73,7 @@ def test_two_of_one_name_are_kept_apart():
         None, {"reward.source": "combined", "reward.sources": ["sparse", lambda t: 1.0, lambda t: 2.0]}
     )
     _, one, two = config.reward.sources
-    assert one.endswith(".lambda") and two == f"{one}_2"
+    assert one.endswith(".<lambda>") and two == f"{one}_2"
     assert [config.reward.given[name](None) for name in (one, two)] == [1.0, 2.0]
 
 

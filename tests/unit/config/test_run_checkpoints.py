@@ -14,8 +14,11 @@ from vlarl.config.run_checkpoints import (
     list_runs,
     locate_checkpoint,
     refuse_unknown,
+    refuse_unknown_starts,
+    resumed_checkpoint,
     run_progress,
 )
+from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 
 
@@ -100,10 +103,48 @@ def test_runs_are_looked_for_below_the_root(run):
 
 
 def test_a_name_that_can_be_nothing_is_refused_with_the_runs_there_are(run):
-    with pytest.raises(UsageError, match=r"mien is not a checkpoint: .*Did you mean the run 'mine'\? .*first: mine\."):
-        refuse_unknown("mien")
-    for name in ("openvla/openvla-7b", "builtin:tiny-oft", "runs"):
+    save(run, "final", 5)
+    for name in ("mien", "runs/mien", "runs/mien/checkpoints/final", f"{run.parent}/mien/checkpoints/final"):
+        with pytest.raises(UsageError) as caught:
+            refuse_unknown(name)
+        assert str(caught.value) == (
+            f"{name} is not a checkpoint: there is no folder or run of that name. Did you mean the run 'mine'? Runs "
+            "with a checkpoint in runs/, newest first: mine."
+        )
+    for name in ("openvla/openvla-7b", "runs/mien@main", "builtin:tiny-oft", "runs", "runs/mine/checkpoints/final"):
         refuse_unknown(name)
+
+
+def test_a_run_without_a_checkpoint_is_not_suggested(run):
+    """As the one is that was just made for a configuration with the misspelt name."""
+    with pytest.raises(UsageError, match=r"of that name\. runs/ holds no runs with a checkpoint\. Give a run's name"):
+        refuse_unknown("mien")
+
+
+@pytest.mark.parametrize("name", ["mine/checkpoints/finall", "runs/mine/checkpoints/finall"])
+def test_a_misspelt_checkpoint_is_refused_with_those_of_its_run(run, name):
+    with pytest.raises(UsageError, match=r"has no checkpoint finall: `vlarl status runs/mine` says how it goes"):
+        refuse_unknown(name)
+    save(run, "final", 5)
+    save(run, "step_000004", 4)
+    (run / "checkpoints" / "ema").mkdir()
+    (run / "checkpoints" / "ema" / "config.json").write_text("{}")
+    for refuse, there in ((refuse_unknown, "ema, final, step_000004"), (resumed_checkpoint, "final, step_000004")):
+        with pytest.raises(UsageError) as caught:
+            refuse(name)
+        said = f"the run runs/mine has no checkpoint finall: did you mean final? It has {there}."
+        assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("option", ["policy.path", "policy.base", "lora.adapter"])
+def test_a_configuration_that_starts_from_nothing_is_refused(run, option):
+    save(run, "final", 5)
+    section, _, field = option.partition(".")
+    config = Config()
+    refuse_unknown_starts(config)
+    part = getattr(config, section).model_copy(update={field: "mien"})
+    with pytest.raises(UsageError, match=r"mien is not a checkpoint: .*Did you mean the run 'mine'"):
+        refuse_unknown_starts(config.model_copy(update={section: part}))
 
 
 def test_a_run_that_is_deleted_between_listing_and_looking_does_not_fail_the_list(run, monkeypatch):

@@ -1,6 +1,8 @@
 """A run's configuration is its user's where it is sealed; what any other one names is refused and shown."""
 
 import os
+import pwd
+import re
 import stat
 import threading
 from pathlib import Path
@@ -200,14 +202,25 @@ def test_processes_that_start_together_have_one_key(home, tmp_path):
     assert len(set(found)) == 1 and found[0]
 
 
-def test_without_a_home_nothing_is_sealed_and_trust_is_asked_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("has_home", "reason"),
+    [(True, "there is no key in "), (False, "there is no home folder for the key .*: set HOME or XDG_STATE_HOME")],
+)
+def test_without_a_key_nothing_is_sealed_and_trust_is_asked_for(tmp_path, monkeypatch, capsys, has_home, reason):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    if has_home:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    else:  # a user that the system does not know, without HOME
+        monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+        assert key_file() is None
     monkeypatch.chdir(tmp_path)
     run = RunDirectory.create("runs", "first")
     run.write_config(CODE)
     assert run.config_file.is_file() and not seal_file(run.config_file).exists()
     assert main(["train", "--resume", "first", "--dry-run"]) == 2
+    assert re.search(reason, capsys.readouterr().err)
     assert train("--resume", "first", "--trust")
 
 

@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights" * 300)
-        (folder / "trainer.json").write_text(json.dumps({"iteration": iteration}))
+        (folder / "trainer.json").write_text(json.dumps({"iteration": iteration, "policy_updates": iteration}))
         (folder / "trainer.safetensors").write_bytes(b"moments")
         on = TrainedOn(
             by="train", suite="libero_goal", protocol="disjoint", task_ids=(0, 1, 2), states=tuple(range(30))
@@ -73,7 +73,10 @@ def test_a_card_says_base_algorithm_tasks_success_and_how_to_load_it(run):
     assert "grpo" in head["tags"] and head["library_name"] == "vlarl"
     assert "trained from openvla/openvla-7b, made by GRPO with vlarl " + vlarl.__version__ in card
     assert "`libero_goal`, tasks 0 to 2 (reinforcement learning, initial states 0 to 29 of each)" in card
-    assert "| `libero_goal`, greedy, by the training run | 4 | 25.0% [4.6%, 69.9%] | 100.0% [51.0%, 100.0%] |" in card
+    row = "| task 0 of `libero_goal`, greedy, by the training run | 4 | 25.0% [4.6%, 69.9%] | 100.0% [51.0%, 100.0%] |"
+    assert row in card
+    assert "This is the policy after 2 iterations and 2 updates." in card and "no update" not in card
+    assert "pip install -c constraints.txt -e .    # in a clone" in card and "pip install vlarl" not in card
     assert 'vlarl.load_policy("me/better")' in card and "vlarl eval me/better --suite libero_goal" in card
 
 
@@ -95,14 +98,58 @@ def test_weights_that_the_loop_has_not_evaluated_claim_nothing(run):
     averaged = run / "checkpoints" / "ema"
     (run / "checkpoints" / "final").rename(averaged)
     (averaged / "metadata.json").write_text('{"training_step": 2}')
+    rows = [
+        {"iteration": 1},
+        {"iteration": 2, "train/optimizer_steps": 4.0},
+        {"iteration": 3, "train/optimizer_steps": 4.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert "| 25.0% [4.6%, 69.9%] | 100.0% [51.0%, 100.0%] |" in card_of(averaged)
+    assert "This is the policy after 2 iterations and 1 update." in card_of(averaged)
+
+
+def test_an_evaluation_says_which_tasks_it_covers(run):
+    def row(*outcomes: tuple[int, bool]) -> str:
+        record = EvalRecord(SETTINGS, 4, EvalResult(tuple(episode(task, 1, won) for task, won in outcomes)))
+        (found,) = [
+            line for line in card_of(run / "checkpoints" / "final", record).splitlines() if "vlarl eval`" in line
+        ]
+        return found
+
+    assert row((0, True), (3, False)).startswith("| tasks 0, 3 of `tabletop_spatial`, greedy")
+    assert row((4, True)).startswith("| task 4 of `tabletop_spatial`, greedy")
+    assert row(*((task, True) for task in range(10))).startswith("| all 10 tasks of `tabletop_spatial`, greedy")
+    lines = [*evaluated(0, 1, 4), *evaluated(2, 3, 3)]
+    (run / "episodes.jsonl").write_text("\n".join(lines).replace('"task_id": 0', '"task_id": 2', 1) + "\n")
+    assert "| tasks 0, 2 of `libero_goal`, greedy, by the training run | 4 / 3 |" in card_of(
+        run / "checkpoints" / "final"
+    )
+
+
+@pytest.mark.parametrize("name", ["final", "step_000001", "best_return", "ema"])
+def test_weights_that_no_update_has_changed_are_the_base_policy(run, monkeypatch, capsys, name):
+    """Whatever the configuration says: here no iteration had anything to learn from."""
+    monkeypatch.chdir(run.parent.parent)
+    folder = run / "checkpoints" / name
+    if not folder.is_dir():
+        (run / "checkpoints" / "final").rename(folder)
+        (folder / "trainer.json").unlink()
+        (folder / "metadata.json").write_text('{"training_step": 0}')
+    else:
+        (folder / "trainer.json").write_text('{"iteration": 2, "policy_updates": 0}')
+    said = "this checkpoint is the base policy, openvla/openvla-7b: no update was made"
+    assert main(["push", str(folder), "me/better", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert f"warning: {said}. The model card says so." in printed.err
+    assert f"\n\n**Note: {said}.**\n" in printed.out
 
 
 def test_evaluations_by_the_command_are_in_it_with_their_warnings(run):
     result = EvalResult(tuple(episode(0, i, i < 3) for i in range(4)))
     settings = {**vars(SETTINGS), "warnings": ("It may have been trained on these.",)}
     card = card_of(run / "checkpoints" / "final", EvalRecord(type(SETTINGS)(**settings), 4, result))
-    assert "| `tabletop_spatial`, greedy, protocol benchmark, by `vlarl eval` | 4 | - | 75.0% [30.1%, 95.4%] |" in card
+    label = "task 0 of `tabletop_spatial`, greedy, protocol benchmark, by `vlarl eval`"
+    assert f"| {label} | 4 | - | 75.0% [30.1%, 95.4%] |" in card
     assert "\nIt may have been trained on these." in card
 
 
@@ -124,9 +171,9 @@ def test_an_adapter_on_a_base_of_this_machine_is_warned_about(tmp_path, base, wa
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base or str(tmp_path)}))
     source = Source.of(folder)
-    assert (source.warning is not None) == warned
-    if source.warning is not None:
-        assert str(tmp_path) in source.warning and f"vlarl merge {folder} OUT" in source.warning
+    assert len(source.warnings) == warned
+    for warning in source.warnings:
+        assert str(tmp_path) in warning and f"vlarl merge {folder} OUT" in warning
     card = model_card(source, "me/better")
     assert "A LoRA adapter on " in card
     if base == "openvla/openvla-7b":

@@ -13,6 +13,7 @@ from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
 from vlarl.export.merge import logits_of, merge, probe_input, settle_config
 from vlarl.policies import load_policy
+from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import stored_dtype
 
@@ -99,6 +100,16 @@ def test_heads_of_our_own_become_the_originals_files(tmp_path):
     assert torch.equal(state["module.fc1.weight"], own["fc1.weight"])
     assert not (tmp_path / "out" / "proprio_projector.safetensors").exists()
     assert load_policy(tmp_path / "out").config.use_proprio
+
+
+@pytest.mark.parametrize("actions", ["l1", "hybrid"])
+def test_a_merged_checkpoint_still_says_whether_its_tokens_were_trained(tmp_path, actions):
+    """What the adapter trained last; the base, a folder of OpenVLA-OFT, comes with an L1 head alone."""
+    policy = load_policy(GOLDEN / "openvla-oft-tiny", num_images=2, actions=actions)
+    policy.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=4), 0)
+    policy.save(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "out", dtype="float32")
+    assert has_untrained_tokens(tmp_path / "out") == (actions == "l1")
 
 
 def load_and_save(name: str, folder: Path) -> Path:

@@ -91,10 +91,7 @@ def test_a_misspelt_folder_never_reaches_for_the_hub(hub, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for path in ("runs/foo", "runs/foo/checkpoints/final", "./foo", "../foo", "/foo/bar", "~/foo", "foo", "tiny-oft"):
-        reason = (
-            "such folder. Give a run" if "/" in path else "folder or run of that name. runs/ holds no runs. Give a run"
-        )
-        with pytest.raises(UsageError, match=f"{path} is not a checkpoint: there is no {reason}"):
+        with pytest.raises(UsageError, match=f"{path} is not a checkpoint: there is no folder or run of that name"):
             checkpoint_folder(path)
     assert hub.requests == []
     hub.repos["runs/foo"] = Repo({"main": {"config.json": b"{}"}})

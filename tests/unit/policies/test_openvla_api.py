@@ -1,7 +1,6 @@
 """What people call from Python: generate, action_logits, predict_action, and the three ways to act."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,19 +139,27 @@ def test_rl_on_the_regression_head_is_refused_with_the_reason():
         vlarl.load_config(overrides={"policy.actions": "l1"})
 
 
+def trained_on(folder: Path, actions: str | None, out: Path) -> Path:
+    """The checkpoint as training of these actions saves it; None: loaded and saved, and not trained."""
+    policy = load_policy(folder, actions=actions or "hybrid")
+    if actions is not None:
+        policy.prepare_training(ModelConfig(), LoraConfig(), 0)
+    policy.save(out)
+    return out
+
+
 def test_rl_on_an_l1_checkpoint_warns_that_its_tokens_are_untrained(with_head, configure, caplog):
-    """Ours say by their run what was trained; OpenVLA-OFT's folders have the head only where it was."""
+    """Ours say in config.json what was trained; OpenVLA-OFT's folders have the head only where it was."""
     launch_here(configure(policy={"path": str(with_head)})).close()
     assert "action tokens were not" not in caplog.text
     native = json.loads((with_head / "config.json").read_text())
-    run = with_head.parent / "run"
-    imitated = shutil.copytree(with_head, run / "checkpoints" / "final")
-    (run / "config.yaml").write_text("policy: {actions: l1}\ndemos: {suites: [tabletop_goal]}\n")
+    imitated = trained_on(with_head, "l1", with_head.parent / "imitated")
     launch_here(configure(policy={"path": str(imitated)})).close()
     assert "its action tokens were not" in caplog.text
     assert f"vlarl finetune --policy.path {imitated} --policy.actions tokens" in caplog.text
-    (run / "config.yaml").write_text("policy: {actions: tokens}\ndemos: {suites: [tabletop_goal]}\n")
-    assert not has_untrained_tokens(imitated)
+    copied = trained_on(imitated, None, with_head.parent / "copied")
+    assert has_untrained_tokens(copied)
+    assert not has_untrained_tokens(trained_on(copied, "hybrid", with_head.parent / "hybrid"))
     (with_head / "config.json").write_text(json.dumps({k: v for k, v in native.items() if k != NATIVE_KEY}))
     assert has_untrained_tokens(with_head), "an original folder"
     (with_head / "action_head.safetensors").unlink()

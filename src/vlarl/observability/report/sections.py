@@ -6,6 +6,7 @@ import base64
 import shlex
 from html import escape
 
+from vlarl.config.resume_command import resume_command
 from vlarl.observability.report.charts import Line, curve_svg
 from vlarl.observability.report.data import RunData, Score, Video
 
@@ -182,10 +183,10 @@ def commands(data: RunData) -> str:
     steps = sorted(data.run.checkpoints.glob("step_*"))
     final = data.run.checkpoints / "final"
     newest = final if final.is_dir() or not steps else steps[-1]
-    resume = str(data.status.get("resume") or data.run.resume_command)
     is_finished = data.status.get("state") == "finished"
+    resume = resume_command(data.run.path, {"run.iterations": "N"} if is_finished else {})
     rows = {
-        "Train on" if is_finished else "Resume": resume + (" --run.iterations N" if is_finished else ""),
+        "Train on" if is_finished else "Resume": resume,
         "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",
         "Watch the curves": f"tensorboard --logdir {run}/tensorboard",
         "Write this report again": f"vlarl report {run}",

@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer
 
 from vlarl.config.training_data import TrainingData, training_data_of
-from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.policies.checksums import verify_checksums
 from vlarl.policies.locate import checkpoint_folder
@@ -175,6 +174,7 @@ def resolve_config(
         proprio, head = (any(has_component(f, name) for f in folders) for name in ("proprio_projector", "action_head"))
         decoder = decoder or ("parallel" if film or proprio or head else None)
         use_proprio = decoder == "parallel" and proprio if use_proprio is None else use_proprio
+        config = replace(config, untrained_tokens=head)  # OFT saves that head with an L1 (or diffusion) loss only
     return config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
 
 
@@ -182,17 +182,13 @@ def has_untrained_tokens(folder: Path) -> bool:
     """Whether a regression head acts for a checkpoint, so that its action tokens were not trained with it.
 
     OpenVLA-OFT saves that head with checkpoints of an L1 (or diffusion) loss only. Ours have it beside trained tokens
-    too (policy.actions hybrid), so there the run's own configuration has to say that the head was imitating.
+    too (policy.actions hybrid), so their config.json says which it is.
     """
     if not has_component(folder, "action_head"):
         return False
     written = folder / "config.json"  # adapters may have none
-    if not written.is_file() or NATIVE_KEY not in read_json(written):
-        return True
-    config = folder.parent.parent / "config.yaml"
-    run = read_document(config).data if config.is_file() else {}
-    policy = run.get("policy")
-    return "demos" in run and isinstance(policy, dict) and policy.get("actions") == "l1"
+    native = read_json(written).get(NATIVE_KEY) if written.is_file() else None
+    return not isinstance(native, dict) or bool(native.get("untrained_tokens"))
 
 
 def has_film_file(base: Path) -> bool:

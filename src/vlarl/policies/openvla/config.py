@@ -52,6 +52,7 @@ class OpenVLAConfig:
     prompt_suffix_id: int | None  # appended to the prompt where absent; None for tokenizers that need none
     stop_id: int  # closes the sequence of the parallel decoder
     learned_slots: bool  # the parallel decoder's slots are padding rows of the embedding instead of OFT's zeros
+    untrained_tokens: bool  # the regression head was trained, and the action tokens were not trained with it
     raw: Mapping[str, Any]  # the file as it was read, so that saving keeps fields we don't use
     norm_stats_files: Mapping[str, Path] = field(default_factory=dict)  # where each of the statistics was read
 
@@ -147,6 +148,7 @@ class OpenVLAConfig:
             "prompt_suffix_id": self.prompt_suffix_id,
             "stop_id": self.stop_id,
             "learned_slots": self.learned_slots,
+            "untrained_tokens": self.untrained_tokens,
         }
         return {**self.raw, "norm_stats": dict(self.norm_stats), NATIVE_KEY: native}
 
@@ -219,6 +221,7 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
         prompt_suffix_id=None if suffix is None else whole(suffix, "prompt_suffix_id", 0),
         stop_id=whole(native.get("stop_id", family.stop_id), "stop_id", 0),
         learned_slots=bool(native.get("learned_slots", False)),
+        untrained_tokens=bool(native.get("untrained_tokens", False)),
         raw=dict(raw),
     )
     if not config.num_action_bins <= config.vocab_size <= config.padded_vocab_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -204,6 +204,7 @@ class OpenVLAPolicy(Policy):
 
     def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze, adapt and checkpoint the model as configured; adapters that it was loaded with go on learning."""
+        self.config = replace(self.config, untrained_tokens=self.acts_by_regression)
         if self.l1_head is not None and not self.acts_by_regression:
             self.l1_head.requires_grad_(False)
         if settings.freeze != "none" and not self.has_adapter:
