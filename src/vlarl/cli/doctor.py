@@ -68,7 +68,7 @@ def doctor(arguments: Sequence[str]) -> int:
     if given.model is not None and given.named is not None:
         raise UsageError(f"one model is enough; got {given.named} and --model {given.model}")
     if given.model is not None or given.named is not None:
-        located = locate_checkpoint(given.model or given.named, given.root)
+        located = locate_checkpoint(model_path(given.model or given.named), given.root)
         refuse_unknown(located.path, given.root)
         if located.note and not given.json:
             print(located.note, flush=True)
@@ -99,7 +99,7 @@ def _describe_model(given: Any) -> int:
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
     try:
-        model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
+        model = given.model.replace("init:", "builtin:")  # of the same sizes
         description = describe_checkpoint(model, given.decoder, given.num_images)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())

@@ -18,8 +18,10 @@ from vlarl.config.known import (
 from vlarl.config.learning_checks import check_critic, check_ema, check_updates
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.reward_checks import check_reward
+from vlarl.config.run_checkpoints import builtin_like
 from vlarl.config.sampling_checks import check_curriculum, check_dynamic_sampling
 from vlarl.config.schema import Config, PolicyConfig
+from vlarl.config.training_data import local_folder
 
 Problems = Iterator[Problem]
 
@@ -46,6 +48,10 @@ def _policy_name(config: Config | FinetuneConfig) -> Problems:
         kind = config.policy.path.partition(":")[0]
         known = [f"{kind}:{name}" for name in BUILTIN_DECODERS]
         message = unknown("built-in policy", config.policy.path, known)
+        yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
+    is_missing = size is None and "/" not in config.policy.path and local_folder(config.policy.path) is None
+    if is_missing and (builtin := builtin_like(config.policy.path)):
+        message = f"no folder or run of that name; did you mean {builtin}?"
         yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
 
 

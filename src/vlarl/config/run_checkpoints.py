@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief
-from vlarl.config.problems import nearest
+from vlarl.config.problems import nearest, unknown
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
 from vlarl.errors import UsageError
@@ -67,15 +67,25 @@ def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Loca
 
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
     """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there."""
-    if Path(name).name != name or ":" in name or local_folder(name) is not None:
+    kind, colon, size = name.partition(":")
+    if kind == "builtin" and size not in BUILTIN_DECODERS:
+        known = [f"builtin:{size}" for size in BUILTIN_DECODERS]
+        raise UsageError(f"{name}: {unknown('built-in policy', name, known)}")
+    if Path(name).name != name or colon or local_folder(name) is not None:
         return
     runs = list_runs(Path(root).expanduser())
-    match = nearest(name, runs)
-    hint = f"Did you mean the run '{match}'? " if match else ""
+    match, builtin = nearest(name, runs), builtin_like(name)
+    hint = f"Did you mean the run '{match}'? " if match else f"Did you mean {builtin}? " if builtin else ""
     listed = f"Runs in {root}/, newest first: {_listed(runs)}. " if runs else f"{root}/ holds no runs. "
     raise UsageError(
         f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
     )
+
+
+def builtin_like(name: str) -> str | None:
+    """The built-in policy whose name was given without `builtin:`, or nearly so; None where there is none."""
+    match = nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS)
+    return f"builtin:{match}" if match else None
 
 
 def with_located(config: AnyConfig) -> AnyConfig:

@@ -29,9 +29,9 @@ TOO_DEEP = f"more than {MAX_DEPTH} levels of lists and mappings in each other"
 SECTION_TAG = "tag:yaml.org,2002:map"
 
 IN_PLAIN_WORDS = {
-    "expected <block end>": "this line is indented unlike those above it; indent all options of a section by two spaces",
-    "mapping values are not allowed": "a colon inside a value; write each option as `name: value`, indent all options of a section by "
-    "two spaces, and put quotes around text that holds a colon",
+    "expected <block end>": "this line is indented unlike those above; indent the options of a section by two spaces",
+    "mapping values are not allowed": "a colon inside a value; write each option as `name: value`, indent the options "
+    "of a section by two spaces, and put quotes around text that holds a colon",
     "character '\\t'": "a tab; indent by spaces",
     "expected ',' or": "a bracket is not closed above this line; close it",
     "unexpected end of stream": "a quote is not closed above this line; close it",
@@ -61,7 +61,9 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # PyYAML lets them out
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            raise _misfit(node, f"the value does not fit its tag {tag}; delete the tag, or correct the value") from error
+            raise _misfit(
+                node, f"the value does not fit its tag {tag}; delete the tag, or correct the value"
+            ) from error
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 

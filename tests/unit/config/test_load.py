@@ -143,7 +143,7 @@ def test_messages_for_files_name_the_line(tmp_path):
     )
     assert problems(path) == [
         f"run.name = 3 ({path}, line 10): must be text or null",
-        f"reward = 'sparse' ({path}, line 8): must be a section: options of reward below it",
+        f"reward = 'sparse' ({path}, line 8): must be a section: options of reward below it, such as `source: sparse`",
         f"optim.lr = 'quick' ({path}, line 3): must be a number >= 0",
         f"optim.lerning_rate = 1 ({path}, line 4): unknown option; did you mean optim.lr?",
         f"lr = 3 ({path}, line 5): unknown option; did you mean optim.lr or critic.lr?",
@@ -193,7 +193,7 @@ def test_a_rule_over_a_wrong_value_is_not_reported_on_top():
         ("optim:\n\tlr: 1\n", "mine.yaml, line 2, column 1: not valid YAML: a tab; indent by spaces"),
         (
             "optim:\n  lr: 1\n schedule: cosine\n",
-            "mine.yaml, line 3, column 2: not valid YAML: this line is indented unlike those above it; indent all",
+            "mine.yaml, line 3, column 2: not valid YAML: this line is indented unlike those above; indent the options",
         ),
         (
             "optim:\n  lr: 1\n    schedule: cosine\n",

@@ -36,7 +36,10 @@ REFUSED = {
     "a word as a time": ("run:\n  seed: !!timestamp maybe\n", "does not fit its tag !!timestamp; delete the tag"),
     "a month that is not there": ("run:\n  seed: !!timestamp 2024-99-01\n", "does not fit its tag !!timestamp"),
     "a mapping as a time": ("run:\n  seed: !!timestamp {!!value a: 1}\n", "does not fit its tag !!timestamp"),
-    "a word as a number": ("run:\n  seed: !!int x\n", "line 2, column 9: not valid YAML: the value does not fit its tag"),
+    "a word as a number": (
+        "run:\n  seed: !!int x\n",
+        "line 2, column 9: not valid YAML: the value does not fit its tag",
+    ),
     "an empty number": ("optim:\n  lr: !!float ''\n", "does not fit its tag !!float"),
     "a set": ("!!set {run}\n", "must hold sections with options"),
     "an object": ("run: !!python/object:os.system ls\n", "could not determine a constructor"),
