@@ -381,5 +381,5 @@ def _unknown(function: str, name: str, known: Sequence[str]) -> str:
         examples = " or ".join(f"{argument}{{{path!r}: ...}}" for path in meant)
         return f"{subject}; options of the configuration go into the overrides: {examples}"
     match = nearest(name, known, cutoff=0.5)
-    hint = f"did you mean {match!r}? Arguments" if match else "arguments"
-    return f"{subject}; {hint}: {', '.join(known)}"
+    hint = f"did you mean {match!r}? " if match else ""
+    return f"{subject}; {hint}Arguments: {', '.join(known)}"

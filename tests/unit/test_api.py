@@ -138,7 +138,7 @@ def test_a_resumed_run_reads_no_preset(trained):
         ({"lora_rank": 8}, r"\{'lora.rank': ...\}"),
         ({"reward_fn": quick}, "did you mean 'reward'"),
         ({"resum": "x"}, "did you mean 'resume'"),
-        ({"qqq": 1}, "; arguments: source, overrides, resume"),
+        ({"qqq": 1}, "Arguments: source, overrides, resume"),
         ({"reward": 3}, "reward: give a function that takes a Trajectory .*, not int"),
         ({"on_iteration": 3}, "on_iteration: give a function .*, not int"),
         ({"overrides": "run.seed=1"}, "overrides = 'run.seed=1': give options as a mapping"),

@@ -234,7 +234,7 @@ def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
     print("\n# not checked here")
-    print("\n".join(f"# {line}" for line in not_checked(config)))
+    print("\n".join(f"# {line}" for text in not_checked(config) for line in text.splitlines()))
 
 
 def _closing_lines(summary: RunSummary, config: Config) -> list[str]:

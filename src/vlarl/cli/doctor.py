@@ -99,7 +99,7 @@ def _describe_model(given: Any) -> int:
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
     try:
-        model = given.model.replace("init:", "builtin:")  # of the same sizes
+        model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
         description = describe_checkpoint(model, given.decoder, given.num_images)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())

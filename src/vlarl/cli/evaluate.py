@@ -73,9 +73,8 @@ SAID_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "vide
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
-    parser = _parser()
-    given, rest = parser.parse_known_args(_familiar(arguments))
-    options = _options(given, rest, parser.flags())
+    given, rest = _parser().parse_known_args(_familiar(arguments))
+    options = _options(given, rest)
     given.checkpoint, given.against = (_located(name, given.root) for name in (given.checkpoint, given.against))
     if given.episode is not None:
         return _replay(given, options)
@@ -179,10 +178,10 @@ def _videos(text: str) -> Videos:
         raise argparse.ArgumentTypeError(f"{text!r} must be all, failures, none or a count") from None
 
 
-def _options(given: argparse.Namespace, rest: Sequence[str], own: Sequence[str] = ()) -> dict[str, object]:
-    """Options of the sections env, gym and policy, by dotted path: eval's flags (`own`) and those of the schema."""
+def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
+    """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
     said = {text: HABITS[plain_name(text)] for text in rest if text.startswith("--") and plain_name(text) in HABITS}
-    flags = parse_flags([text for text in rest if text not in said], EvalOptions, own)
+    flags = parse_flags([text for text in rest if text not in said], EvalOptions, _parser().flags())
     needless = {text: answer for text, answer in said.items() if answer == GREEDY}
     problems = [Problem(text, answer) for text, answer in said.items() if text not in needless]
     problems += [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]

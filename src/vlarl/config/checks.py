@@ -16,12 +16,11 @@ from vlarl.config.known import (
     GROUP_METHODS,
 )
 from vlarl.config.learning_checks import check_critic, check_ema, check_updates
-from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.problems import Problem, shown
 from vlarl.config.reward_checks import check_reward
-from vlarl.config.run_checkpoints import builtin_like
+from vlarl.config.run_checkpoints import misspelt_builtin
 from vlarl.config.sampling_checks import check_curriculum, check_dynamic_sampling
 from vlarl.config.schema import Config, PolicyConfig
-from vlarl.config.training_data import local_folder
 
 Problems = Iterator[Problem]
 
@@ -43,15 +42,7 @@ def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
 
 
 def _policy_name(config: Config | FinetuneConfig) -> Problems:
-    size = _builtin_size(config.policy)
-    if size is not None and size not in BUILTIN_DECODERS:
-        kind = config.policy.path.partition(":")[0]
-        known = [f"{kind}:{name}" for name in BUILTIN_DECODERS]
-        message = unknown("built-in policy", config.policy.path, known)
-        yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
-    is_missing = size is None and "/" not in config.policy.path and local_folder(config.policy.path) is None
-    if is_missing and (builtin := builtin_like(config.policy.path)):
-        message = f"no folder or run of that name; did you mean {builtin}?"
+    if message := misspelt_builtin(config.policy.path):
         yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
 
 

@@ -25,6 +25,7 @@ from vlarl.errors import UsageError
 
 DEFAULT_ROOT = "runs"
 FINAL, PERIODIC, COUNTERS = "final", "step_", "trainer.json"
+KINDS = ("builtin", "init")  # the shipped weights, or fresh ones
 POLICY_FILES = ("config.json", "adapter_config.json")
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
 
@@ -61,31 +62,36 @@ def _time_written(path: Path) -> float:
 
 
 def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:
-    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none."""
-    return _of_a_run(str(name), root) or Located(str(name))
+    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none, and for a
+    built-in policy that is misspelt."""
+    if found := _of_a_run(str(name), root):
+        return found
+    if message := misspelt_builtin(str(name)):
+        raise UsageError(f"{name}: {message}")
+    return Located(str(name))
+
+
+def misspelt_builtin(name: str) -> str | None:
+    """What to say of a name that was meant to be a built-in policy's; None for all others, and where it is a folder."""
+    kind, has_kind, size = name.partition(":")
+    if has_kind:
+        known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
+        return unknown("built-in policy", name, known) if kind in KINDS and name not in known else None
+    match = None if local_folder(name) else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
+    return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
 
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
     """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there."""
-    kind, colon, size = name.partition(":")
-    if kind == "builtin" and size not in BUILTIN_DECODERS:
-        known = [f"builtin:{size}" for size in BUILTIN_DECODERS]
-        raise UsageError(f"{name}: {unknown('built-in policy', name, known)}")
-    if Path(name).name != name or colon or local_folder(name) is not None:
+    if Path(name).name != name or ":" in name or local_folder(name) is not None:
         return
     runs = list_runs(Path(root).expanduser())
-    match, builtin = nearest(name, runs), builtin_like(name)
-    hint = f"Did you mean the run '{match}'? " if match else f"Did you mean {builtin}? " if builtin else ""
+    match = nearest(name, runs)
+    hint = f"Did you mean the run '{match}'? " if match else ""
     listed = f"Runs in {root}/, newest first: {_listed(runs)}. " if runs else f"{root}/ holds no runs. "
     raise UsageError(
         f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
     )
-
-
-def builtin_like(name: str) -> str | None:
-    """The built-in policy whose name was given without `builtin:`, or nearly so; None where there is none."""
-    match = nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS)
-    return f"builtin:{match}" if match else None
 
 
 def with_located(config: AnyConfig) -> AnyConfig:
