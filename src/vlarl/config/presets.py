@@ -16,8 +16,8 @@ from vlarl.errors import UsageError
 DEFAULT_PRESET = "tabletop_grpo"
 OF_SUITE = {"libero_spatial": "libero_spatial_grpo_oft", "metaworld_mt10": "metaworld_grpo"}
 """What a command line without a preset starts from, by the suite that it names; the default preset for all others."""
-SHORTEST_PART = 3  # letters of a preset's name, such as ppo
 PRESET_FOLDER = Path(vlarl.__file__).parent / "configs"
+SHORTEST_PART = 3  # letters of a preset's name, such as ppo
 
 
 def presets() -> dict[str, str]:

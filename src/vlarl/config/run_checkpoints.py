@@ -25,7 +25,6 @@ from vlarl.errors import UsageError
 
 DEFAULT_ROOT = "runs"
 FINAL, PERIODIC, COUNTERS = "final", "step_", "trainer.json"
-KINDS = ("builtin", "init")  # the shipped weights, or fresh ones
 POLICY_FILES = ("config.json", "adapter_config.json")
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
 
@@ -76,7 +75,7 @@ def misspelt_builtin(name: str) -> str | None:
     kind, has_kind, size = name.partition(":")
     if has_kind:
         known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
-        return unknown("built-in policy", name, known) if kind in KINDS and name not in known else None
+        return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
     match = None if local_folder(name) else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
     return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
