@@ -285,7 +285,8 @@ def test_a_dry_run_says_what_it_has_not_checked(work, capsys):
         ),
         (["a.yaml", "b.yaml"], "one preset or file is enough; got a.yaml, b.yaml"),
         (["--lr", "1"], "--lr: unknown option; did you mean --optim.lr or --critic.lr?"),
-        (["--rseume", "first"], "--rseume: unknown option; sections: " + ", ".join(Config.model_fields)),
+        (["--rseume", "first"], "--rseume: unknown option; did you mean --resume?"),
+        (["--quxes", "first"], "--quxes: unknown option; sections: " + ", ".join(Config.model_fields)),
         (["nothing.yaml"], "no file nothing.yaml; presets: "),
     ],
 )

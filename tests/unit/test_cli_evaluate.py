@@ -48,7 +48,7 @@ def work(tmp_path, monkeypatch) -> Path:
         (["eval", "x", "--temperature", "hot"], "argument --temperature: 'hot' must be a number >= 0 (see `vlarl eval --help`)"),
         (["eval", "x", "--tasks", "4", "4"], "--tasks = [4, 4]: task 4 given more than once; name each task once"),
         (["eval", "x", "--protocol", "unseen"], "argument --protocol: invalid choice: 'unseen'"),
-        (["eval", "x", "--optim.lr", "1"], "--optim.lr: not an option of eval; see `vlarl eval --help`"),
+        (["eval", "x", "--optim.lr", "1"], "--optim.lr: unknown option; it is one of `vlarl train`"),
         (["eval", "x", "--policy.actoins", "l1"], "--policy.actoins: unknown option; did you mean --policy.actions?"),
         (["eval", "x", "y"], "y: unexpected argument"),
         (["eval", "x", "--episodes", "21"], "--episodes = 21: a task of tabletop_spatial has 20 initial states"),

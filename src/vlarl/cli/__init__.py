@@ -119,6 +119,19 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+OTHER_COMMANDS = {
+    **dict.fromkeys(("runs", "list", "ls", "ps", "logs"), "status"),
+    "resume": "train --resume {run}",
+    **dict.fromkeys(("evaluate", "test", "validate"), "eval {run}"),
+    **dict.fromkeys(("sft", "fine-tune", "pretrain"), "finetune"),
+    **dict.fromkeys(("envs", "suites"), "env list"),
+    "tasks": "env tasks",
+    "upload": "push {run} ORG/NAME",
+    "run": "train",
+}
+"""What other programs call these commands."""
+
+
 def limit_spinning() -> None:
     """Let threads of OpenMP wait without taking a core; it counts for a process that has not loaded torch yet.
 
@@ -173,7 +186,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(_unknown_command(name))
+        raise UsageError(_unknown_command(name, rest))
     return command.run(rest)
 
 
@@ -182,12 +195,15 @@ def _is_of_argparse(error: SystemExit) -> bool:
     return bool(frames) and frames[-1].filename == argparse.__file__
 
 
-def _unknown_command(name: str) -> str:
+def _unknown_command(name: str, rest: Sequence[str]) -> str:
     import difflib
 
-    match = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean 'vlarl {match[0]}'? " if match else ""
-    return f"unknown command '{name}'; {hint}Commands: {', '.join(COMMANDS)} (vlarl --help)"
+    if written := OTHER_COMMANDS.get(name.lower().replace("_", "-")):
+        run = next((text for text in rest if not text.startswith("-")), "RUN")
+        return f"unknown command '{name}'; write: vlarl {written.format(run=run)}"
+    match = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.6)
+    hint = f"did you mean 'vlarl {match[0]}'? Commands" if match else "commands"
+    return f"unknown command '{name}'; {hint}: {', '.join(COMMANDS)} (vlarl --help)"
 
 
 def _overview() -> str:

@@ -38,6 +38,10 @@ class Parser(argparse.ArgumentParser):
         """Parse, with hyphens and underscores in names of options alike."""
         return super().parse_known_args([self._hyphenated(text) for text in args], namespace)
 
+    def flags(self) -> list[str]:
+        """The flags that the command takes."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
     def _hyphenated(self, text: str) -> str:
         name, has_value, value = text.partition("=")
         with_hyphens = name.replace("_", "-")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_line
 from vlarl.cli.runs import find_run
-from vlarl.config.aliases import ALIASES, alias_of
+from vlarl.config.aliases import ALIASES, alias_of, plain_name
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
@@ -22,7 +22,7 @@ from vlarl.config.flags import Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
-from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
+from vlarl.config.presets import DEFAULT_PRESET, is_source, preset_of, presets_of
 from vlarl.config.resume_command import refuse_without_callables, resume_command
 from vlarl.config.run_checkpoints import refuse_unknown_starts, resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
@@ -43,6 +43,7 @@ FINETUNE_PRESET = "tabletop_base"
 RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weights come from the run's own checkpoint
 
 
+DRY_RUN = ("--dry-run", "--dryrun", "--dry")
 WITH_NAME = {
     "--resume": ("resume", "the name or folder of a run, or a checkpoint in it"),
     "--from": ("start", "the name of a checkpoint of the run, such as step_000002"),
@@ -151,7 +152,7 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
 def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
     own: dict[str, Any] = {}  # fields of the request
-    switches = {"--dry-run": "dry_run"} | ({"--trust": "trust", "--detach": "detach"} if trains else {})
+    switches = dict.fromkeys(DRY_RUN, "dry_run") | ({"--trust": "trust", "--detach": "detach"} if trains else {})
     rest: list[str] = []
     tokens = list(arguments)
     while tokens:
@@ -163,24 +164,32 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             field, needs = WITH_NAME[flag]
-            if not value:
-                raise UsageError(f"{flag}: needs {needs}")
-            own[field] = value
+            if value.lower() in ("", "true"):
+                raise UsageError(f"{flag}: needs {needs}; `vlarl status` lists the runs")
+            own |= {} if value.lower() == "false" else {field: value}  # so other systems leave it off
         else:
             is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
             rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
-    flags = parse_flags(rest, schema)
+    flags = parse_flags(rest, schema, own=[*switches, *(WITH_NAME if trains else ())])
     for note in flags.notes:
         print(f"note: {note}", file=sys.stderr)
-    sources, flags.positionals = flags.positionals, []
-    if len(sources) > 1:
-        raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
-    if sources and "resume" in own:
-        raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
-    source = sources[0] if sources else None
+    source = _one_source(flags, schema, resumes="resume" in own)
     if source is None and trains and "resume" not in own:
         source = preset_of(flags.values)
     return Request(source, flags, **own)
+
+
+def _one_source(flags: Flags, schema: type[Config] | type[FinetuneConfig], resumes: bool) -> str | None:
+    """The preset or file among what is no flag; UsageError for several, and for the name of an option."""
+    sources, flags.positionals = flags.positionals, []
+    if len(sources) > 1:
+        raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
+    if sources and resumes:
+        raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
+    source = sources[0] if sources else None
+    if source and not is_source(source) and (path := alias_of(plain_name(source), frozenset(options(schema)))):
+        raise UsageError(f"{source}: unknown preset; did you mean --{source}, which sets --{path}?")
+    return source
 
 
 def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
@@ -229,7 +238,7 @@ def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
     print("\n# not checked here")
-    print("\n".join(f"# {line}" for line in not_checked(config)))
+    print("\n".join(f"# {line}" for text in not_checked(config) for line in text.splitlines()))
 
 
 def _closing_lines(summary: RunSummary, config: Config) -> list[str]:

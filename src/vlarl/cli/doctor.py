@@ -68,7 +68,7 @@ def doctor(arguments: Sequence[str]) -> int:
     if given.model is not None and given.named is not None:
         raise UsageError(f"one model is enough; got {given.named} and --model {given.model}")
     if given.model is not None or given.named is not None:
-        located = locate_checkpoint(given.model or given.named, given.root)
+        located = locate_checkpoint(model_path(given.model or given.named), given.root)
         refuse_unknown(located.path, given.root)
         if located.note and not given.json:
             print(located.note, flush=True)

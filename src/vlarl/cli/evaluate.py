@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
 from vlarl.config.aliases import plain_name
-from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
+from vlarl.config.eval_request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.config.flags import MODELS, model_path, parse_flags
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
@@ -57,6 +57,13 @@ OTHER_NAMES = {
     "run.seed": "--seed",
     "run.device": "--device",
 }
+GREEDY = "evaluations are greedy, unless --temperature says otherwise"
+HABITS = {
+    **dict.fromkeys(("greedy", "deterministic", "deterministic_eval"), GREEDY),
+    "json": "the folder of the results has them as results.json; --out DIR names the folder",
+    "dry_run": "not a flag of eval; --episodes 1 is a quick try",
+}
+"""Switches that people try: what there is instead."""
 TRUST = (
     "run the code that the configuration of another user's run names, such as its gym.env; without this flag such a "
     "checkpoint is refused (docs/security.md)"
@@ -169,15 +176,13 @@ def _videos(text: str) -> Videos:
 
 def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
     """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
-    flags = parse_flags(rest, Config)
-    problems = [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]
-    for note in flags.notes:
+    said = {text: HABITS[plain_name(text)] for text in rest if text.startswith("--") and plain_name(text) in HABITS}
+    flags = parse_flags([text for text in rest if text not in said], EvalOptions, _parser().flags())
+    needless = {text: answer for text, answer in said.items() if answer == GREEDY}
+    problems = [Problem(text, answer) for text, answer in said.items() if text not in needless]
+    problems += [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]
+    for note in [*flags.notes, *(f"{text} is not needed: {answer}" for text, answer in needless.items())]:
         print(f"note: {note}", file=sys.stderr)
-    problems += [
-        Problem(flags.spelled[path], "not an option of eval; see `vlarl eval --help`")
-        for path in flags.values
-        if path.partition(".")[0] not in SECTIONS
-    ]
     if problems:
         raise ConfigError(problems)
     tasks = None if given.tasks is None else tuple(given.tasks)
@@ -197,8 +202,15 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
         device=given.device,
         trust=given.trust,
     )
+    _refuse_fresh(checkpoint)
     refuse_unknown(checkpoint, given.root)
     return request
+
+
+def _refuse_fresh(checkpoint: str) -> None:
+    kind, _, size = checkpoint.partition(":")
+    if kind == "init":
+        raise UsageError(f"{checkpoint}: fresh weights, which have learnt nothing; did you mean builtin:{size}?")
 
 
 def _of_the_hub(checkpoint: str) -> TrainingData | None:

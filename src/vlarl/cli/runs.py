@@ -23,6 +23,6 @@ def find_run(run: str, root: str = "runs") -> Path:
             f"no run '{run}': {root}/ holds no runs. `vlarl train` makes one; --root DIR names the folder of other runs"
         )
     match = nearest(run, existing)
-    hint = f"did you mean '{match}'? " if match else ""
+    hint = f"did you mean '{match}'? Runs" if match else "runs"
     more = f" and {len(existing) - LISTED} more" if len(existing) > LISTED else ""
-    raise UsageError(f"no run '{run}'; {hint}Runs in {root}/, newest first: {', '.join(existing[:LISTED])}{more}")
+    raise UsageError(f"no run '{run}'; {hint} in {root}/, newest first: {', '.join(existing[:LISTED])}{more}")

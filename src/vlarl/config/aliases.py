@@ -2,7 +2,8 @@
 
 A name either sets an option of ours (`ALIASES`), sets it with another value (`TRANSLATED`), asks for what vlarl does or
 knows by itself (`NEEDLESS`: a note, and the command goes on), or is answered with what to do instead (`ELSEWHERE`).
-Hyphens and underscores are alike. `hydra_aliases` has the dotted names of verl, SimpleVLA-RL, RLinf and lerobot.
+Hyphens and underscores are alike. `hydra_aliases` has the dotted names of verl, SimpleVLA-RL, RLinf and lerobot,
+`finetune_aliases` what names mean in `vlarl finetune`.
 
 The systems: VLA-RL and OpenVLA-OFT-RL, LightRFT, TRL, Stable-Baselines3 and its zoo. docs/coming-from.md is the page
 for people who come from one of them.
@@ -10,11 +11,17 @@ for people who come from one of them.
 
 from __future__ import annotations
 
-from vlarl.config import hydra_aliases
+import re
+
+from vlarl.config import finetune_aliases, hydra_aliases
 from vlarl.config import translations as to
 from vlarl.config.translations import Translation
 
 ALIASES: dict[str, str] = {
+    "algorithm": "algorithm.name",
+    "lora": "lora.enabled",
+    "policy": "policy.path",
+    "reward": "reward.source",
     "model": "policy.path",
     "vla_path": "policy.path",
     "pretrained_checkpoint": "policy.path",
@@ -31,6 +38,8 @@ ALIASES: dict[str, str] = {
     "attn_implementation": "policy.attention",
     "torch_dtype": "policy.dtype",
     "dtype": "policy.dtype",
+    "precision": "policy.dtype",
+    "mixed_precision": "policy.dtype",
     "use_lora": "lora.enabled",
     "use_peft": "lora.enabled",
     "lora_rank": "lora.rank",
@@ -44,6 +53,7 @@ ALIASES: dict[str, str] = {
     "suite": "env.suite",
     "task_id": "env.task_ids",
     "task_ids": "env.task_ids",
+    "tasks": "env.task_ids",
     "num_envs": "env.num_envs",
     "n_envs": "env.num_envs",
     "image_size": "env.image_size",
@@ -55,6 +65,11 @@ ALIASES: dict[str, str] = {
     "total_timesteps": "run.total_env_steps",
     "n_timesteps": "run.total_env_steps",
     "num_episodes": "run.iterations",
+    "iterations": "run.iterations",
+    "iters": "run.iterations",
+    "n_iterations": "run.iterations",
+    "max_iterations": "run.iterations",
+    "total_iterations": "run.iterations",
     "seed": "run.seed",
     "name": "run.name",
     "exp_id": "run.name",
@@ -84,6 +99,7 @@ ALIASES: dict[str, str] = {
     "length_penalty": "reward.length_penalty",
     "advantage_estimator": "algorithm.name",
     "algo": "algorithm.name",
+    "epochs": "algorithm.epochs",
     "max_epochs": "algorithm.epochs",
     "n_epochs": "algorithm.epochs",
     "num_epochs": "algorithm.epochs",
@@ -173,22 +189,16 @@ ALIASES: dict[str, str] = {
 }
 """Names that set the option as it is written."""
 
-FINETUNE_ALIASES: dict[str, str] = {
-    "batch_size": "optim.batch_size",
-    "per_device_train_batch_size": "optim.batch_size",
-    "max_steps": "optim.steps",
-    "steps": "optim.steps",
-    "num_training_steps": "optim.steps",
-    "warmup_steps": "optim.warmup_steps",
-    "logging_steps": "optim.log_interval",
-    "log_freq": "optim.log_interval",
-    "num_workers": "demos.num_workers",
-    "task_id": "demos.task_ids",
-    "task_ids": "demos.task_ids",
-    "image_size": "demos.image_size",
-    "dataset.repo_id": "demos.path",
+_EPOCHS = "the passes over the decisions of an iteration; the length of training is --run.iterations"
+
+MEANINGS: dict[str, str] = {
+    "epochs": _EPOCHS,
+    "max_epochs": _EPOCHS,
+    "num_epochs": _EPOCHS,
+    "num_iterations": _EPOCHS,
+    "num_episodes": "the length of training; an iteration has --rollout.num_groups x --rollout.group_size episodes",
 }
-"""Names that mean something else, or something at all, in `vlarl finetune`."""
+"""What the option is that a name sets, where the same name means something else in other systems: told in a note."""
 
 SINGLE_VALUE = frozenset({"task_id"})
 """Names of a list option that take one value."""
@@ -205,13 +215,17 @@ TRANSLATED: dict[str, Translation] = {
     "gpu": to.GPU,
     "gpu_id": to.GPU,
     "cuda": to.GPU,
+    "task": to.TASK,
     "secondary_gpu_id": to.HEADS_GPU,
     "gpus": to.NUM_GPUS,
     "num_gpus": to.NUM_GPUS,
     "num_processes": to.NUM_GPUS,
+    "nproc_per_node": to.NUM_GPUS,
+    "n_gpus_per_node": to.NUM_GPUS,
     "nnodes": to.NUM_NODES,
     "num_nodes": to.NUM_NODES,
     "bf16": to.BF16,
+    "quantization": to.QUANTIZATION,
     "load_in_4bit": to.FOUR_BITS,
     "load_in_8bit": to.EIGHT_BITS,
     "use_flash_attention": to.FLASH,
@@ -247,6 +261,8 @@ NEEDLESS: dict[str, str] = {
     "num_steps": EPISODES,
     "n_steps": EPISODES,
     "gradient_accumulation_steps": PASSES,
+    "grad_accum": PASSES,
+    "grad_accum_steps": PASSES,
     "stop_token_check": "a decision has a fixed number of action tokens, and none that stops",
     "buffer_cpu_offload": "episodes are kept in the memory of the host, and only a microbatch is on the GPU",
     "prompt_max_len": "a prompt is one sentence around the instruction, and is never truncated",
@@ -302,6 +318,7 @@ ELSEWHERE: dict[str, str] = {
     "data_root_dir": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations, and "
     "--env.assets is the folder of LIBERO's meshes",
     "dataset_path": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
+    "dataset": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
     "dataset_name": "RL reads no dataset; the tasks are --env.suite and --env.task_ids",
     "static_mixture": "to train on some tasks of the suite more often, set --curriculum.mode weighted and "
     "--curriculum.weights, one for each task; mixtures of datasets are not supported",
@@ -315,6 +332,7 @@ ELSEWHERE: dict[str, str] = {
     "reward_fn_label_map": "labels are part of --reward.recipe, such as 'libero_spatial -> sparse=1 rules=0.5'",
     "use_cpg_loss": "set --algorithm.name cpgd and --algorithm.policy_drift_coef, such as 0.01",
     "num_trials_per_task": "set --rollout.num_groups for training, and --eval.states_per_task for evaluations",
+    "episodes": f"{LENGTH}; evaluations have --eval.states_per_task episodes per task",
     "total_episodes": f"{LENGTH}; {EPISODES}",
     "num_training_steps": LENGTH,
     "max_steps": f"{LENGTH}; --env.max_steps is the time limit of an episode",
@@ -351,6 +369,7 @@ ELSEWHERE: dict[str, str] = {
     "vllm_mode": "set --vllm.num_engines 1 and --distributed.backend ray; --distributed.colocate shares the GPUs",
     "sync_ref_model": "the reference of --kl.coef is the policy that training started from, and stays",
     "resume_from_checkpoint": "write --resume RUN, with the name or folder of the run",
+    "debug": "there is no such mode: --dry-run prints what a command line comes to, and a run writes logs/train.log",
     "load": "write --resume RUN to continue a run, or --policy.path CHECKPOINT to start from one",
     "policy_kwargs": "the policy is the checkpoint's own; section policy has the options",
     "use_sde": "exploration is sampling from the action tokens: set --rollout.temperature",
@@ -361,6 +380,8 @@ ELSEWHERE: dict[str, str] = {
 """Names without an option of that meaning: what to do instead."""
 
 FOREIGN_PREFIXES = ("actor_rollout_ref.", "trainer.", "data.", "reward_model.", "runner.", "actor.", "cluster.")
+FLAG = re.compile(r"--(\w+\.\w+)")
+OF_TRAIN = "an option of `vlarl train` only"
 PAGE = "an option of another system; docs/coming-from.md has a table of what replaces what"
 
 
@@ -371,9 +392,9 @@ def plain_name(name: str) -> str:
 
 def alias_of(name: str, known: frozenset[str]) -> str | None:
     """The option that a name of another system sets, among those that are known."""
-    path = FINETUNE_ALIASES.get(name)
+    path = finetune_aliases.ALIASES.get(name)
     if path is None or path not in known:
-        path = ALIASES.get(name)
+        path = None if _is_answered_by_finetune(name, known) else ALIASES.get(name)
     return path if path in known else None
 
 
@@ -386,16 +407,28 @@ def translation_of(name: str, known: frozenset[str]) -> Translation | None:
 def answer_to(name: str, known: frozenset[str], prefix: str = "") -> str | None:
     """What to say to a name of another system: the option that it is here, or what to do instead."""
     if path := alias_of(name, known):
-        return f"here it is {prefix}{path}"
+        return f"here it is {prefix}{path}" + (f", {MEANINGS[name]}" if name in MEANINGS else "")
     if (found := translation_of(name, known)) and found.options:
         return "here it is " + " and ".join(prefix + path for path in found.options)
+    if _is_answered_by_finetune(name, known):
+        return finetune_aliases.ELSEWHERE[name]
     if sentence := ELSEWHERE.get(name):
-        return sentence
+        return sentence if names_only(sentence, known) else OF_TRAIN
     if sentence := NEEDLESS.get(name):
-        return f"not needed: {sentence}"
-    if path := ALIASES.get(name) or FINETUNE_ALIASES.get(name):
+        return f"not needed: {sentence}" if names_only(sentence, known) else OF_TRAIN
+    if path := ALIASES.get(name) or finetune_aliases.ALIASES.get(name):
         command = "finetune" if path.startswith("demos.") else "train"
         return f"an option of `vlarl {command}`, where it is {prefix}{path}"
     if name in TRANSLATED and TRANSLATED[name].options:
         return "an option of `vlarl train`, where it is " + " and ".join(TRANSLATED[name].options)
     return PAGE if name.startswith(FOREIGN_PREFIXES) else None
+
+
+def names_only(sentence: str, known: frozenset[str]) -> bool:
+    """Whether every option that a sentence names is one of the command's, or is named for `vlarl finetune`."""
+    named = FLAG.findall(re.sub(r"`[^`]*`", "", sentence))
+    return known.issuperset(named)
+
+
+def _is_answered_by_finetune(name: str, known: frozenset[str]) -> bool:
+    return name in finetune_aliases.ELSEWHERE and "demos.path" in known

@@ -16,8 +16,9 @@ from vlarl.config.known import (
     GROUP_METHODS,
 )
 from vlarl.config.learning_checks import check_critic, check_ema, check_updates
-from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.problems import Problem, shown
 from vlarl.config.reward_checks import check_reward
+from vlarl.config.run_checkpoints import misspelt_builtin
 from vlarl.config.sampling_checks import check_curriculum, check_dynamic_sampling
 from vlarl.config.schema import Config, PolicyConfig
 
@@ -41,11 +42,7 @@ def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
 
 
 def _policy_name(config: Config | FinetuneConfig) -> Problems:
-    size = _builtin_size(config.policy)
-    if size is not None and size not in BUILTIN_DECODERS:
-        kind = config.policy.path.partition(":")[0]
-        known = [f"{kind}:{name}" for name in BUILTIN_DECODERS]
-        message = unknown("built-in policy", config.policy.path, known)
+    if message := misspelt_builtin(config.policy.path):
         yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
 
 

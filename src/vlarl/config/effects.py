@@ -69,6 +69,8 @@ def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterat
     # A Config in place of a file has no document; what it pairs was checked, or written down, when it was made.
     named = named or (not document.name and "env.suite" not in flags.values)
     is_foreign = suite in KNOWN_SUITES and not suite.startswith("tabletop_")
+    if suite == GYM and config.gym.env is None:  # which is refused already
+        return
     if not path.startswith("builtin:") or not is_foreign or named:
         return
     world, fitting = (config.gym.env, []) if suite == GYM else (suite, presets_for_suite(suite))

@@ -80,13 +80,17 @@ def check_gym(config: Config) -> Problems:
     if config.env.suite != GYM:
         return
     if gym.env is None:
-        yield Problem("gym.env = null", "name the environment: an id, or module:factory", ("gym.env",))
+        remedy = "name the environment: an id, such as --gym.env Reacher-v5, or module:factory of yours"
+        yield Problem("gym.env = null", remedy, ("gym.env",))
     elif ":" in gym.env and not re.fullmatch(r"[\w.]+:[\w./-]+", gym.env):
         yield Problem(f"gym.env = {shown(gym.env)}", "must be an id, module:id or module:factory", ("gym.env",))
     if not gym.images:
         yield Problem("gym.images = []", "a policy needs a view: name one, or render", ("gym.images",))
     if not gym.instructions:
-        remedy = "say what the policy is to do, one sentence for each task, or name a path such as info.instruction"
+        remedy = (
+            "say what the policy is to do, one sentence for each task, such as --gym.instructions 'reach the target', "
+            "or name a path such as info.instruction"
+        )
         yield Problem("gym.instructions = []", remedy, ("gym.instructions",))
     if len(gym.instructions) > 1 and gym.task_option is None:
         remedy = "several instructions are several tasks; name the reset option that chooses the task"

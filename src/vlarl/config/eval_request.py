@@ -30,7 +30,16 @@ from vlarl.types import Task
 
 Videos = int | Literal["all", "failures"]
 
-SECTIONS = ("env", "gym", "policy")
+
+class EvalOptions(Section):
+    """The sections of a configuration that an evaluation reads."""
+
+    env: EnvConfig = EnvConfig()
+    gym: GymConfig = GymConfig()
+    policy: PolicyConfig = PolicyConfig()
+
+
+SECTIONS = tuple(EvalOptions.model_fields)
 
 NOT_OF_A_RUN = ("task_ids", "num_envs", "cameras")  # what to evaluate, this machine's, the checkpoint's
 OF_ONE_SUITE = ("protocol", "max_steps")

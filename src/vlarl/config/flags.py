@@ -8,19 +8,23 @@ from dataclasses import dataclass, field
 
 from vlarl.config.aliases import (
     ALIASES,
+    MEANINGS,
     NEEDLESS,
+    OF_TRAIN,
     SINGLE_VALUE,
     SOURCES,
     alias_of,
     answer_to,
+    names_only,
     plain_name,
     translation_of,
 )
 from vlarl.config.callables import GivenCallable, named
 from vlarl.config.describe import Option, options
-from vlarl.config.presets import is_source
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.presets import is_source, may_be_source
 from vlarl.config.problems import Problem, nearest
-from vlarl.config.schema import Section
+from vlarl.config.schema import Config, Section
 from vlarl.config.translations import NOT_ASKED, Translation
 from vlarl.config.yaml_source import as_tuples, parse_value
 
@@ -32,6 +36,12 @@ NOT_BOOLEANS = ("yes", "no", "on", "off", "y", "n", "1", "0")
 """What people write for true and false besides."""
 
 ASSIGNMENT = re.compile(r"\+{0,2}[A-Za-z_][\w-]*(\.[\w-]+)*=")
+
+AFTER_SWITCHES = {
+    "logging.wandb": "the key is read from WANDB_API_KEY, or from what `wandb login` has saved",
+    "lora.enabled": "the rank is --lora.rank",
+}
+"""What other systems write after a switch, and where it is written here."""
 
 HABITS: dict[str, str] = {
     "learning_rate": "lr",
@@ -61,10 +71,11 @@ class Flags:
         self.spelled[option.path] = spelled
 
 
-def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
+def parse_flags(tokens: Sequence[str], schema: type[Section], own: Sequence[str] = ()) -> Flags:
     """Read flags; what is no flag and no flag's value is a positional. Errors are collected, not raised.
 
-    `a.b=c` is read as `--a.b=c`, and names of other systems as what they mean here (`aliases`).
+    `a.b=c` is read as `--a.b=c`, and names of other systems as what they mean here (`aliases`). `own` are flags of the
+    command itself, such as `--dry-run`, which are no options but may have been meant.
     """
     flags = Flags()
     rest = list(tokens)
@@ -78,7 +89,7 @@ def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
             rest.insert(0, value)
         option, negated = _find(spelled, schema)
         if option is None:
-            _other_system(flags, spelled, rest, bool(has_value), schema)
+            _other_system(flags, spelled, rest, bool(has_value), schema, own)
         elif negated or option.is_flag:
             _switch(flags, option, spelled, rest, negated, bool(has_value))
         else:
@@ -88,6 +99,8 @@ def parse_flags(tokens: Sequence[str], schema: type[Section]) -> Flags:
                 if plain_name(spelled) == "model":
                     texts = [model_path(text) for text in texts]
                 flags.set(option, spelled, _value(option, texts))
+                if meaning := MEANINGS.get(plain_name(spelled)):
+                    flags.notes.append(f"{spelled} sets --{option.path}, {meaning}")
             else:
                 flags.problems.append(Problem(spelled, f"needs a value: {option.allowed}", (option.path,)))
     return flags
@@ -102,6 +115,12 @@ def _switch(flags: Flags, option: Option, spelled: str, rest: list[str], negated
     """Set an option that is true or false: by itself, by the word after it, or by its `--no-` form."""
     if negated or not (has_value or (rest and rest[0].lower() in (*BOOLEANS, *NOT_BOOLEANS))):
         flags.set(option, spelled, not negated)
+        if rest and not _is_flag(rest[0]) and not _is_assignment(rest[0]) and not may_be_source(rest[0]):
+            rest.pop(0)  # not told: W&B's key is given so in other systems
+            remedy = AFTER_SWITCHES.get(option.path, "leave out the word after it")
+            flags.problems.append(
+                Problem(spelled, f"is true or false, and takes no other value; {remedy}", (option.path,))
+            )
         return
     text = rest.pop(0)
     if not has_value and text.lower() in NOT_BOOLEANS:
@@ -111,7 +130,9 @@ def _switch(flags: Flags, option: Option, spelled: str, rest: list[str], negated
         flags.set(option, spelled, BOOLEANS.get(text.lower(), parse_value(text)))
 
 
-def _other_system(flags: Flags, spelled: str, rest: list[str], has_value: bool, schema: type[Section]) -> None:
+def _other_system(
+    flags: Flags, spelled: str, rest: list[str], has_value: bool, schema: type[Section], own: Sequence[str]
+) -> None:
     """A flag that is no option: translated where another system has it, otherwise a problem with its remedy."""
     name, known = plain_name(spelled), frozenset(options(schema))
     negated = name.startswith("no_") and translation_of(name.removeprefix("no_"), known) is not None
@@ -131,6 +152,10 @@ def _other_system(flags: Flags, spelled: str, rest: list[str], has_value: bool, 
     elif (answer := answer_to(name, known, "--")) is not None:
         if text is None or parse_value(text) not in NOT_ASKED:  # leaving a feature off that is not there is fine
             flags.problems.append(Problem(spelled, answer, (spelled,)))
+    elif match := nearest(name, [plain_name(flag) for flag in own], cutoff=0.75):
+        flags.problems.append(
+            Problem(spelled, f"unknown option; did you mean --{match.replace('_', '-')}?", (spelled,))
+        )
     else:
         flags.problems.append(Problem(spelled, "unknown option" + suggestion(name, schema, prefix="--"), (spelled,)))
 
@@ -144,7 +169,10 @@ def _translate(flags: Flags, found: Translation, spelled: str, text: str | None,
     values = found.read(value, flags.values)
     if isinstance(values, str):
         subject = spelled if text is None else f"{spelled} {text}"
-        flags.problems.append(Problem(subject, values, found.options))
+        known_paths = frozenset(options(schema))
+        fits = names_only(values, known_paths)
+        answer = values if fits else answer_to(plain_name(spelled), known_paths, "--") or OF_TRAIN
+        flags.problems.append(Problem(subject, answer, found.options))
         return
     known = options(schema)
     for path, item in values.items():
@@ -169,6 +197,9 @@ def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
     name = name.replace("-", "_")
     if answer := answer_to(plain_name(name), frozenset(options(schema)), prefix):
         return f"; {answer}"
+    commands = {"train": Config, "finetune": FinetuneConfig}
+    if command := next((command for command, other in commands.items() if name in options(other)), None):
+        return f"; it is one of `vlarl {command}`"
     section = name.rpartition(".")[0]
     siblings = [path.partition(".")[2] for path in options(schema) if path.startswith(f"{section}.")]
     if matches := _matches(name, schema, with_aliases=bool(prefix)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -10,9 +11,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vlarl.config.aliases import answer_to
+from vlarl.config.aliases import ALIASES, answer_to
 from vlarl.config.checks import check
-from vlarl.config.describe import options
+from vlarl.config.describe import options, plain
 from vlarl.config.effects import check_given
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
@@ -22,7 +23,7 @@ from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
 from vlarl.config.run_checkpoints import with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
-from vlarl.config.spelling import respelled
+from vlarl.config.spelling import recipe, respelled
 from vlarl.config.translations import Half
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value, read_document
@@ -243,8 +244,9 @@ def _problem(
             message += f", and {LARGEST} at most"
         match = nearest(value, option.choices) if isinstance(value, str) else None
         message += f"; did you mean '{match}'?" if match else ""
+        message = recipe(option_path, value) or message
     elif path in schema.model_fields:
-        message = f"must be a section: options of {path} below it"
+        message = f"must be a section: options of {path} below it" + _as_section(path, value)
     elif path.partition(".")[0] in schema.model_fields or not isinstance(value, dict):
         message = "unknown option" + suggestion(path, schema)
     else:
@@ -252,6 +254,14 @@ def _problem(
         hint = f"; did you mean {match}?" if match else "; sections: " + ", ".join(schema.model_fields)
         message = "unknown section" + (_answers(path, value, schema) or hint)
     return Problem(subject, message, (option_path,))
+
+
+def _as_section(section: str, value: object) -> str:
+    """How a value that stands in the place of a section was meant, where that is clear."""
+    if isinstance(value, str) and re.match(r"\w+:\S", value):
+        return "; write a space after the colon"
+    option = ALIASES.get(section, "").removeprefix(f"{section}.")
+    return f", such as `{option}: {plain(value)}`" if option and isinstance(value, str | bool) else ""
 
 
 def _answers(section: str, content: Mapping[str, object], schema: type[Config] | type[FinetuneConfig]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import vlarl
-from vlarl.config.problems import unknown
+from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.problems import nearest
 from vlarl.config.schema import Section
 from vlarl.config.spelling import suite_name
 from vlarl.config.yaml_source import read_document
@@ -16,6 +17,7 @@ DEFAULT_PRESET = "tabletop_grpo"
 OF_SUITE = {"libero_spatial": "libero_spatial_grpo_oft", "metaworld_mt10": "metaworld_grpo"}
 """What a command line without a preset starts from, by the suite that it names; the default preset for all others."""
 PRESET_FOLDER = Path(vlarl.__file__).parent / "configs"
+SHORTEST_PART = 3  # letters of a preset's name, such as ppo
 
 
 def presets() -> dict[str, str]:
@@ -75,7 +77,9 @@ def _missing(name: str) -> str:
         return f"no file {name}; presets: {', '.join(known)}"
     if (folded := name.lower().replace("-", "_")) in known:
         return f"{name}: unknown preset; write {folded}"
-    return f"{name}: {unknown('preset', name, list(known))}"
+    alike = _alike(name)
+    hint = f"did you mean {' or '.join(map(repr, alike))}? Known" if alike else "known"
+    return f"{name}: unknown preset; {hint}: {', '.join(known)}"
 
 
 def is_source(text: str) -> bool:
@@ -83,6 +87,21 @@ def is_source(text: str) -> bool:
     if Path(text).name == text and _is_file(_file(text)):
         return True
     return text.endswith((".yaml", ".yml")) and _is_file(Path(text))
+
+
+def may_be_source(text: str) -> bool:
+    """Whether a word of a command line was meant to name a preset, a file or a suite, though it may be misspelt."""
+    path = Path(text)
+    is_path = path.name != text or path.suffix in (".yaml", ".yml") or _is_file(path)
+    return is_path or bool(_alike(text)) or suite_name(text) in KNOWN_SUITES
+
+
+def _alike(name: str) -> list[str]:
+    """Presets that a word may stand for: those that it is a part of, or else the one that it is most like."""
+    folded, known = name.lower().replace("-", "_"), list(presets())
+    near = nearest(folded, known)
+    parts = [preset for preset in known if len(folded) >= SHORTEST_PART and folded in preset]
+    return parts or ([near] if near else [])
 
 
 def _is_file(path: Path) -> bool:

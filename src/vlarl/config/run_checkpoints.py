@@ -19,7 +19,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief, expanded
 from vlarl.config.presets import presets_of
-from vlarl.config.problems import nearest
+from vlarl.config.problems import nearest, unknown
 from vlarl.config.resume_command import resume_command
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
@@ -67,8 +67,23 @@ def _time_written(path: Path) -> float:
 
 
 def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:
-    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none."""
-    return _of_a_run(str(name), root) or Located(str(name))
+    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none, and for a
+    built-in policy that is misspelt."""
+    if found := _of_a_run(str(name), root):
+        return found
+    if message := misspelt_builtin(str(name)):
+        raise UsageError(f"{name}: {message}")
+    return Located(str(name))
+
+
+def misspelt_builtin(name: str) -> str | None:
+    """What to say of a name that was meant to be a built-in policy's; None for all others, and where it is a folder."""
+    kind, has_kind, size = name.partition(":")
+    if has_kind:
+        known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
+        return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
+    match = None if local_folder(name) else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
+    return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
 
 def as_hub_id(name: str) -> re.Match[str] | None:

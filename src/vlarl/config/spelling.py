@@ -32,6 +32,16 @@ SYNONYMS: dict[str, dict[str, object]] = {
 }
 """Values of other systems, by option, in lower case and with underscores."""
 
+RECIPES: dict[str, dict[str, str]] = {
+    "algorithm.name": {
+        "gspo": "GSPO is --algorithm.name grpo --algorithm.ratio_level sequence --algorithm.aggregate sequence_mean",
+        "dapo": "DAPO is --algorithm.name grpo --rollout.refill, with the default clip bounds and aggregate",
+        "dr_grpo": "Dr. GRPO is --algorithm.name grpo --no-algorithm.normalize_std",
+    },
+    "policy.dtype": {"fp16": "use bfloat16", "float16": "use bfloat16"},
+}
+"""Values that are no choice of ours but have a counterpart: what it is (docs/algorithms.md)."""
+
 SUITE_OPTIONS = ("env.suite", "demos.suites")
 
 
@@ -49,6 +59,12 @@ def respelled(path: str, value: object, schema: type[Section]) -> object:
     if isinstance(value, tuple) and option.is_list:
         return tuple(_one(path, item, option.choices) for item in value)
     return _one(path, value, option.choices)
+
+
+def recipe(path: str, value: object) -> str | None:
+    """What to write for a value that an option does not have but other options make; None for all others."""
+    folded = _folded(value).replace("_", "") if isinstance(value, str) else ""
+    return next((text for name, text in RECIPES.get(path, {}).items() if name.replace("_", "") == folded), None)
 
 
 def _one(path: str, value: object, choices: Collection[str]) -> object:

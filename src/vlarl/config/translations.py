@@ -178,6 +178,25 @@ def _first_tasks(value: object, _: Mapping[str, object]) -> Values | str:
     return "must be a number of tasks; or name the tasks, such as --env.task_ids 0 1 2"
 
 
+def _task(value: object, _: Mapping[str, object]) -> Values | str:
+    """The id of a task, or the name of a suite."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"env.task_ids": (value,)}
+    if isinstance(value, str):
+        return {"env.suite": value}
+    return "give the ids of tasks by --env.task_ids, and the suite by --env.suite"
+
+
+def _quantization(value: object, _: Mapping[str, object]) -> Values | str:
+    """Bits as other systems write them: 4, `4bit`, `int8`, `nf4`."""
+    if value in NOT_ASKED:
+        return {"policy.quantize": None}
+    digits = "".join(letter for letter in str(value) if letter.isdigit())
+    if digits in ("4", "8"):
+        return {"policy.quantize": int(digits)}
+    return "set the bits of the weights: --policy.quantize 4 or --policy.quantize 8"
+
+
 def _bits(bits: int) -> Translation:
     return switch("policy.quantize", bits, None)
 
@@ -223,6 +242,8 @@ TRACKER = Translation(("logging.wandb", "logging.tensorboard"), _trackers)
 WANDB_MODE = Translation(("logging.wandb_mode",), _wandb_mode)
 SCALE_REWARDS = Translation(("algorithm.normalize_std", "algorithm.normalize_advantages"), _scale_rewards, True)
 FIRST_TASKS = Translation(("env.task_ids",), _first_tasks)
+TASK = Translation(("env.task_ids", "env.suite"), _task)
+QUANTIZATION = Translation(("policy.quantize",), _quantization)
 FOUR_BITS, EIGHT_BITS = _bits(4), _bits(8)
 CLIP = to_all("algorithm.clip_low", "algorithm.clip_high")
 BF16 = switch("policy.dtype", "bfloat16", "float32")

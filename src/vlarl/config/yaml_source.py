@@ -26,6 +26,21 @@ MAX_DIGITS = 40
 TOO_DEEP = f"more than {MAX_DEPTH} levels of lists and mappings in each other"
 
 
+SECTION_TAG = "tag:yaml.org,2002:map"
+
+IN_PLAIN_WORDS = {
+    "expected <block end>": "this line is indented unlike those above; indent the options of a section by two spaces",
+    "mapping values are not allowed": "a colon inside a value; write each option as `name: value`, indent the options "
+    "of a section by two spaces, and put quotes around text that holds a colon",
+    "character '\\t'": "a tab; indent by spaces",
+    "expected ',' or": "a bracket is not closed above this line; close it",
+    "unexpected end of stream": "a quote is not closed above this line; close it",
+    "found another document": "a second document begins here; delete the line `---`",
+    "could not find expected ':'": "the line above is no option; write `name: value`, with a space after the colon",
+}
+"""What PyYAML's problems are to a person who wrote a configuration, and what to do."""
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalar rules above, and bounds."""
 
@@ -39,6 +54,16 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        """Construct a value; one that does not fit its tag is an error with its line, as PyYAML's own errors are."""
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # PyYAML lets them out
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise _misfit(
+                node, f"the value does not fit its tag {tag}; delete the tag, or correct the value"
+            ) from error
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
@@ -55,24 +80,29 @@ _Loader.add_implicit_resolver(
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"])
 
 
+def _misfit(node: yaml.Node, reason: str) -> yaml.constructor.ConstructorError:
+    """A value that its tag can't have, with the place of the value."""
+    return yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
+
+
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits, _, exponent = str(loader.construct_scalar(node)).lower().partition("e")
     if len(digits) > MAX_DIGITS or len(exponent) > len("+99"):
-        raise ValueError("an integer of too many digits")
+        raise _misfit(node, "an integer of too many digits")
     return int(int(digits) * 10 ** int(exponent))
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"an integer of {len(text)} digits")
+        raise _misfit(node, f"an integer of {len(text)} digits")
     return int(text)
 
 
 def _boolean(loader: _Loader, node: yaml.ScalarNode) -> bool:
     text = str(loader.construct_scalar(node)).lower()
     if text not in ("true", "false"):
-        raise ValueError(f"{text[:MAX_DIGITS]!r} is neither true nor false")
+        raise _misfit(node, f"{text[:MAX_DIGITS]!r} is neither true nor false")
     return text == "true"
 
 
@@ -105,7 +135,7 @@ def parse_value(text: str) -> object:
         node = loader.get_single_node()
         _check_size(node)
         return as_tuples(None if node is None else loader.construct_document(node))
-    except (yaml.YAMLError, ValueError):  # ValueError: a tag that its text does not fit, such as `!!int x`
+    except yaml.YAMLError:
         return text
     finally:
         if loader is not None:
@@ -135,15 +165,13 @@ def read_document(path: Path) -> Document:
         node = loader.get_single_node()
         if node is None:
             return Document(str(path), {})
-        if not isinstance(node, yaml.MappingNode):
+        if not isinstance(node, yaml.MappingNode) or node.tag != SECTION_TAG:
             raise UsageError(f"{path}: must hold sections with options, such as `optim:` with `lr: 1e-4` below it")
         _check_size(node)
         lines, problems = _lines_and_repeats(str(path), node)
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise UsageError(_syntax_error(path, error)) from error
-    except ValueError as error:  # a tag that its text does not fit, such as `!!int x`
-        raise UsageError(f"{path}: not valid YAML: {error}") from error
     finally:
         if loader is not None:
             loader.dispose()
@@ -205,6 +233,7 @@ def _syntax_error(path: Path, error: yaml.YAMLError) -> str:
         code = error.character if isinstance(error.character, int) else ord(error.character[:1] or "?")
         reason = f"the control character U+{code:04X}, at position {error.position}, is not allowed; delete it"
     reason = " ".join(reason.split())
+    reason = next((words for theirs, words in IN_PLAIN_WORDS.items() if theirs in reason), reason)
     if mark is None:
         return f"{path}: not valid YAML: {reason}"
     return f"{path}, line {mark.line + 1}, column {mark.column + 1}: not valid YAML: {reason}"

@@ -143,7 +143,7 @@ def test_messages_for_files_name_the_line(tmp_path):
     )
     assert problems(path) == [
         f"run.name = 3 ({path}, line 10): must be text or null",
-        f"reward = 'sparse' ({path}, line 8): must be a section: options of reward below it",
+        f"reward = 'sparse' ({path}, line 8): must be a section: options of reward below it, such as `source: sparse`",
         f"optim.lr = 'quick' ({path}, line 3): must be a number >= 0",
         f"optim.lerning_rate = 1 ({path}, line 4): unknown option; did you mean optim.lr?",
         f"lr = 3 ({path}, line 5): unknown option; did you mean optim.lr or critic.lr?",
@@ -188,15 +188,24 @@ def test_a_rule_over_a_wrong_value_is_not_reported_on_top():
     [
         (
             "optim:\n  lr: [1\n",
-            "mine.yaml, line 3, column 1: not valid YAML: expected ',' or ']', but got '<stream end>'",
+            "mine.yaml, line 3, column 1: not valid YAML: a bracket is not closed above this line; close it",
+        ),
+        ("optim:\n\tlr: 1\n", "mine.yaml, line 2, column 1: not valid YAML: a tab; indent by spaces"),
+        (
+            "optim:\n  lr: 1\n schedule: cosine\n",
+            "mine.yaml, line 3, column 2: not valid YAML: this line is indented unlike those above; indent the options",
         ),
         (
-            "optim:\n\tlr: 1\n",
-            "mine.yaml, line 2, column 1: not valid YAML: found character '\\t' that cannot start any token",
+            "optim:\n  lr: 1\n    schedule: cosine\n",
+            "mine.yaml, line 3, column 13: not valid YAML: a colon inside a value; write each option as `name: value`",
         ),
+        ("run:\n  name: 'a\n", "mine.yaml, line 3, column 1: not valid YAML: a quote is not closed above this line"),
         ("- a\n", "mine.yaml: must hold sections with options, such as `optim:` with `lr: 1e-4` below it"),
-        ("optim:\n  lr: !!float fast\n", "mine.yaml: not valid YAML: could not convert string to float: 'fast'"),
-        ("a: 1\n---\nb: 2\n", "mine.yaml, line 2, column 1: not valid YAML: but found another document"),
+        (
+            "optim:\n  lr: !!float fast\n",
+            "mine.yaml, line 2, column 7: not valid YAML: the value does not fit its tag !!float; delete the tag",
+        ),
+        ("a: 1\n---\nb: 2\n", "mine.yaml, line 2, column 1: not valid YAML: a second document begins here; delete"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path, text, message):

@@ -1,14 +1,15 @@
 """Names and values of other systems: what each sets, and what is answered to those that set nothing."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from vlarl.config import Config, ConfigError, FinetuneConfig, aliases, load_config
-from vlarl.config.aliases import ALIASES, ELSEWHERE, FINETUNE_ALIASES, NEEDLESS, TRANSLATED, answer_to
+from vlarl.config import Config, ConfigError, FinetuneConfig, aliases, finetune_aliases, load_config
+from vlarl.config.aliases import ALIASES, ELSEWHERE, MEANINGS, NEEDLESS, TRANSLATED, answer_to, names_only
 from vlarl.config.describe import options
 from vlarl.config.flags import parse_flags
-from vlarl.config.spelling import SYNONYMS, respelled, suite_name
+from vlarl.config.spelling import RECIPES, SYNONYMS, respelled, suite_name
 
 KNOWN = frozenset(options(Config))
 KNOWN_TO_FINETUNE = frozenset(options(FinetuneConfig))
@@ -48,7 +49,7 @@ def test_every_alias_sets_its_option_with_underscores_and_with_hyphens(name):
 
 def test_every_target_is_an_option():
     known = KNOWN | KNOWN_TO_FINETUNE
-    assert {path for path in [*ALIASES.values(), *FINETUNE_ALIASES.values()] if path not in known} == set()
+    assert {path for path in [*ALIASES.values(), *finetune_aliases.ALIASES.values()] if path not in known} == set()
     assert {path for found in TRANSLATED.values() for path in found.options if path not in KNOWN} == set()
     assert {path for path in SYNONYMS if path not in KNOWN} == set()
 
@@ -66,7 +67,7 @@ def test_a_name_is_in_one_table_and_is_no_option_of_ours():
 def test_sentences_name_options_that_exist(name):
     sentence = NEEDLESS.get(name) or ELSEWHERE[name]
     named = {word.strip(",;:.()'`") for word in sentence.split() if word.startswith("--")}
-    own = {"--resume", "--out", "--dtype", "--push-to-hub"}
+    own = {"--resume", "--out", "--dtype", "--push-to-hub", "--dry-run"}
     known = {f"--{path}" for path in KNOWN | KNOWN_TO_FINETUNE}
     assert named - own <= known, named - own - known
 
@@ -132,6 +133,19 @@ def test_every_option_of_the_seeds_is_set_or_answered(name):
         ("--model org/model", {"policy.path": "org/model"}),
         ("--task-id 4", {"env.task_ids": (4,)}),
         ("--push_to_hub False", {}),
+        ("--n-iterations 3", {"run.iterations": 3}),
+        ("--lora", {"lora.enabled": True}),
+        ("--no-lora", {"lora.enabled": False}),
+        ("algorithm=ppo", {"algorithm.name": "ppo"}),
+        ("--tasks 0 1", {"env.task_ids": (0, 1)}),
+        ("--tasks 0,1", {"env.task_ids": (0, 1)}),
+        ("--task 3", {"env.task_ids": (3,)}),
+        ("--task libero_goal", {"env.suite": "libero_goal"}),
+        ("--precision bf16", {"policy.dtype": "bf16"}),
+        ("--quantization 4bit", {"policy.quantize": 4}),
+        ("--quantization int8", {"policy.quantize": 8}),
+        ("--quantization none", {"policy.quantize": None}),
+        ("--nproc_per_node 1", {}),
         ("optim.lr=1e-4 env.task_ids=[0,1]", {"optim.lr": 1e-4, "env.task_ids": (0, 1)}),
     ],
 )
@@ -173,7 +187,13 @@ def test_half_of_a_pair_leaves_the_other_half_as_the_file_has_it(tmp_path, sourc
         ("--max_steps 100", "--run.total_env_steps; --env.max_steps is the time limit of an episode"),
         ("--num_steps 64", "--num_steps is not needed: an iteration has --rollout.num_groups"),
         ("actor_rollout_ref.actor.anything=1", "docs/coming-from.md"),
-        ("--demos.path x", "--demos.path: unknown option"),
+        ("--demos.path x", "--demos.path: unknown option; it is one of `vlarl finetune`"),
+        ("--episodes 5", "--run.total_env_steps; evaluations have --eval.states_per_task episodes per task"),
+        ("--grad-accum 4", "--grad-accum is not needed: a minibatch is split into passes"),
+        ("--n_gpus_per_node 2", "--distributed.learners_per_node 2"),
+        ("--quantization awq", "--policy.quantize 4 or --policy.quantize 8"),
+        ("--dataset x", "`vlarl finetune --demos.path DIR`"),
+        ("--debug", "--dry-run prints what a command line comes to"),
         ("--data_root_dir x", "RL reads no dataset; `vlarl finetune --demos.path DIR`"),
         ("--rollout.refill yes", "--rollout.refill yes: must be true or false; write --rollout.refill for true"),
     ],
@@ -188,6 +208,112 @@ def test_a_name_means_what_it_means_in_the_command():
     assert values("--steps", "8", schema=FinetuneConfig) == {"optim.steps": 8}
     said = answer("--num_generations", "8", schema=FinetuneConfig)
     assert said == "--num_generations: an option of `vlarl train`, where it is --rollout.group_size"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ("--dataset_name x", "--dataset_name: set --demos.path to the folder of the dataset"),
+        ("--max-epochs 3", "--max-epochs: set the length of training with --optim.steps"),
+        ("--n-iterations 3", "--n-iterations: set the length of training with --optim.steps"),
+        ("--gpus 2", "--gpus 2: `vlarl finetune` is one process on one device: --run.device"),
+        ("--gradient_accumulation_steps 4", "a batch is one pass; lower --optim.batch_size"),
+        ("--resume x", "`vlarl finetune` can't resume"),
+        ("--top_p 0.9", "--top_p: an option of `vlarl train` only"),
+        ("--batch_sise 4", "did you mean --optim.batch_size?"),
+        ("--env.suite libero_spatial", "--env.suite: unknown option; it is one of `vlarl train`"),
+    ],
+)
+def test_what_finetune_answers(tokens, said):
+    assert said in answer(*tokens.split(), schema=FinetuneConfig)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ("--dataset x", {"demos.path": "x"}),
+        ("--task_suite_name libero_goal", {"demos.suites": ("libero_goal",)}),
+        ("--tasks 0 1", {"demos.task_ids": (0, 1)}),
+        ("--save_steps 50", {"optim.log_interval": 50}),
+        ("--gpus 1", {}),
+    ],
+)
+def test_what_a_name_sets_in_finetune(tokens, expected):
+    assert values(*tokens.split(), schema=FinetuneConfig) == expected
+
+
+def test_answers_of_finetune_name_its_own_options():
+    for sentence in finetune_aliases.ELSEWHERE.values():
+        assert names_only(sentence, KNOWN_TO_FINETUNE), sentence
+    for name in [*NEEDLESS, *ELSEWHERE, *TRANSLATED]:
+        said = answer_to(name, KNOWN_TO_FINETUNE, "--") or ""
+        assert names_only(said, KNOWN_TO_FINETUNE) or said.startswith("an option of `vlarl train`"), said
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_a_name_of_several_meanings_is_told_which_one_it_has(name):
+    flags = parse_flags([f"--{name}", "3"], Config)
+    assert list(flags.values) == [ALIASES[name]] and flags.problems == []
+    assert flags.notes == [f"--{name} sets --{ALIASES[name]}, {MEANINGS[name]}"]
+    assert MEANINGS[name] in answer_to(name, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ("--use_wandb SECRET", "--use_wandb: is true or false, and takes no other value; the key is read from WANDB_"),
+        ("--lora 16", "--lora: is true or false, and takes no other value; the rank is --lora.rank"),
+        ("--rollout.refill often", "--rollout.refill: is true or false, and takes no other value; leave out"),
+    ],
+)
+def test_a_word_after_a_switch_is_no_preset(tokens, said):
+    flags = parse_flags(tokens.split(), Config)
+    (problem,) = flags.problems
+    assert str(problem).startswith(said) and flags.positionals == []
+    assert "SECRET" not in str(problem)
+
+
+@pytest.mark.parametrize("word", ["tabletop_grpo", "tabletop_grop", "mine.yaml", "./mine", "LIBERO-Goal", "ppo"])
+def test_a_preset_a_file_or_a_suite_may_follow_a_switch(word):
+    flags = parse_flags(["--lora", word], Config)
+    assert (flags.values, flags.positionals, flags.problems) == ({"lora.enabled": True}, [word], [])
+
+
+def test_flags_of_the_command_itself_may_have_been_meant():
+    (problem,) = parse_flags(["--detatch"], Config, own=["--dry-run", "--detach"]).problems
+    assert str(problem) == "--detatch: unknown option; did you mean --detach?"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gspo", "GSPO is --algorithm.name grpo --algorithm.ratio_level sequence --algorithm.aggregate sequence_mean"),
+        ("DAPO", "DAPO is --algorithm.name grpo --rollout.refill"),
+        ("drgrpo", "Dr. GRPO is --algorithm.name grpo --no-algorithm.normalize_std"),
+        ("Dr-GRPO", "Dr. GRPO is"),
+    ],
+)
+def test_recipes_that_are_options_of_an_algorithm(name, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(overrides=["--algo", name])
+
+
+@pytest.mark.parametrize("text", [text for of_option in RECIPES.values() for text in of_option.values()])
+def test_what_a_recipe_says_can_be_written(text):
+    flags = text.partition(" is ")[2].partition(",")[0].split()
+    load_config(overrides=flags)
+
+
+def test_a_value_in_the_place_of_a_section_is_told_what_it_was_meant_to_be(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for text, said in {
+        "algorithm: ppo\n": "must be a section: options of algorithm below it, such as `name: ppo`",
+        "lora: true\n": "such as `enabled: true`",
+        "optim:\n  lr:1e-4\n": "must be a section: options of optim below it; write a space after the colon",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            load_config(path)
 
 
 # Where lists end, and files

@@ -1,0 +1,50 @@
+"""Names of other systems that mean something else, or something at all, in `vlarl finetune`.
+
+The same tables as in `aliases`, which asks these first for a configuration of finetune.
+"""
+
+from __future__ import annotations
+
+ALIASES: dict[str, str] = {
+    "batch_size": "optim.batch_size",
+    "per_device_train_batch_size": "optim.batch_size",
+    "max_steps": "optim.steps",
+    "steps": "optim.steps",
+    "num_training_steps": "optim.steps",
+    "warmup_steps": "optim.warmup_steps",
+    "logging_steps": "optim.log_interval",
+    "log_freq": "optim.log_interval",
+    "save_steps": "optim.log_interval",
+    "save_freq": "optim.log_interval",
+    "save_interval": "optim.log_interval",
+    "num_workers": "demos.num_workers",
+    "suite": "demos.suites",
+    "task_suite": "demos.suites",
+    "task_suite_name": "demos.suites",
+    "task_id": "demos.task_ids",
+    "task_ids": "demos.task_ids",
+    "tasks": "demos.task_ids",
+    "image_size": "demos.image_size",
+    "dataset": "demos.path",
+    "dataset.repo_id": "demos.path",
+}
+"""Names that set the option as it is written."""
+
+_LENGTH = "set the length of training with --optim.steps; a step reads --optim.batch_size samples"
+_ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
+_DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
+_NO_EVALUATION = "`vlarl finetune` does not evaluate; afterwards: `vlarl eval RUN`"
+_NOT_SPLIT = "a batch is one pass; lower --optim.batch_size to need less memory"
+
+ELSEWHERE: dict[str, str] = {
+    "dataset_name": "set --demos.path to the folder of the dataset, such as DATA_ROOT_DIR/DATASET_NAME",
+    **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
+    **dict.fromkeys(("iterations", "n_iterations", "num_iterations", "max_iterations", "total_iterations"), _LENGTH),
+    **dict.fromkeys(("timesteps", "n_timesteps", "total_timesteps"), _LENGTH),
+    **dict.fromkeys(("episodes", "num_episodes", "total_episodes"), _DEMOS),
+    **dict.fromkeys(("gpus", "num_gpus", "num_processes", "nproc_per_node", "n_gpus_per_node", "num_nodes"), _ONE_GPU),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_accum_steps", "micro_batch_size"), _NOT_SPLIT),
+    **dict.fromkeys(("eval_steps", "eval_freq", "val_interval", "n_eval_episodes"), _NO_EVALUATION),
+    "resume": "`vlarl finetune` can't resume; start from what a run has saved: --policy.path RUN",
+}
+"""Names without an option of that meaning: what to do instead."""
