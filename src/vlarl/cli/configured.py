@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
-from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_line
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines
 from vlarl.cli.runs import find_run
 from vlarl.config.aliases import ALIASES, alias_of
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
@@ -23,15 +23,16 @@ from vlarl.config.flags import Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
-from vlarl.config.presets import DEFAULT_PRESET, preset_of, presets_of
+from vlarl.config.presets import DEFAULT_PRESET, presets_of
 from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
+from vlarl.config.start import Start, start_of
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
-from vlarl.observability.capacity import refuse_crowd_here
 from vlarl.observability.run_dir import RunDirectory
+from vlarl.preflight import refuse_early, refuse_unready
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -90,6 +91,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         print(_help("train", DEFAULT_PRESET))
         return 0
     run_dir: Path | None = None
+    start = start_of(request.source, request.flags.values)
     if request.resume is not None:
         config, run_dir, checkpoint = resumed_run(request)
         if checkpoint is not None:
@@ -105,14 +107,17 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     else:
         config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
-        refuse_crowd_here(config)
-        _print_dry_run(config, [*derived_lines(derive(config)), *length_lines(config)])
+        refuse_early(config, is_new=run_dir is None)
+        head = [f"resumes {brief(run_dir)}"] if run_dir is not None else start.lines
+        _print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
     if run_dir is None:
-        config = _named(config, request.source or DEFAULT_PRESET)
+        config = _named(config, start)
+    refuse_unready(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
-    print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
+    folder = run_dir or Path(config.run.root) / str(config.run.name)
+    print("\n".join(opening_lines(config, folder, start if run_dir is None else None)), flush=True)
     summary = run_training(config, run_dir)
     lines = _closing_lines(summary, config)
     print("\n".join(lines))
@@ -126,13 +131,17 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     if request.wants_help:
         print(_help("finetune", FINETUNE_PRESET))
         return 0
-    source = request.source or FINETUNE_PRESET
-    config = load_config(source, request.flags, schema=FinetuneConfig)
+    is_named = request.source is not None
+    start = start_of(request.source, {}) if is_named else Start(FINETUNE_PRESET, "which is the default")
+    config = load_config(start.source, request.flags, schema=FinetuneConfig)
     if request.dry_run:
-        _print_dry_run(config, derived_lines(derive_finetune(config)))
+        refuse_early(config)
+        _print_dry_run(config, start.lines, derived_lines(derive_finetune(config)))
         return 0
-    config = _named(config, source)
-    print(opening_line(config, Path(config.run.root) / str(config.run.name)), flush=True)
+    config = _named(config, start)
+    refuse_unready(config)
+    folder = Path(config.run.root) / str(config.run.name)
+    print("\n".join(opening_lines(config, folder, start)), flush=True)
     summary = run_training(config)
     lines = [
         f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
@@ -173,10 +182,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
     if sources and "resume" in own:
         raise UsageError(f"--resume reads the run's own configuration; leave out {sources[0]}")
-    source = sources[0] if sources else None
-    if source is None and trains and "resume" not in own:
-        source = preset_of(flags.values)
-    return Request(source, flags, **own)
+    return Request(sources[0] if sources else None, flags, **own)
 
 
 def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
@@ -212,15 +218,16 @@ def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) ->
     return detach([*same, f"--run.name={name}"], Path(config.run.root) / name, is_new=True)
 
 
-def _named(config: AnyConfig, source: str) -> AnyConfig:
+def _named(config: AnyConfig, start: Start) -> AnyConfig:
     """The configuration with a name for its run, where it has none."""
     if config.run.name is not None:
         return config
-    name = default_run_name(Path(source).stem, config.run.seed, datetime.now())
+    name = default_run_name(Path(start.source).stem, config.run.seed, datetime.now())
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
+def _print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+    print("\n".join(f"# {line}" for line in head))
     print(to_yaml(briefly(config)))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))

@@ -10,6 +10,7 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief
+from vlarl.config.presets import presets_of
 from vlarl.config.problems import nearest
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
@@ -25,8 +27,13 @@ from vlarl.errors import UsageError
 
 DEFAULT_ROOT = "runs"
 FINAL, PERIODIC, COUNTERS = "final", "step_", "trainer.json"
-POLICY_FILES = ("config.json", "adapter_config.json")
+ADAPTER, TRAINER_WEIGHTS = "adapter_config.json", "trainer.safetensors"
+POLICY_FILES = ("config.json", ADAPTER)
+SMALL_BYTES = 1 << 30  # of weights: a model that is trained whole, in float32, on a small machine
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
+
+HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+"""`organisation/name`, and `@revision` (a branch, a tag or a commit) where it is not the main branch."""
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
@@ -76,6 +83,55 @@ def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
     raise UsageError(
         f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
     )
+
+
+def checkpoint_here(name: str) -> Path | None:
+    """The folder of a checkpoint on this machine; None for a hub id. UsageError for what can be neither."""
+    if (folder := local_folder(name)) is not None:
+        return holding_policy(name, folder)
+    hub_id = HUB_ID.fullmatch(name)
+    refuse_unknown(name)
+    if hub_id is None or looks_local(name, hub_id):
+        raise _not_a_checkpoint(name, "there is no such folder")
+    return None
+
+
+def holding_policy(name: str, folder: Path) -> Path:
+    """The folder, where a policy is in it."""
+    if not _holds_policy(folder):
+        raise _not_a_checkpoint(name, "it holds no config.json")
+    return folder
+
+
+def looks_local(path: str, hub_id: re.Match[str]) -> bool:
+    """A path whose parent is a folder here is a misspelt folder; a revision says that the hub is meant."""
+    return hub_id["revision"] is None and Path(path).parent.is_dir()
+
+
+def _not_a_checkpoint(path: str, reason: str) -> UsageError:
+    run = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else ""
+    if run in presets_of(FinetuneConfig):
+        command = f"vlarl finetune {run} --run.name {run}"
+        return UsageError(f"{path} is not a checkpoint: {reason}. It is what the preset {run} makes; run: {command}")
+    return UsageError(f"{path} is not a checkpoint: {reason}. Give {ACCEPTED}.")
+
+
+def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
+    """Whether a checkpoint is a small model, by the weights in its folder or in that of the base under an adapter.
+
+    One that is not on this machine is taken for a large one.
+    """
+    if name.partition(":")[0] in ("builtin", "init"):
+        return True
+    folder = local_folder(locate_checkpoint(name, root).path)
+    if folder is None:
+        return False
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        base = _read(folder / ADAPTER).get("base_model_name_or_path")
+        # An adapter of an adapter is none that vlarl loads.
+        return isinstance(base, str) and not Path(base, ADAPTER).is_file() and is_small_checkpoint(base, root)
+    weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
+    return sum(path.stat().st_size for path in weights if path.name != TRAINER_WEIGHTS) < SMALL_BYTES
 
 
 def with_located(config: AnyConfig) -> AnyConfig:
@@ -189,11 +245,16 @@ def _newest(run: Path) -> Located:
 
 def _counters(checkpoint: Path) -> dict[str, Any]:
     """What trainer.json says; empty where it can't be read, which resuming from it will say."""
+    return _read(checkpoint / COUNTERS)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where it can't be read."""
     try:
-        counters = json.loads((checkpoint / COUNTERS).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return counters if isinstance(counters, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _iteration(counters: dict[str, Any]) -> int:

@@ -15,13 +15,14 @@ from typing import Any
 import yaml
 
 from vlarl import __version__
+from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import in_ranges, state_warnings
 from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
 from vlarl.observability.eval_dir import EvalRecord
 from vlarl.observability.report.data import Evaluation, RunData, load_run
 from vlarl.observability.significance import wilson_interval
-from vlarl.policies.locate import BUILTIN, HUB_ID
+from vlarl.policies.locate import BUILTIN
 from vlarl.policies.openvla.adapters import base_of, is_adapter
 
 AVERAGE = "ema"  # checkpoint of the averaged weights

@@ -8,8 +8,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
+from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.errors import UsageError
-from vlarl.policies.locate import HUB_ID, LOGIN
+from vlarl.policies.locate import LOGIN
 
 # A run's own files, of no use to others: the optimizer's state, twice as large as the model; a critic; notes.
 KEPT_BACK = ["trainer.*", "critic/*", "sharded/*", "metadata.json"]

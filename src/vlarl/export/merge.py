@@ -17,10 +17,9 @@ from typing import Literal
 import torch
 
 from vlarl import __version__
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import HUB_ID, locate_checkpoint
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import DTYPES, checkpoint_folder, load_policy
-from vlarl.policies.locate import HUB_ID
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.config import read_json
 from vlarl.policies.openvla.policy import OpenVLAPolicy
