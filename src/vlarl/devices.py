@@ -36,8 +36,8 @@ def _why_no_cuda(wanted: str) -> str | None:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         limits = f" CUDA_VISIBLE_DEVICES is {hidden!r}: unset it if it hides them." if hidden is not None else ""
         return (
-            f"torch ({version}, built for CUDA {built_for}) sees no GPU.{limits} Check the driver with `nvidia-smi`, or "
-            "use `cpu`."
+            f"torch ({version}, built for CUDA {built_for}) sees no GPU.{limits} Check the driver with `nvidia-smi`, "
+            "or use `cpu`."
         )
     index = wanted.partition(":")[2]
     if index.isdigit() and int(index) >= found:

@@ -27,8 +27,8 @@ OF_CHECKPOINT = ("decoder", "chunk_length", "num_images", "use_proprio")
 """Options of section policy in which a preset describes its own checkpoint."""
 
 DECODER_NOTE = (
-    "how the policy decodes is taken from its files, and those of an OpenVLA-OFT with action tokens don't say it: for one "
-    "of them add --policy.decoder parallel"
+    "how the policy decodes is taken from its files, and those of an OpenVLA-OFT with action tokens don't say it: for "
+    "one of them add --policy.decoder parallel"
 )
 
 
