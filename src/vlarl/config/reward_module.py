@@ -34,12 +34,11 @@ def import_function(source: str) -> Callable[..., float]:
 def refuse_missing_module(source: str) -> None:
     """Refuse a module that is not there, as importing it would; nothing of it is run."""
     module_name = source.partition(":")[0]
+    if sys.modules.get(module_name) is not None:  # such as os.path and __main__, which have no file of that name
+        return
     _look_here()
     parts = module_name.split(".")
-    try:
-        found = importlib.util.find_spec(parts[0])
-    except ValueError:  # such as __main__, which importing answers
-        return
+    found = importlib.util.find_spec(parts[0]) if parts[0] else None
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         if depth > 1 and found is not None:
