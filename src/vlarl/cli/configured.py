@@ -91,7 +91,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         print(_help("train", DEFAULT_PRESET))
         return 0
     run_dir: Path | None = None
-    start = start_of(request.source, request.flags.values)
+    start: Start | None = None
     if request.resume is not None:
         config, run_dir, checkpoint = resumed_run(request)
         if checkpoint is not None:
@@ -105,19 +105,20 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     elif request.start is not None:
         raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
     else:
+        start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
         refuse_early(config, is_new=run_dir is None)
-        head = [f"resumes {brief(run_dir)}"] if run_dir is not None else start.lines
+        head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
         _print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
-    if run_dir is None:
+    if start is not None:
         config = _named(config, start)
     refuse_unready(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
     folder = run_dir or Path(config.run.root) / str(config.run.name)
-    print("\n".join(opening_lines(config, folder, start if run_dir is None else None)), flush=True)
+    print("\n".join(opening_lines(config, folder, start)), flush=True)
     summary = run_training(config, run_dir)
     lines = _closing_lines(summary, config)
     print("\n".join(lines))

@@ -47,25 +47,20 @@ def doctor(arguments: Sequence[str]) -> int:
     parser = args.Parser(
         "doctor",
         "Say what this machine can run, what is missing and how to install it. With --model: what a checkpoint is, and "
-        "the GPU memory of rollouts and of LoRA updates, estimated without loading it, as `vlarl train` would train it.",
+        "the GPU memory of rollouts and of LoRA updates as `vlarl train` would do them, estimated without loading it.",
     )
     add = parser.add_argument
     add("named", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     models = "checkpoint or adapter folder, name or folder of a run, hub id (is downloaded), builtin:tiny-oft…"
     add("--model", metavar="MODEL", help=models)
     args.add_root(parser)
-    add("--batch-size", type=args.positive, metavar="N", help="observations in a pass of a rollout; by default train's")
-    add(
-        "--microbatch-size",
-        type=args.positive,
-        metavar="N",
-        help="decisions in a pass of an update; by default train's",
-    )
-    add("--dtype", choices=("bfloat16", "float32"), help="precision of the frozen weights; by default train's")
+    of_train = "by default what `vlarl train` would use"
+    add("--batch-size", type=args.positive, metavar="N", help=f"observations in a pass of a rollout; {of_train}")
+    add("--microbatch-size", type=args.positive, metavar="N", help=f"decisions in a pass of an update; {of_train}")
+    add("--dtype", choices=("bfloat16", "float32"), help=f"precision of the frozen weights; {of_train}")
     add("--quantize", type=int, choices=(4, 8), help="bits of the linear layers' weights")
-    add(
-        "--lora-rank", type=args.positive, metavar="R", help="rank of the adapters; by default an adapter's, or train's"
-    )
+    rank = f"rank of the adapters; {of_train}, or an adapter's own"
+    add("--lora-rank", type=args.positive, metavar="R", help=rank)
     add(
         "--num-images", type=args.positive, metavar="N", help="images that the model reads; by default the checkpoint's"
     )

@@ -38,7 +38,9 @@ def refuse_missing_module(source: str) -> None:
         return
     _look_here()
     parts = module_name.split(".")
-    found = importlib.util.find_spec(parts[0]) if parts[0] else None
+    if not parts[0]:  # a relative name, which importing answers
+        return
+    found = importlib.util.find_spec(parts[0])
     for depth in range(1, len(parts) + 1):
         name = ".".join(parts[:depth])
         if depth > 1 and found is not None:
