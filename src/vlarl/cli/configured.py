@@ -278,6 +278,7 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
+    chosen = ", or the one made for the suite or the size of the policy that you name" if command == "train" else ""
     resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and what follows from it, and write nothing",
@@ -295,7 +296,7 @@ def _help(command: str, default_preset: str) -> str:
     lines = [
         f"usage: vlarl {command} [PRESET|FILE] [--section.field value …]{resume} [--dry-run]",
         "",
-        f"presets (by default {default_preset}):",
+        f"presets (by default {default_preset}{chosen}):",
         *(f"  {name:<{width}}  {text}" for name, text in described.items()),
         "",
         *own,
