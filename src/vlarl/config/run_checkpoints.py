@@ -119,13 +119,14 @@ def _not_a_checkpoint(path: str, reason: str) -> UsageError:
 def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
     """Whether a checkpoint is a small model, by the weights in its folder or in that of the base under an adapter.
 
-    One that is not on this machine is taken for a large one.
+    One of the hub is taken for a large one; a name that is not a checkpoint at all, which is refused later, is not.
     """
     if name.partition(":")[0] in ("builtin", "init"):
         return True
     folder = local_folder(locate_checkpoint(name, root).path)
     if folder is None:
-        return False
+        hub_id = HUB_ID.fullmatch(name)
+        return hub_id is None or looks_local(name, hub_id)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         base = _read(folder / ADAPTER).get("base_model_name_or_path")
         # An adapter of an adapter is none that vlarl loads.

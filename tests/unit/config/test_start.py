@@ -130,6 +130,8 @@ def test_the_size_of_a_checkpoint_is_that_of_its_weights(work):
         file.truncate(SMALL_BYTES)
     assert is_small_checkpoint(str(small)), "the optimizer's state is not the model"
     assert is_small_checkpoint("init:tiny-oft") and not is_small_checkpoint("me/mine")
+    for misspelt in ("nowhere", "./nowhere", "small/nowhere", "nowhere/at/all"):
+        assert start_of(None, {"policy.path": misspelt}).source == TOY, "nothing of LIBERO is said of what is not there"
 
 
 def test_an_adapter_is_as_large_as_its_base(work):
