@@ -97,9 +97,9 @@ def train(
 ) -> RunSummary:
     """Improve a policy by reinforcement learning, as `vlarl train` does.
 
-    `source` is a preset, a YAML file or a configuration. Without one, a run whose `overrides` name env.suite and no
-    policy.path starts from the preset of its suite where it has one, any other run from the preset tabletop_grpo, or
-    from the defaults of all options where `env` is given. `overrides` are options as `{"optim.lr": 1e-4}`, or flags as
+    `source` is a preset, a YAML file or a configuration. Without one, a run starts from the preset of its suite or of
+    its policy's size, as the `overrides` name them (docs/configuration.md), else from tabletop_grpo, or from the
+    defaults of all options where `env` is given. `overrides` are options as `{"optim.lr": 1e-4}`, or flags as
     a list. `resume` continues a run, by its name, its folder or a checkpoint in it.
 
     `reward` is called with each episode and returns a finite number. `env` makes a gymnasium.Env: it is called once in

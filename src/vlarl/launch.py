@@ -19,7 +19,6 @@ from vlarl.config.problems import ConfigError
 from vlarl.config.schema import Config
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
-from vlarl.observability.capacity import refuse_crowd_here
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace, Trace
@@ -34,6 +33,7 @@ from vlarl.parts import (
     surroundings,
     warn_of_untrained_tokens,
 )
+from vlarl.preflight import refuse_unready
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.tasks import Sampler, evaluation_tasks
@@ -102,7 +102,7 @@ def open_run(
     """The parts of a run and its session: a new one, or one that goes on from a checkpoint, by default its newest."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
-    refuse_crowd_here(config)
+    refuse_unready(config, is_new=resume is None)
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:
             label = f"{config.env.suite}_{config.algorithm.name}"

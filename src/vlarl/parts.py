@@ -18,6 +18,7 @@ from vlarl.config.known import BATCHED_ENVS, GYM
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.training_data import by_training
+from vlarl.devices import usable_device
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import default_processes
@@ -151,10 +152,4 @@ def choose_device(wanted: str) -> torch.device:
     """The device asked for; `auto` is a GPU when there is one."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"run.device: {wanted!r} can't be used here ({reason}); try `cpu`.") from error
-    return device
+    return usable_device("run.device", wanted)

@@ -94,9 +94,16 @@ def test_a_detached_run_is_started_watched_stopped_and_resumed(folder, checkpoin
 
 def test_what_the_process_refuses_is_shown_and_leaves_nothing(folder):
     (folder / "runs").mkdir()
-    (folder / "empty").mkdir()
+    (folder / "odd").mkdir()
+    (folder / "odd" / "config.json").write_text("{}")  # which only loading it tells
     before = sorted(folder.rglob("*"))
-    refused = vlarl(folder, "train", "--policy.path", "empty", *FLAGS, "--detach")
+    refused = vlarl(folder, "train", "--policy.path", "odd", *FLAGS, "--detach")
     assert refused.returncode == 2
-    assert "empty is not a checkpoint: it holds no config.json" in refused.stderr
+    assert "\nerror: the policy" in refused.stderr and "it is not an OpenVLA checkpoint's" in refused.stderr
     assert sorted(folder.rglob("*")) == before
+
+
+def test_what_can_be_refused_at_once_starts_no_process(folder):
+    refused = vlarl(folder, "train", "--policy.path", "nowhere/at/all", *FLAGS, "--detach")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: nowhere/at/all is not a checkpoint")

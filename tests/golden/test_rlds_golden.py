@@ -7,9 +7,10 @@ import pytest
 from fakes.golden_arrays import Arrays, load_arrays, unnoticed
 from fakes.golden_folder import golden_folder
 
+from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import DemoConfig
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.rlds import RldsDataset, find_dataset
+from vlarl.data.rlds import RldsDataset
 from vlarl.data.rlds_demos import RldsSource
 from vlarl.data.tfrecord import masked_crc
 

@@ -94,7 +94,7 @@ def test_without_a_source_it_is_the_preset_of_the_suite(trained):
     vlarl.train(overrides={"env.suite": "libero_spatial"})
     ((config, *_),) = trained
     assert config == vlarl.load_config("libero_spatial_grpo_oft")
-    assert "starts from the preset of its suite" in " ".join(inspect.getdoc(vlarl.train).split())
+    assert "a run starts from the preset of its suite" in " ".join(inspect.getdoc(vlarl.train).split())
 
 
 def test_a_reward_and_an_environment_as_callables(trained):

@@ -83,18 +83,19 @@ def test_train_calls_the_loop_once_with_the_resolved_configuration(work, capsys)
     assert config.run.name is not None and config.run.name.startswith("tabletop_ppo_seed3_20")
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("run runs/tabletop_ppo_seed3_20")
-    assert ": policy builtin:tiny-oft, suite tabletop_spatial, device c" in first
+    assert ": preset tabletop_ppo, policy builtin:tiny-oft, suite tabletop_spatial, device c" in first
     assert rest == ["greedy success on unseen initial states: 55.0% → 92.5%", "checkpoint: run/checkpoints/final"]
 
 
 def test_the_first_line_is_printed_before_training_starts(work, capsys):
     def training(config: Config, resume: Path | None) -> Summary:
-        line = capsys.readouterr().out
-        assert line == "run mine/a: policy org/model, suite libero_goal, device cuda:1\n"
+        line, note = capsys.readouterr().out.splitlines()
+        assert line == ("run mine/a: preset libero_spatial_grpo_oft, policy org/model, suite tabletop_goal, device cpu")
+        assert note.startswith("note: ") and note.endswith("add --policy.decoder parallel")
         return Summary(work / "run")
 
-    flags = ["--run.name", "a", "--run.root", "mine", "--policy.path", "org/model", "--env.suite", "libero_goal"]
-    assert configured.train([*flags, "--run.device", "cuda:1"], training) == 0
+    flags = ["--run.name", "a", "--run.root", "mine", "--policy.path", "org/model", "--env.suite", "tabletop_goal"]
+    assert configured.train([*flags, "--run.device", "cpu"], training) == 0
 
 
 def test_the_closing_lines_are_in_the_log(work, capsys):
@@ -258,6 +259,7 @@ def test_a_run_that_has_used_up_its_environment_steps_is_finished(saved_run, cap
 
 
 def test_a_dry_run_says_what_it_has_not_checked(work, capsys):
+    (work / "mine.py").write_text("raise RuntimeError('a dry run has imported it')")
     flags = ["--policy.path", "some/where", "--reward.source", "mine:judge", "--env.suite", "libero_goal"]
     assert configured.train(["--dry-run", *flags]) == 0
     unchecked = capsys.readouterr().out.partition("# not checked here\n")[2].splitlines()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vlarl.cli import doctor, installation, main
 from vlarl.cli.installation import Check, Gpu, check_installation
+from vlarl.config import load_config, run_checkpoints
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.policies import load_policy
 
@@ -33,19 +34,20 @@ tokenizer   missing: copy tokenizer.json of its base model into the folder, or n
 unnorm_key  libero_spatial  7 action dims, without proprio
             bridge_orig     7 action dims, without proprio
 
-Memory with bfloat16, LoRA of rank 32 beside all linear layers, prompts of 32 tokens:
+Memory of `vlarl train --policy.path {GOLDEN}/openvla-tiny --use-lora`, which starts from the preset tabletop_grpo:
+float32, LoRA of rank 32 beside all linear layers, prompts of 32 tokens; its update is the column 'without'.
 
 MiB                   rollout    LoRA update    LoRA update
-                     batch 16   microbatch 8   microbatch 8
+                     batch 64 microbatch 128 microbatch 128
                                 checkpointed        without
-weights                  4.34           4.34           4.34
-adapters                    -           0.75           0.75
+weights                  8.67           8.67           8.67
+adapters                    -           0.50           0.50
 gradients                   -           0.50           0.50
 optimizer                   -           1.00           1.00
-activations              0.88           1.11           1.97
-cache                    0.21              -              -
-total                    5.42           7.68           8.55
-training run                            7.68           8.55
+activations              3.86          34.06          61.44
+cache                    1.69              -              -
+total                   14.21          44.72          72.10
+training run                           44.72          72.10
 24 GB card                 ok             ok             ok
 40 GB card                 ok             ok             ok
 48 GB card                 ok             ok             ok
@@ -106,6 +108,11 @@ def say(capsys, *arguments: object, code: int = 0) -> str:
 def facts(text: str) -> str:
     """The part before the table of memory."""
     return text.partition("\nMemory")[0]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # paths are printed relative to the working folder
 
 
 def test_an_original_checkpoint_in_full(capsys):
@@ -220,19 +227,36 @@ def test_json_holds_the_same_facts(capsys):
     }
     assert [entry["key"] for entry in checkpoint["unnorm_keys"]] == ["libero_spatial", "bridge_orig"]
     assert list(memory) == ["rollout", "update_checkpointed", "update"]
-    assert memory["rollout"]["weights"] == 2 * 2272800
+    assert memory["rollout"]["weights"] == 4 * 2272800
     assert found["fits"]["24 GB card"] == {"rollout": True, "update_checkpointed": True, "update": True}
 
 
 def test_batches_and_bits_change_the_estimate(capsys):
     model = ("--model", "builtin:tiny-oft", "--json")
+    whole = json.loads(say(capsys, *model))["memory_bytes"]
+    model = (*model, "--dtype", "bfloat16")
     plain = json.loads(say(capsys, *model))["memory_bytes"]
-    doubled = json.loads(say(capsys, *model, "--batch-size", 32, "--microbatch-size", 16))["memory_bytes"]
+    doubled = json.loads(say(capsys, *model, "--batch-size", 128, "--microbatch-size", 256))["memory_bytes"]
     packed = json.loads(say(capsys, *model, "--quantize", 8))["memory_bytes"]
-    whole = json.loads(say(capsys, *model, "--dtype", "float32"))["memory_bytes"]
     assert doubled["rollout"]["activations"] == 2 * plain["rollout"]["activations"]
     assert doubled["update_checkpointed"]["activations"] == 2 * plain["update_checkpointed"]["activations"]
     assert packed["rollout"]["weights"] < plain["rollout"]["weights"] == whole["rollout"]["weights"] // 2
+
+
+def test_the_estimate_is_of_what_train_would_do(capsys, monkeypatch):
+    """For a model of full size: the preset of LIBERO, with its precision, microbatch, adapters and recomputed layers."""
+    monkeypatch.setattr(run_checkpoints, "SMALL_BYTES", 1)
+    monkeypatch.setattr("vlarl.observability.capacity.available_cores", lambda: 6)
+    monkeypatch.setattr("vlarl.observability.capacity.available_memory", lambda: 2**40)
+    model = GOLDEN / "openvla-tiny"
+    trained = load_config(None, {"policy.path": str(model)})
+    assert trained.lora.enabled and trained.policy.gradient_checkpointing
+    text = say(capsys, "--model", model)
+    rank, size = trained.lora.rank, trained.optim.microbatch_size
+    assert f"`vlarl train --policy.path {model}`, which starts from the preset libero_spatial_grpo_oft:\n" in text
+    assert f"\n{trained.policy.dtype}, LoRA of rank {rank} beside" in text
+    assert "its update is the column 'checkpointed'.\n" in text
+    assert f"batch 6   microbatch {size}   microbatch {size}\n" in text
 
 
 def test_a_training_run_needs_the_rollout_beside_what_updates_leave(capsys):
@@ -245,7 +269,8 @@ def test_a_training_run_needs_the_rollout_beside_what_updates_leave(capsys):
 
 def test_the_gpu_that_is_here_has_a_row_of_its_own(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "find_gpus", lambda: [Gpu("NVIDIA L4", 22 * 2**30, 2**30 + 8 * 2**20, "8.9", True)])
-    text = say(capsys, "--model", GOLDEN / "openvla-tiny")  # 8 MiB are free beside the context
+    sizes = ("--dtype", "bfloat16", "--batch-size", 16, "--microbatch-size", 8)
+    text = say(capsys, "--model", GOLDEN / "openvla-tiny", *sizes)  # 8 MiB are free beside the context
     assert "GPU 0 here                 ok             ok             no\n" in text
 
 

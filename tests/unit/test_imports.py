@@ -12,7 +12,7 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "deadline", "config"}
+BASE = {"types", "errors", "deadline", "devices", "config"}
 PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training"}
 
 # types <- config, algorithms, envs, policies, rewards, observability <- rollout <- training <- launch, loop <- cli
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "deadline": {"errors"},
+    "devices": {"errors", "config"},
     "interrupt": {"errors"},
     "config": {"types", "errors"},
     "envs": BASE,
@@ -35,11 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": PARTS | {"parts"},
     "evaluation": PARTS | {"interrupt", "parts"},
     "export": BASE | {"policies", "observability"},
-    "launch": PARTS | {"interrupt", "session", "parts", "distributed", "callbacks"},
+    "preflight": BASE | {"envs", "observability", "rollout"},
+    "launch": PARTS | {"interrupt", "session", "parts", "preflight", "distributed", "callbacks"},
     "data": PARTS | {"interrupt", "parts"},
     "loop_async": {"types", "interrupt"},
     "loop": PARTS | {"interrupt", "session", "parts", "launch", "evaluation", "loop_async", "callbacks"},
-    "cli": PARTS | {"session", "parts", "launch", "evaluation", "loop", "data", "export"},
+    "cli": PARTS | {"session", "parts", "preflight", "launch", "evaluation", "loop", "data", "export"},
     "api": PARTS | {"session", "evaluation", "loop", "data", "callbacks", "cli"},
     "__main__": {"cli"},
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
-from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_line
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines
 from vlarl.cli.runs import find_run
 from vlarl.config.aliases import ALIASES, alias_of, plain_name
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
@@ -22,16 +22,17 @@ from vlarl.config.flags import Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
-from vlarl.config.presets import DEFAULT_PRESET, is_source, preset_of, presets_of
+from vlarl.config.presets import DEFAULT_PRESET, is_source, presets_of
 from vlarl.config.resume_command import refuse_without_callables, resume_command
-from vlarl.config.run_checkpoints import refuse_unknown_starts, resumed_checkpoint, run_progress
+from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
+from vlarl.config.start import Start, start_of
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
-from vlarl.observability.capacity import refuse_crowd_here
 from vlarl.observability.run_dir import RunDirectory
+from vlarl.preflight import refuse_early, refuse_unready
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -91,6 +92,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         print(_help("train", DEFAULT_PRESET))
         return 0
     run_dir: Path | None = None
+    start: Start | None = None
     if request.resume is not None:
         config, run_dir, checkpoint = resumed_run(request)
         if checkpoint is not None:
@@ -101,22 +103,24 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
             if not request.dry_run:
                 print(message)
                 return 0
+        refuse_without_callables(config, run_dir)
     elif request.start is not None:
         raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
     else:
+        start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
     if request.dry_run:
-        refuse_crowd_here(config)
-        _print_dry_run(config, [*derived_lines(derive(config)), *length_lines(config)])
+        refuse_early(config, is_new=run_dir is None)
+        head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
+        _print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
-    if run_dir is None:
-        refuse_unknown_starts(config)
-        config = _named(config, request.source or DEFAULT_PRESET)
-    else:
-        refuse_without_callables(config, run_dir)
+    if start is not None:
+        config = _named(config, start)
+    refuse_unready(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
-    print(opening_line(config, run_dir or Path(config.run.root) / str(config.run.name)), flush=True)
+    folder = run_dir or Path(config.run.root) / str(config.run.name)
+    print("\n".join(opening_lines(config, folder, start)), flush=True)
     summary = run_training(config, run_dir)
     lines = _closing_lines(summary, config)
     print("\n".join(lines))
@@ -130,14 +134,17 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
     if request.wants_help:
         print(_help("finetune", FINETUNE_PRESET))
         return 0
-    source = request.source or FINETUNE_PRESET
-    config = load_config(source, request.flags, schema=FinetuneConfig)
+    is_named = request.source is not None
+    start = start_of(request.source, {}) if is_named else Start(FINETUNE_PRESET, "which is the default")
+    config = load_config(start.source, request.flags, schema=FinetuneConfig)
     if request.dry_run:
-        _print_dry_run(config, derived_lines(derive_finetune(config)))
+        refuse_early(config)
+        _print_dry_run(config, start.lines, derived_lines(derive_finetune(config)))
         return 0
-    refuse_unknown_starts(config)
-    config = _named(config, source)
-    print(opening_line(config, Path(config.run.root) / str(config.run.name)), flush=True)
+    config = _named(config, start)
+    refuse_unready(config)
+    folder = Path(config.run.root) / str(config.run.name)
+    print("\n".join(opening_lines(config, folder, start)), flush=True)
     summary = run_training(config)
     lines = [
         f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
@@ -173,10 +180,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
     flags = parse_flags(rest, schema, own=[*switches, *(WITH_NAME if trains else ())])
     for note in flags.notes:
         print(f"note: {note}", file=sys.stderr)
-    source = _one_source(flags, schema, resumes="resume" in own)
-    if source is None and trains and "resume" not in own:
-        source = preset_of(flags.values)
-    return Request(source, flags, **own)
+    return Request(_one_source(flags, schema, resumes="resume" in own), flags, **own)
 
 
 def _one_source(flags: Flags, schema: type[Config] | type[FinetuneConfig], resumes: bool) -> str | None:
@@ -225,15 +229,16 @@ def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) ->
     return detach([*same, f"--run.name={name}"], Path(config.run.root) / name, is_new=True)
 
 
-def _named(config: AnyConfig, source: str) -> AnyConfig:
+def _named(config: AnyConfig, start: Start) -> AnyConfig:
     """The configuration with a name for its run, where it has none."""
     if config.run.name is not None:
         return config
-    name = default_run_name(Path(source).stem, config.run.seed, datetime.now())
+    name = default_run_name(Path(start.source).stem, config.run.seed, datetime.now())
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _print_dry_run(config: Config | FinetuneConfig, derived: list[str]) -> None:
+def _print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+    print("\n".join(f"# {line}" for line in head))
     print(to_yaml(briefly(config)))
     print("# derived")
     print("\n".join(f"# {line}" for line in derived))
@@ -283,6 +288,7 @@ def _help(command: str, default_preset: str) -> str:
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
+    chosen = ", or the one made for the suite or the size of the policy that you name" if command == "train" else ""
     resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
     own = [
         "  --dry-run     print the resolved configuration and what follows from it, and write nothing",
@@ -300,7 +306,7 @@ def _help(command: str, default_preset: str) -> str:
     lines = [
         f"usage: vlarl {command} [PRESET|FILE] [--section.field value …]{resume} [--dry-run]",
         "",
-        f"presets (by default {default_preset}):",
+        f"presets (by default {default_preset}{chosen}):",
         *(f"  {name:<{width}}  {text}" for name, text in described.items()),
         "",
         *own,

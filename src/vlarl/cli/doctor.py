@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
 from vlarl.config.flags import model_path
+from vlarl.config.load import load_config
+from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
+from vlarl.config.schema import Config
+from vlarl.config.start import start_of
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
@@ -22,7 +26,6 @@ GIB = 2**30
 MIB = 2**20
 CARDS = (24, 40, 48, 80)  # GB on the box, which are GiB to the driver, or nearly
 CONTEXT_BYTES = GIB  # what CUDA itself and gaps between tensors take
-DEFAULT_RANK = 32
 SHOWN_NAMES = 300  # characters of a list of tensors
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "cache")
 NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
@@ -44,18 +47,19 @@ def doctor(arguments: Sequence[str]) -> int:
     parser = args.Parser(
         "doctor",
         "Say what this machine can run, what is missing and how to install it. With --model: what a checkpoint is, and "
-        "the GPU memory of rollouts and of LoRA updates, estimated without loading it.",
+        "the GPU memory of rollouts and of LoRA updates as `vlarl train` would do them, estimated without loading it.",
     )
     add = parser.add_argument
     add("named", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     models = "checkpoint or adapter folder, name or folder of a run, hub id (is downloaded), builtin:tiny-oft…"
     add("--model", metavar="MODEL", help=models)
     args.add_root(parser)
-    add("--batch-size", type=args.positive, default=16, metavar="N", help="observations in a pass of a rollout")
-    add("--microbatch-size", type=args.positive, default=8, metavar="N", help="decisions in a pass of an update")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="precision of the frozen weights")
+    of_train = "by default what `vlarl train` would use"
+    add("--batch-size", type=args.positive, metavar="N", help=f"observations in a pass of a rollout; {of_train}")
+    add("--microbatch-size", type=args.positive, metavar="N", help=f"decisions in a pass of an update; {of_train}")
+    add("--dtype", choices=("bfloat16", "float32"), help=f"precision of the frozen weights; {of_train}")
     add("--quantize", type=int, choices=(4, 8), help="bits of the linear layers' weights")
-    rank = f"rank of the adapters; by default an adapter's own, else {DEFAULT_RANK}"
+    rank = f"rank of the adapters; {of_train}, or an adapter's own"
     add("--lora-rank", type=args.positive, metavar="R", help=rank)
     add(
         "--num-images", type=args.positive, metavar="N", help="images that the model reads; by default the checkpoint's"
@@ -96,39 +100,82 @@ def _describe_model(given: Any) -> int:
     from huggingface_hub.errors import StrictDataclassError
 
     from vlarl.policies.openvla.description import describe_checkpoint
-    from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
+    config = _as_trained(given)
     try:
         model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
-        description = describe_checkpoint(model, given.decoder, given.num_images)
+        decoder = config.policy.decoder
+        description = describe_checkpoint(model, None if decoder == "auto" else decoder, config.policy.num_images)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {given.model} can't be described: {reason}") from error
-    rank = given.lora_rank or (description.adapter.rank if description.adapter else DEFAULT_RANK)
-    estimates, needs = _estimate(given, description, rank)
+    rank = given.lora_rank or (description.adapter.rank if description.adapter else config.lora.rank)
+    batch_size = _rollout_batch(config)
+    estimates, needs = _estimate(config, description, batch_size, rank)
     rooms = _rooms(find_gpus())
     if given.json:
         print(json.dumps(_as_json(description, estimates, needs, rooms), indent=2))
     else:
-        base = f"base in {given.quantize} bits, the rest {given.dtype}" if given.quantize else given.dtype
-        title = f"Memory with {base}, LoRA of rank {rank} beside all linear layers, prompts of {PROMPT_LENGTH} tokens:"
-        sizes = [f"batch {given.batch_size}", *[f"microbatch {given.microbatch_size}"] * 2]
+        sizes = [f"batch {batch_size}", *[f"microbatch {config.optim.microbatch_size}"] * 2]
         table = _memory_lines(sizes, estimates, needs, rooms)
-        print(printable("\n".join([*_facts_lines(description, given.num_images), "", title, "", *table])))
+        title = _title(given, config, description, rank)
+        print(printable("\n".join([*_facts_lines(description, config.policy.num_images), "", *title, "", *table])))
     return 1 if description.problems else 0
 
 
-def _estimate(given: Any, description: Description, rank: int) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
+def _as_trained(given: Any) -> Config:
+    """The configuration that `vlarl train` would come to for this model and these options, with adapters."""
+    options = {
+        "policy.path": given.model,
+        "policy.dtype": given.dtype,
+        "policy.quantize": given.quantize,
+        "policy.num_images": given.num_images,
+        "policy.decoder": given.decoder,
+        "rollout.batch_size": given.batch_size,
+        "optim.microbatch_size": given.microbatch_size,
+        "lora.enabled": True,
+    }
+    return load_config(None, {path: value for path, value in options.items() if value is not None})
+
+
+def _rollout_batch(config: Config) -> int:
+    """Observations in a pass of a rollout: as configured, or one of each environment."""
+    from vlarl.parts import num_envs
+
+    episodes = config.rollout.num_groups * config.rollout.group_size
+    return config.rollout.batch_size or min(num_envs(config.env, config.gym), episodes)
+
+
+def _title(given: Any, config: Config, description: Description, rank: int) -> list[str]:
+    """What the estimate is of."""
+    from vlarl.policies.openvla.memory import PROMPT_LENGTH
+
+    policy, start = config.policy, start_of(None, {"policy.path": given.model})
+    is_adapted = description.adapter is not None or load_config(start.source).lora.enabled
+    command = f"vlarl train --policy.path {brief(given.model)}{'' if is_adapted else ' --use-lora'}"
+    base = f"base in {policy.quantize} bits, the rest {policy.dtype}" if policy.quantize else policy.dtype
+    update = COLUMNS["update_checkpointed" if policy.gradient_checkpointing else "update"][1]
+    return [
+        f"Memory of `{command}`, which starts from the {start.label}:",
+        f"{base}, LoRA of rank {rank} beside all linear layers, prompts of {PROMPT_LENGTH} tokens; its update is the "
+        f"column '{update}'.",
+    ]
+
+
+def _estimate(
+    trained: Config, description: Description, batch_size: int, rank: int
+) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
     """Memory by column, and bytes that a card must have: rollouts alone, or training, which is rollouts and updates."""
     from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
 
-    config, quantize = description.config, given.quantize
-    sizes = (given.batch_size, PROMPT_LENGTH)
-    rollout = estimate_rollout(config, *sizes, given.dtype, quantize)
+    config, dtype, quantize = description.config, trained.policy.dtype, trained.policy.quantize
+    microbatch_size = trained.optim.microbatch_size
+    sizes = (batch_size, PROMPT_LENGTH)
+    rollout = estimate_rollout(config, *sizes, dtype, quantize)
     # Adapters of a quantised base are trained in float32 around it, so rollouts in between are float32, too.
     between = estimate_rollout(config, *sizes, "float32", quantize) if quantize else rollout
     updates = [
-        estimate_lora_update(config, given.microbatch_size, PROMPT_LENGTH, given.dtype, rank, recompute, quantize)
+        estimate_lora_update(config, microbatch_size, PROMPT_LENGTH, dtype, rank, recompute, quantize)
         for recompute in (True, False)
     ]
     needs = [rollout.total, *(max(update.total, between.total + update.lasting) for update in updates)]

@@ -12,6 +12,7 @@ from vlarl.config.paths import brief
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import RunProgress
 from vlarl.config.schema import Config
+from vlarl.config.start import Start
 from vlarl.config.suites import suite_facts
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
@@ -26,8 +27,9 @@ words:
   iteration  one round: a rollout of rollout.num_groups groups, an update of the policy, an evaluation if one is due"""
 
 
-def opening_line(config: Config | FinetuneConfig, folder: Path) -> str:
-    """The run, its policy, its tasks and its device in one line, before anything is loaded."""
+def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | None) -> list[str]:
+    """The run, what it starts from (None: a run that is resumed), its policy, tasks and device in one line, before
+    anything is loaded, and what to know of the start."""
     if isinstance(config, Config):
         what = f"suite {config.env.suite}"
         is_here = config.distributed.backend == "local"
@@ -36,7 +38,9 @@ def opening_line(config: Config | FinetuneConfig, folder: Path) -> str:
         what = f"demonstrations {brief(demos.path) if demos.path else 'of ' + _listed(demos.suites)}"
         is_here = True
     device = _device(config.run.device) if is_here else "those of a Ray cluster"
-    return f"run {brief(folder)}: policy {brief(config.policy.path)}, {what}, device {device}"
+    label = "" if start is None else f"{start.label}, "
+    line = f"run {brief(folder)}: {label}policy {brief(config.policy.path)}, {what}, device {device}"
+    return [line, f"note: {start.note}"] if start is not None and start.note else [line]
 
 
 def _device(wanted: str) -> str:

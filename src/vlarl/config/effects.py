@@ -14,7 +14,7 @@ from typing import Any
 from vlarl.config.effects_table import FINETUNE, TRAIN, Condition
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags
-from vlarl.config.known import GYM, KNOWN_SUITES
+from vlarl.config.known import CHECKPOINT_SERIES, GYM, KNOWN_SUITES
 from vlarl.config.presets import PRESET_FOLDER, presets_for_suite
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
@@ -63,20 +63,25 @@ def without_effect(
 
 
 def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterator[Problem]:
-    """Built-in weights were trained on the tabletop; elsewhere they act only where the user named them."""
+    """Weights that were trained for another suite act only where the user named them: the built-in ones on other robots
+    than the tabletop's, a preset's checkpoint where there is none like it for the suite."""
     path, suite = config.policy.path, config.env.suite
     named = "policy.path" in flags.values or (_is_own(document) and "policy.path" in _written(document))
     # A Config in place of a file has no document; what it pairs was checked, or written down, when it was made.
     named = named or (not document.name and "env.suite" not in flags.values)
-    is_foreign = suite in KNOWN_SUITES and not suite.startswith("tabletop_")
+    home = next((own for series in CHECKPOINT_SERIES.values() for own, name in series.items() if name == path), None)
+    if path.startswith("builtin:"):
+        home = "tabletop"
+    is_foreign = home is not None and suite in KNOWN_SUITES and not suite.startswith(home)
     if suite == GYM and config.gym.env is None:  # which is refused already
         return
-    if not path.startswith("builtin:") or not is_foreign or named:
+    if not is_foreign or named:
         return
     world, fitting = (config.gym.env, []) if suite == GYM else (suite, presets_for_suite(suite))
-    start = f", start from the preset {' or '.join(fitting)}" if fitting else ""
+    start = f", start from the preset {' or '.join(fitting)}" if fitting and home == "tabletop" else ""
+    trained = "on the tabletop's robot" if home == "tabletop" else f"for {home}"
     remedy = (
-        f"these weights were trained on the tabletop's robot and know nothing of {world}; name a checkpoint made for "
+        f"these weights were trained {trained} and know nothing of {world}; name a checkpoint made for "
         f"it with --policy.path{start}, or say --policy.path {path} to train them here all the same"
     )
     yield Problem(f"policy.path = {shown(path)} with env.suite = {shown(suite)}", remedy, ("policy.path", "env.suite"))

@@ -84,3 +84,19 @@ KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", "combi
 
 GROUP_METHODS = ("grpo", "rloo", "group_norm", "cpgd")
 """Algorithms that need groups of several episodes, which they compare with each other."""
+
+CHECKPOINT_SERIES: dict[str, dict[str, str]] = {
+    "libero_spatial_grpo_oft": {
+        "libero_spatial": "Haozhan72/Openvla-oft-SFT-libero-spatial-traj1",
+        "libero_object": "Haozhan72/Openvla-oft-SFT-libero-object-traj1",
+        "libero_goal": "Haozhan72/Openvla-oft-SFT-libero-goal-traj1",
+        "libero_10": "Haozhan72/Openvla-oft-SFT-libero10-traj1",
+    },
+    "libero_spatial_ppo_openvla": {
+        "libero_spatial": "openvla/openvla-7b-finetuned-libero-spatial",
+        "libero_object": "openvla/openvla-7b-finetuned-libero-object",
+        "libero_goal": "openvla/openvla-7b-finetuned-libero-goal",
+        "libero_10": "openvla/openvla-7b-finetuned-libero-10",
+    },
+}
+"""Published checkpoints of one recipe, one for each suite, by the preset that starts from them."""

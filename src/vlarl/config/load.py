@@ -18,15 +18,16 @@ from vlarl.config.effects import check_given
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.paths import located
-from vlarl.config.presets import find_source, preset_of
+from vlarl.config.presets import find_source
 from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
 from vlarl.config.run_checkpoints import with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import recipe, respelled
+from vlarl.config.start import read_start, start_of
 from vlarl.config.translations import Half
 from vlarl.config.trust import is_of_run, refuse_untrusted
-from vlarl.config.yaml_source import Document, describe_value, read_document
+from vlarl.config.yaml_source import Document, describe_value
 from vlarl.errors import UsageError
 
 Overrides = Sequence[str] | Mapping[str, object] | Flags
@@ -81,10 +82,9 @@ def load_config(
     if isinstance(source, schema):
         base, file, document = source, None, Document("", {})
     else:
-        named = _path_of(source)
-        base, file = schema(), find_source(preset_of(flags.values) if named is None else named)
-        document = read_document(file)
-        _refuse_other_kind(document, schema, named)
+        start = start_of(_path_of(source), flags.values)
+        base, file, document = schema(), find_source(start.source), read_start(start, flags.values)
+        _refuse_other_kind(document, schema, start.source)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
     data = _respelled(_merged(base.model_dump(), document.data, flags.values), schema)
     config, problems = _validated(data, schema, document, flags)
@@ -142,9 +142,7 @@ def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) 
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
 
 
-def _refuse_other_kind(
-    document: Document, schema: type[Config] | type[FinetuneConfig], source: str | Path | None
-) -> None:
+def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneConfig], source: str | Path) -> None:
     """A file whose sections are those of another command is answered with that command."""
     given = set(document.data)
     for command, other in COMMANDS.items():

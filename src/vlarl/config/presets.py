@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import vlarl
@@ -14,8 +13,6 @@ from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 
 DEFAULT_PRESET = "tabletop_grpo"
-OF_SUITE = {"libero_spatial": "libero_spatial_grpo_oft", "metaworld_mt10": "metaworld_grpo"}
-"""What a command line without a preset starts from, by the suite that it names; the default preset for all others."""
 PRESET_FOLDER = Path(vlarl.__file__).parent / "configs"
 SHORTEST_PART = 3  # letters of a preset's name, such as ppo
 
@@ -38,20 +35,11 @@ def presets_for_suite(suite: str) -> list[str]:
     return [name for name, env in sections if isinstance(env, dict) and str(env.get("suite")).startswith(f"{family}_")]
 
 
-def preset_of(given: Mapping[str, object]) -> str:
-    """The preset that these options go over, where none is named: that of their suite, unless they name a policy."""
-    suite = given.get("env.suite")
-    if not isinstance(suite, str) or "policy.path" in given:
-        return DEFAULT_PRESET
-    return OF_SUITE.get(suite_name(suite), DEFAULT_PRESET)
-
-
 def find_source(source: str | Path | None) -> Path:
     """The file that a preset's name or a path stands for; None is the default preset."""
     name = DEFAULT_PRESET if source is None else str(source)
-    preset = _file(name)
-    if isinstance(source, str | None) and Path(name).name == name and _is_file(preset):
-        return preset
+    if source is None or is_preset(source):
+        return _file(name)
     path = Path(name)
     if _can_exist(path) and path.is_dir():
         inside = path / "config.yaml"
@@ -82,9 +70,14 @@ def _missing(name: str) -> str:
     return f"{name}: unknown preset; {hint}: {', '.join(known)}"
 
 
+def is_preset(source: str | Path) -> bool:
+    """Whether a word is the name of a preset; a path is that of a file always."""
+    return isinstance(source, str) and Path(source).name == source and _is_file(_file(source))
+
+
 def is_source(text: str) -> bool:
     """Whether a word of a command line names a preset, or a YAML file that is there."""
-    if Path(text).name == text and _is_file(_file(text)):
+    if is_preset(text):
         return True
     return text.endswith((".yaml", ".yml")) and _is_file(Path(text))
 

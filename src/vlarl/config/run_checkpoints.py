@@ -28,7 +28,9 @@ from vlarl.json_files import read_object
 
 DEFAULT_ROOT = "runs"
 CHECKPOINTS, FINAL, PERIODIC, COUNTERS = "checkpoints", "final", "step_", "trainer.json"
-POLICY_FILES = ("config.json", "adapter_config.json")
+ADAPTER, TRAINER_WEIGHTS = "adapter_config.json", "trainer.safetensors"
+POLICY_FILES = ("config.json", ADAPTER)
+SMALL_BYTES = 1 << 30  # of weights: a model that is trained whole, in float32, on a small machine
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
 
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
@@ -116,12 +118,39 @@ def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
     raise UsageError(f"{subject} {listed if runs else f'{where} holds no runs with a checkpoint.'} Give {ACCEPTED}.")
 
 
-def refuse_unknown_starts(config: Config | FinetuneConfig) -> None:
-    """Refuse a configuration that starts from a checkpoint which does not exist, before a run is made for it."""
-    for section, field in OPTIONS:
-        value = getattr(getattr(config, section, None), field, None)
-        if value is not None:
-            refuse_unknown(value, config.run.root)
+def checkpoint_here(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
+    """The folder of a checkpoint on this machine; None for a hub id. UsageError for what can be neither."""
+    if (folder := local_folder(name)) is not None:
+        return holding_policy(name, folder)
+    refuse_unknown(name, root)
+    if as_hub_id(name) is None:
+        raise UsageError(f"{name} is not a checkpoint: there is no such folder. Give {ACCEPTED}.")
+    return None
+
+
+def holding_policy(name: str, folder: Path) -> Path:
+    """The folder, where a policy is in it."""
+    if not _holds_policy(folder):
+        raise UsageError(f"{name} is not a checkpoint: it holds no config.json. Give {ACCEPTED}.")
+    return folder
+
+
+def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
+    """Whether a checkpoint is a small model, by the weights in its folder or in that of the base under an adapter.
+
+    One of the hub is taken for a large one; a name that is not a checkpoint at all, which is refused later, is not.
+    """
+    if name.partition(":")[0] in ("builtin", "init"):
+        return True
+    folder = local_folder(locate_checkpoint(name, root).path)
+    if folder is None:
+        return as_hub_id(name) is None
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+        # An adapter of an adapter is none that vlarl loads.
+        return isinstance(base, str) and not Path(base, ADAPTER).is_file() and is_small_checkpoint(base, root)
+    weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
+    return sum(path.stat().st_size for path in weights if path.name != TRAINER_WEIGHTS) < SMALL_BYTES
 
 
 def with_located(config: AnyConfig) -> AnyConfig:

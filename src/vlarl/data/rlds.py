@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vlarl.config.dataset_folder import INFO, find_dataset
 from vlarl.data.features import UNKNOWN, Field, parse_features
 from vlarl.data.image_headers import NotAnImageError, image_size
 from vlarl.data.tf_example import Example, MalformedExampleError
@@ -33,7 +34,7 @@ from vlarl.observability.machine import available_cores
 from vlarl.policies.openvla.jpeg import decode_image
 from vlarl.types import IntArray, UInt8Array
 
-INFO, FEATURES = "dataset_info.json", "features.json"
+FEATURES = "features.json"
 STEPS = "steps/"
 FEW_FRAMES = 4  # are decoded here and now, more of them in several threads
 TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
@@ -276,22 +277,6 @@ class Step:
         """[H, W, 3] what a camera sees at this step; decodes this frame alone."""
         frame: UInt8Array = self._episode.images(f"{STEPS}observation/{camera}", [self._index])[0]
         return frame
-
-
-def find_dataset(path: Path) -> Path:
-    """The folder with dataset_info.json: the path itself, or the only one at most two levels below it."""
-    if not path.is_dir():
-        raise UsageError(f"{path} is no folder: name the folder of an RLDS dataset, such as data/NAME/1.0.0.")
-    found = (
-        [path]
-        if (path / INFO).is_file()
-        else sorted(p.parent for p in [*path.glob(f"*/{INFO}"), *path.glob(f"*/*/{INFO}")])
-    )
-    if not found:
-        raise UsageError(f"{path} holds no RLDS dataset: there is no {INFO} in it or below it.")
-    if len(found) > 1:
-        raise UsageError(f"{path} holds several datasets; name one of {', '.join(map(str, found))}.")
-    return found[0]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from vlarl.config.dataset_folder import INFO
 from vlarl.data.conventions import recorded_actions
 from vlarl.data.features import Field, features_json
-from vlarl.data.rlds import FEATURES, INFO, STEPS, TEMPLATE
+from vlarl.data.rlds import FEATURES, STEPS, TEMPLATE
 from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tf_example import Feature, encode_example
 from vlarl.data.tfrecord import write_record

@@ -38,3 +38,15 @@ def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: Rewar
         return metaworld_factory(env, image_size, reward)
     suites = [suite for suite in KNOWN_SUITES if not suite.startswith("tabletop_")]
     raise UsageError(f"env.suite: {env.suite!r} does not run in processes; those that do: {', '.join(suites)}.")
+
+
+def refuse_missing_simulator(env: EnvConfig) -> None:
+    """Refuse a suite whose simulator, or a file that it needs, is not on this machine."""
+    if env.suite.startswith("libero_"):
+        from vlarl.envs.libero import find_installed
+
+        find_installed(env)
+    if env.suite.startswith("metaworld_"):
+        from vlarl.envs.metaworld import refuse_not_installed
+
+        refuse_not_installed()

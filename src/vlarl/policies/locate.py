@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -15,11 +14,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vlarl.config.run_checkpoints import ACCEPTED, as_hub_id, locate_checkpoint, refuse_unknown
+from vlarl.config.known import BUILTIN_DECODERS
+from vlarl.config.run_checkpoints import as_hub_id, checkpoint_here, holding_policy, locate_checkpoint
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
-BUILTIN = {"builtin:tiny-oft": "tiny-oft", "builtin:tiny-openvla": "tiny-openvla"}
+BUILTIN = {f"builtin:{name}": name for name in BUILTIN_DECODERS}
 """Checkpoints that ship with vlarl, and their folders in the package."""
 
 # What a checkpoint is made of. Neither pickled weights nor the repository's code is ever fetched.
@@ -31,18 +31,12 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 def checkpoint_folder(path: str | Path) -> Path:
     """The folder behind a built-in name, a path, a run or a hub id, which is downloaded into the hub's cache."""
-    path = locate_checkpoint(path).path
-    if str(path) in BUILTIN:
-        return Path(str(files("vlarl.policies") / "builtin" / BUILTIN[str(path)]))
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        refuse_unknown(str(path))
-        hub_id = as_hub_id(str(path))
-        if hub_id is None:
-            raise UsageError(f"{path} is not a checkpoint: there is no such folder. Give {ACCEPTED}.")
-        folder = _download(hub_id["repo"], hub_id["revision"])
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UsageError(f"{path} is not a checkpoint: it holds no config.json. Give {ACCEPTED}.")
+    name = locate_checkpoint(path).path
+    folder = checkpoint_here(name)
+    if folder is None:
+        hub_id = as_hub_id(name)
+        assert hub_id is not None, "anything else is refused"
+        folder = holding_policy(name, _download(hub_id["repo"], hub_id["revision"]))
     return folder
 
 

@@ -10,7 +10,7 @@ import torch
 from vlarl.config.callables import find_given, is_given
 from vlarl.config.recipe import parse_rule
 from vlarl.config.schema import RewardConfig
-from vlarl.errors import UsageError
+from vlarl.devices import usable_device
 from vlarl.rewards.base import Reward
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.function import FunctionReward
@@ -81,12 +81,7 @@ def _rules(config: RewardConfig, run: Surroundings) -> RulesReward:
 
 def _model(config: RewardConfig, run: Surroundings) -> Reward:
     assert config.model is not None, "checked with the configuration"
-    device = run.device if config.device is None else torch.device(config.device)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"reward.device: {config.device!r} can't be used here ({reason}); try `cpu`.") from error
+    device = run.device if config.device is None else usable_device("reward.device", config.device)
     return load_reward_model(config.model, device, config.scoring, config.batch_size)
 
 

@@ -14,12 +14,12 @@ from vlarl.config.run_checkpoints import (
     list_runs,
     locate_checkpoint,
     refuse_unknown,
-    refuse_unknown_starts,
     resumed_checkpoint,
     run_progress,
 )
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
+from vlarl.preflight import refuse_early
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_a_configuration_that_starts_from_nothing_is_refused(run, option):
     save(run, "final", 5)
     section, _, field = option.partition(".")
     config = Config()
-    refuse_unknown_starts(config)
+    refuse_early(config)
     part = getattr(config, section).model_copy(update={field: "mien"})
     with pytest.raises(UsageError, match=r"mien is not a checkpoint: .*Did you mean the run 'mine'"):
-        refuse_unknown_starts(config.model_copy(update={section: part}))
+        refuse_early(config.model_copy(update={section: part}))
 
 
 def test_a_run_that_is_deleted_between_listing_and_looking_does_not_fail_the_list(run, monkeypatch):

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 import vlarl.data.rlds as rlds
+from vlarl.config.dataset_folder import find_dataset
 from vlarl.data.features import features_json, parse_features
-from vlarl.data.rlds import RldsDataset, find_dataset
+from vlarl.data.rlds import RldsDataset
 from vlarl.data.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, encode_example
 from vlarl.data.tfrecord import TFRecordFile, write_record
 from vlarl.errors import UsageError

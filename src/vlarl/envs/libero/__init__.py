@@ -23,11 +23,11 @@ from vlarl.config.schema import EnvConfig
 from vlarl.config.suites import cameras_of
 from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
 from vlarl.envs.libero.assets import find_assets
-from vlarl.envs.libero.suites import libero_spec
+from vlarl.envs.libero.suites import libero_spec, package_folder
 from vlarl.envs.libero.versions import KNOWN_GOOD_MUJOCO, mujoco_problem
 from vlarl.errors import MissingExtraError, UsageError
 
-__all__ = ["KNOWN_GOOD_MUJOCO", "LiberoFactory", "libero_factory", "mujoco_problem"]
+__all__ = ["KNOWN_GOOD_MUJOCO", "LiberoFactory", "find_installed", "libero_factory", "mujoco_problem"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,13 +74,19 @@ def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse",
     if reward == "dense":
         raise UsageError(f"reward: {config.suite} pays at success only; choose another reward than dense.")
     spec = libero_spec(config.suite, config.max_steps)
-    assets = find_assets(config.assets)
-    try:
-        mujoco = importlib.metadata.version("mujoco")
-    except importlib.metadata.PackageNotFoundError:
-        raise MissingExtraError("mujoco", "libero") from None
+    assets, mujoco = find_installed(config)
     if problem := mujoco_problem(mujoco):
         _log.warning("MuJoCo %s: %s", mujoco, problem)
     cameras = cameras_of(config)
     shape = (len(cameras), image_size, image_size, 3)
     return LiberoFactory(spec, shape, assets, cameras, config.exact_pixels, config.render, config.render_gpu)
+
+
+def find_installed(config: EnvConfig) -> tuple[Path, str]:
+    """The folder of the assets and the version of MuJoCo; what is missing is refused."""
+    package_folder()
+    assets = find_assets(config.assets)
+    try:
+        return assets, importlib.metadata.version("mujoco")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingExtraError("mujoco", "libero") from None

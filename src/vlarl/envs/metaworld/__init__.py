@@ -62,8 +62,7 @@ class MetaWorldFactory:
 
 def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) -> MetaWorldFactory:
     """What makes the configured suite's environments; refuses where Meta-World is not installed."""
-    if importlib.util.find_spec("metaworld") is None:
-        raise MissingExtraError("metaworld", "metaworld")
+    refuse_not_installed()
     render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
     return MetaWorldFactory(
         metaworld_spec(config.suite, config.max_steps),
@@ -74,3 +73,9 @@ def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) ->
         render,
         config.render_gpu,
     )
+
+
+def refuse_not_installed() -> None:
+    """Refuse where Meta-World is not installed."""
+    if importlib.util.find_spec("metaworld") is None:
+        raise MissingExtraError("metaworld", "metaworld")

@@ -1,0 +1,88 @@
+"""A reward that is named as `module:function`: the one place where its module is looked for, and imported."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from vlarl.config.problems import nearest
+from vlarl.errors import UsageError, raised_in, told
+
+LISTED = 10  # functions that a message names
+
+
+def import_function(source: str) -> Callable[..., float]:
+    """The function behind `module:function`, or a message that says which half is wrong."""
+    module_name, _, name = source.partition(":")
+    _look_here()
+    try:
+        module = importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's module: whatever it does is told to them
+        raise _cannot_import(source, error) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"reward.source: {module_name!r} has no function {name!r}; {_there(module, name)}.")
+    return function  # type: ignore[no-any-return]
+
+
+def refuse_missing_module(source: str) -> None:
+    """Refuse a module that is not there, as importing it would; nothing of it is run."""
+    module_name = source.partition(":")[0]
+    if sys.modules.get(module_name) is not None:  # such as os.path and __main__, which have no file of that name
+        return
+    _look_here()
+    parts = module_name.split(".")
+    if not parts[0]:  # a relative name, which importing answers
+        return
+    found = importlib.util.find_spec(parts[0])
+    for depth in range(1, len(parts) + 1):
+        name = ".".join(parts[:depth])
+        if depth > 1 and found is not None:
+            found = PathFinder.find_spec(name, list(found.submodule_search_locations or ()))
+        if found is None:
+            raise _cannot_import(source, ModuleNotFoundError(f"No module named {name!r}", name=name))
+
+
+def _look_here() -> None:
+    """Find modules in the working folder, too, which the `vlarl` program starts without."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _cannot_import(source: str, error: BaseException) -> UsageError:
+    module = source.partition(":")[0]
+    return UsageError(f"reward.source: cannot import the module {module!r} of {source!r}: {_why(error, module)}")
+
+
+def _there(module: ModuleType, name: str) -> str:
+    """The functions that a module has of its own, for one that was asked for and is not there."""
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
+    if not own:
+        return "it defines none; write `def NAME(trajectory): ...` in it"
+    match = nearest(name, own)
+    return (f"did you mean {module.__name__}:{match}? " if match else "") + f"It has {', '.join(own[:LISTED])}"
+
+
+def _why(error: BaseException, module: str) -> str:
+    """What went wrong while a module was imported, and what helps."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"{error}. Run from the folder that holds it, or put that folder on PYTHONPATH."
+    if isinstance(error, ModuleNotFoundError):
+        return f"it needs the package {error.name!r}, which is not installed in this environment; install it."
+    if isinstance(error, SyntaxError):
+        place = f"{Path(error.filename or module).name}, line {error.lineno}"
+        return f"{type(error).__name__} in {place}: {error.msg}; correct it."
+    frames = [frame for frame in raised_in(error) if "importlib" not in frame.filename]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    if isinstance(error, SystemExit):
+        return f'it {told(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
+    return f"it {told(error)}{place}; correct it, or move what fails into the function."

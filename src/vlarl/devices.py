@@ -1,0 +1,45 @@
+"""The device that a user asks for, or what keeps torch from using it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from vlarl.config.words import counted
+from vlarl.errors import UsageError
+
+
+def usable_device(option: str, wanted: str) -> torch.device:
+    """The device of this name; UsageError, with what helps, where torch can't use it."""
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = _why_no_cuda(wanted) if wanted.startswith("cuda") else None
+        reason = reason or f"{str(error).splitlines()[0]}; try `cpu`."
+        raise UsageError(f"{option}: {wanted!r} can't be used here: {reason}") from error
+    return device
+
+
+def _why_no_cuda(wanted: str) -> str | None:
+    """What is missing, as the end of a sentence; None where torch's own words are the best there is."""
+    version, built_for = torch.__version__, torch.version.cuda or torch.version.hip
+    if built_for is None:
+        install = f"pip uninstall -y torch && pip install torch=={version.partition('+')[0]}"
+        return (
+            f"this torch ({version}) is built for the CPU alone. Install its CUDA build: `{install}` "
+            "(https://pytorch.org/get-started has the command for your system and driver), or use `cpu`."
+        )
+    found = torch.cuda.device_count()
+    if found == 0:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limits = f" CUDA_VISIBLE_DEVICES is {hidden!r}: unset it if it hides them." if hidden is not None else ""
+        return (
+            f"torch ({version}, built for CUDA {built_for}) sees no GPU.{limits} Check the driver with `nvidia-smi`, "
+            "or use `cpu`."
+        )
+    index = wanted.partition(":")[2]
+    if index.isdigit() and int(index) >= found:
+        return f"torch sees {counted(found, 'GPU')}: use {' or '.join(f'cuda:{n}' for n in range(min(found, 8)))}."
+    return None
