@@ -138,6 +138,9 @@ def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) 
     """Overrides in any of their forms as flags."""
     if isinstance(overrides, Flags):
         return overrides
+    if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
+        remedy = "give options as a mapping, such as {'run.seed': 1}"
+        raise UsageError(f"overrides = {describe_value(overrides)}: {remedy}")
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
 
 
