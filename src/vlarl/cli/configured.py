@@ -19,7 +19,7 @@ from vlarl.config.aliases import ALIASES, alias_of
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.flags import Flags, parse_flags
+from vlarl.config.flags import BOOLEANS, Flags, parse_flags
 from vlarl.config.load import COMMANDS as SCHEMAS
 from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
@@ -159,7 +159,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             field, needs = WITH_NAME[flag]
-            if not value:
+            if not value or value.lower() in BOOLEANS:
                 raise UsageError(f"{flag}: needs {needs}")
             own[field] = value
         else:

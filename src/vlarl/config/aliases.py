@@ -361,6 +361,7 @@ ELSEWHERE: dict[str, str] = {
 """Names without an option of that meaning: what to do instead."""
 
 FOREIGN_PREFIXES = ("actor_rollout_ref.", "trainer.", "data.", "reward_model.", "runner.", "actor.", "cluster.")
+LEROBOT_PREFIXES = ("dataset.", "optimizer.", "scheduler.", "peft.", "wandb.", "robot.", "teleop.", "job.")
 PAGE = "an option of another system; docs/coming-from.md has a table of what replaces what"
 
 
@@ -398,4 +399,4 @@ def answer_to(name: str, known: frozenset[str], prefix: str = "") -> str | None:
         return f"an option of `vlarl {command}`, where it is {prefix}{path}"
     if name in TRANSLATED and TRANSLATED[name].options:
         return "an option of `vlarl train`, where it is " + " and ".join(TRANSLATED[name].options)
-    return PAGE if name.startswith(FOREIGN_PREFIXES) else None
+    return PAGE if name.startswith((*FOREIGN_PREFIXES, *LEROBOT_PREFIXES)) else None

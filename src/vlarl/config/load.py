@@ -19,7 +19,7 @@ from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.paths import located
 from vlarl.config.presets import find_source, preset_of
 from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
-from vlarl.config.run_checkpoints import with_located
+from vlarl.config.run_checkpoints import check_models, with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import respelled
@@ -93,7 +93,9 @@ def load_config(
     if config is not None:
         config = with_located(config) if isinstance(config, Config) else with_located(config)
         wrong = {path for problem in problems for path in problem.paths}
-        problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
+        problems += [
+            problem for problem in [*check(config), *check_models(config)] if not wrong.intersection(problem.paths)
+        ]
         told = {path for problem in problems for path in problem.paths}
         given = check_given(config, document, flags, with_policy)
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]

@@ -10,7 +10,8 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief
-from vlarl.config.problems import nearest
+from vlarl.config.problems import Problem, nearest, shown
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
 from vlarl.errors import UsageError
@@ -34,6 +35,22 @@ ACCEPTED = (
     + ", ".join(f"builtin:{name}" for name in BUILTIN_DECODERS)
 )
 """What is accepted wherever a checkpoint is wanted."""
+
+OTHER_MODELS = (
+    "act",
+    "diffusion",
+    "gr00t",
+    "groot",
+    "octo",
+    "pi0",
+    "pi05",
+    "pi0fast",
+    "rdt",
+    "smolvla",
+    "vqbet",
+    "xvla",
+)
+"""Kinds of policies that are not read, as the names of their checkpoints begin."""
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
@@ -66,7 +83,10 @@ def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Loca
 
 
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
-    """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there."""
+    """Refuse a name that can be neither a checkpoint nor a run: no path, hub id or built-in name, and not there; and
+    the hub id of another kind of policy."""
+    if message := other_model(name):
+        raise UsageError(f"{name}: {message}")
     if Path(name).name != name or ":" in name or local_folder(name) is not None:
         return
     runs = list_runs(Path(root).expanduser())
@@ -76,6 +96,24 @@ def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
     raise UsageError(
         f"{name} is not a checkpoint: there is no folder or run of that name. {hint}{listed}Give {ACCEPTED}."
     )
+
+
+def other_model(name: str) -> str | None:
+    """What to say of a hub id that names another kind of policy; None where the name does not say so."""
+    organisation, _, model = name.partition("/")
+    kind = re.split(r"[-_.@]", model.lower())[0]
+    if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
+        return None
+    said = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
+    return f"{said}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+
+
+def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
+    """Checkpoints of another kind, where a configuration names one."""
+    for section, field in OPTIONS:
+        value = getattr(getattr(config, section), field, None)
+        if value is not None and (message := other_model(value)):
+            yield Problem(f"{section}.{field} = {shown(value)}", message, (f"{section}.{field}",))
 
 
 def with_located(config: AnyConfig) -> AnyConfig:

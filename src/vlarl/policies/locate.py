@@ -58,6 +58,7 @@ def hub_training_data(path: str) -> TrainingData | None:
     hub_id = HUB_ID.fullmatch(path)
     if hub_id is None or Path(path).expanduser().is_dir() or _looks_local(path, hub_id):
         return None
+    refuse_unknown(path)
     data = read_training_data(_download(hub_id["repo"], hub_id["revision"], [FILE_NAME]))
     return None if data is None else replace(data, said_by=f"{path}/{FILE_NAME}")
 
