@@ -41,6 +41,9 @@ _HOMES = {
     "train": "vlarl.api",
 }
 
+_EXPLAINED = ("load_config", "load_policy")
+"""Functions that the commands call too, whose mistakes are told in the words of Python here."""
+
 __all__ = [
     "Config",
     "EpisodeRecord",
@@ -60,7 +63,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vlarl' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found = getattr(import_module(_HOMES[name]), name)
+    if name in _EXPLAINED:
+        found = import_module("vlarl.python_answers").explained(found)
+        found.__module__ = __name__
+        globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -4,34 +4,33 @@
     evaluate, compare ──► eval_request ──► evaluation.run_evaluation
     finetune ──► load_config ──► data.sft.finetune
 
-Mistakes are answered with UsageError, as on the command line.
+Mistakes are answered with UsageError, as on the command line, in the words of Python (python_answers).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
-from vlarl.cli import limit_spinning
 from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
-from vlarl.config.aliases import alias_of
 from vlarl.config.callables import refuse_unsendable
 from vlarl.config.describe import options
 from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.flags import Flags, from_mapping
+from vlarl.config.flags import Flags, from_mapping, suggestion
+from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.load import Overrides, as_flags, load_config
 from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.resume_command import refuse_without_callables
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import Config, Section
+from vlarl.config.schema import Config
+from vlarl.config.spelling import suite_name
 from vlarl.config.suites import StateProtocol
 from vlarl.errors import UsageError
+from vlarl.python_answers import explained
 from vlarl.types import EvalResult, Trajectory
 
 if TYPE_CHECKING:
@@ -39,48 +38,6 @@ if TYPE_CHECKING:
     from vlarl.observability.comparison import Comparison
     from vlarl.observability.eval_dir import EvalRecord
     from vlarl.session import RunSummary
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-HABITS = {
-    "config": "source",
-    "preset": "source",
-    "reward_fn": "reward",
-    "reward_funcs": "reward",
-    "env_fn": "env",
-    "make_env": "env",
-    "callback": "on_iteration",
-    "callbacks": "on_iteration",
-    "task_ids": "tasks",
-    "task_suite": "suite",
-    "states_per_task": "episodes",
-    "n_episodes": "episodes",
-    "num_episodes": "episodes",
-    "n_eval_episodes": "episodes",
-    "on_result": "on_episode",
-    "resume_from_checkpoint": "resume",
-}
-"""Names of arguments in other systems, for suggestions only."""
-
-
-class UnknownArgumentError(UsageError, TypeError):
-    """A keyword argument that a function does not have; the message names the nearest one that it has."""
-
-
-def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function as the command runs it, and a keyword that it does not have answered by the one that is meant."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        limit_spinning()
-        for name in kwargs:
-            if name not in known:
-                raise UnknownArgumentError(_unknown(function.__name__, name, known))
-        return function(*args, **kwargs)
-
-    return call
 
 
 @explained
@@ -122,7 +79,7 @@ def train(
     if reward is not None:
         given["reward.source"] = _reward(reward)
     if env is not None:
-        given |= {"env.suite": "gym", "gym.env": _env(env)}
+        given |= {"env.suite": "gym", "gym.env": _env(env, "{'env.suite': %r} in the overrides")}
     flags = _flags(overrides, given, Config)
     folder, checkpoint = None, None
     if resume is not None:
@@ -283,13 +240,16 @@ def _eval_options(
     if tasks is not None:
         given["env.task_ids"] = tuple(tasks)
     if env is not None:
-        given |= {"env.suite": "gym", "gym.env": _env(env)}
+        given |= {"env.suite": "gym", "gym.env": _env(env, "suite=%r")}
     return given
 
 
 def _request(checkpoint: str | Path, flags: Flags, asked: _Asked) -> EvalRequest:
     from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
 
+    own = [path for path in flags.values if path.partition(".")[0] in SECTIONS]
+    if unknown := [path for path in own if path not in options(Config)]:
+        raise ConfigError([Problem(path, "unknown option" + suggestion(path, Config)) for path in unknown])
     if others := [path for path in flags.values if path.partition(".")[0] not in SECTIONS]:
         raise UsageError(
             f"{', '.join(others)}: an evaluation reads options of {', '.join(SECTIONS)} only, and its own arguments"
@@ -325,8 +285,6 @@ def _run(
 
 def _flags(overrides: Overrides, given: Mapping[str, object], schema: type[Config]) -> Flags:
     """The overrides, and what was given by arguments; UsageError for an option that is given by both."""
-    if isinstance(overrides, str):
-        raise UsageError(f"overrides = {overrides!r}: give options as a mapping, such as {{'run.seed': 1}}")
     flags = as_flags(overrides, schema)
     more = from_mapping(given)
     if twice := sorted(flags.values.keys() & more.values.keys()):
@@ -352,8 +310,14 @@ def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory
     return reward
 
 
-def _env(env: Callable[..., Any] | str) -> Callable[..., Any] | str:
+def _env(env: Callable[..., Any] | str, suite_option: str) -> Callable[..., Any] | str:
+    """What makes an environment, or its id; a suite is named by `suite_option`."""
     if isinstance(env, str):
+        if suite := nearest(suite_name(env), KNOWN_SUITES, cutoff=0.85):
+            raise UsageError(
+                f"env = {env!r}: a suite of tasks is chosen by {suite_option % suite}; env takes what makes a "
+                "Gymnasium environment, or its id."
+            )
         return env
     given: object = env
     if not callable(given):
@@ -363,25 +327,3 @@ def _env(env: Callable[..., Any] | str) -> Callable[..., Any] | str:
         )
     refuse_unsendable("env", env)
     return env
-
-
-def _unknown(function: str, name: str, known: Sequence[str]) -> str:
-    """What to say of a keyword argument that a function does not have."""
-    subject = f"vlarl.{function}: unknown argument {name!r}"
-    if function == "evaluate" and name == "against":
-        return f"{subject}; two checkpoints are compared by vlarl.compare(FIRST, SECOND)"
-    habit = HABITS.get(name)
-    if habit not in known:
-        habit = None
-    if match := habit or nearest(name, known, cutoff=0.75):
-        return f"{subject}; did you mean {match!r}?"
-    schema: type[Section] = FinetuneConfig if function == "finetune" else Config
-    paths = [path for path in options(schema) if path.partition(".")[2] == name]
-    alias = alias_of(name, frozenset(options(schema)))
-    if meant := [alias] if alias is not None else paths:
-        argument = "overrides=" if function in ("evaluate", "compare") else ""
-        examples = " or ".join(f"{argument}{{{path!r}: ...}}" for path in meant)
-        return f"{subject}; options of the configuration go into the overrides: {examples}"
-    match = nearest(name, known, cutoff=0.5)
-    hint = f"did you mean {match!r}? " if match else ""
-    return f"{subject}; {hint}Arguments: {', '.join(known)}"

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ import vlarl.api
 import vlarl.data.sft
 import vlarl.evaluation
 import vlarl.loop
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.load import to_yaml
 from vlarl.errors import UsageError, VlarlError
+from vlarl.python_answers import in_python
 from vlarl.types import EvalResult
 
 FUNCTIONS = ("train", "evaluate", "compare", "finetune", "load_config", "load_policy")
@@ -136,6 +139,21 @@ def test_a_resumed_run_reads_no_preset(trained):
         ({"seed": 1}, r"vlarl.train: unknown argument 'seed'; .*overrides: \{'run.seed': ...\}"),
         ({"lr": 1}, r"\{'optim.lr': ...\} or \{'critic.lr': ...\}"),
         ({"lora_rank": 8}, r"\{'lora.rank': ...\}"),
+        ({"optim_lr": 1}, r"go into the overrides: \{'optim.lr': ...\}$"),
+        ({"optim__lr": 1}, r"\{'optim.lr': ...\}$"),
+        ({"env_suite": "tabletop_goal"}, r"\{'env.suite': ...\}$"),
+        ({"model": "x"}, r"\{'policy.path': ...\}$"),
+        ({"policy": "x"}, r"\{'policy.path': ...\}$"),
+        ({"algorithm": "ppo"}, r"\{'algorithm.name': ...\}$"),
+        ({"optim": {"lr": 1}}, r"\{'optim': \{...\}\}$"),
+        ({"output_dir": "x"}, "here it is run.root and run.name"),
+        ({"batch_size": 8}, "split into optim.minibatches optimizer steps"),
+        (
+            {"env": "tabletop_goal"},
+            r"env = 'tabletop_goal': a suite of tasks is chosen by \{'env.suite': 'tabletop_goal'",
+        ),
+        ({"env": "LIBERO-Spatial"}, r"\{'env.suite': 'libero_spatial'\}"),
+        ({"overrides": 3}, r"overrides = 3: give options as a mapping, such as \{'run.seed': 1\}"),
         ({"reward_fn": quick}, "did you mean 'reward'"),
         ({"resum": "x"}, "did you mean 'resume'"),
         ({"qqq": 1}, "Arguments: source, overrides, resume"),
@@ -159,6 +177,100 @@ def test_an_unknown_argument_is_a_type_error_too():
 def test_an_environment_that_is_made_already_is_refused(trained):
     with pytest.raises(UsageError, match="env: give a function or class that makes the environment, not "):
         vlarl.train(env=make_env())
+
+
+# The words of Python
+
+
+def parameters(name="train"):
+    return inspect.signature(getattr(vlarl, name)).parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--optim.lr must be above 0", "optim.lr must be above 0"),
+        ("set --env.num_envs 4", "set {'env.num_envs': 4}"),
+        (
+            "set --vllm.num_engines 1 and --distributed.backend ray; docs",
+            "set {'vllm.num_engines': 1} and {'distributed.backend': 'ray'}; docs",
+        ),
+        ("say --policy.path builtin:tiny-oft to train", "say {'policy.path': 'builtin:tiny-oft'} to train"),
+        ("with --policy.path, or without", "with policy.path, or without"),
+        ("--optim.minibatches optimizer steps", "optim.minibatches optimizer steps"),
+        ("--rollout.accuracy_bounds LOW HIGH, as", "{'rollout.accuracy_bounds': [LOW, HIGH]}, as"),
+        ("--gym.kwargs '{render_mode: rgb_array}', or", "{'gym.kwargs': {'render_mode': 'rgb_array'}}, or"),
+        ("choose another `--run.name`", "choose another `run.name`"),
+        ("set --demos.path DIR.", "set {'demos.path': DIR}."),
+        (
+            "add --trust; or give these options yourself on the command line",
+            "add trust=True; or give these options yourself",
+        ),
+        ("go on by `--resume runs/first`, or", "go on by `resume='runs/first'`, or"),
+        ("go on by `--resume first`, or", "go on by `resume='first'`, or"),
+        ("write --resume RUN, with", "write resume=RUN, with"),
+        ("then go on with --resume", "then go on with resume="),
+        ("--root DIR names the folder", "{'run.root': DIR} names the folder"),
+        ("must be a number > 0 or null", "must be a number > 0 or None"),
+        ("must be true or false", "must be True or False"),
+        ("`vlarl finetune --policy.actions l1` trains it", "`vlarl finetune --policy.actions l1` trains it"),
+        ("run: vlarl finetune x --run.name x", "run: vlarl finetune x --run.name x"),
+        ("  hf download a/b --repo-type dataset", "  hf download a/b --repo-type dataset"),
+        ("--gpu: unknown option", "--gpu: unknown option"),
+    ],
+)
+def test_flags_are_told_as_python_has_them(text, said):
+    assert in_python(text, parameters()) == said
+    assert in_python(said, parameters()) == said, "a message that is told twice stays as it is"
+
+
+def test_flags_of_an_evaluation_are_its_arguments():
+    text = "--episodes = 50: take --tasks (of x: 0 to 3), or name the protocol (--protocol benchmark)"
+    said = "episodes = 50: take tasks= (of x: 0 to 3), or name the protocol (protocol='benchmark')"
+    assert in_python(text, parameters("evaluate")) == said
+
+
+def test_the_interface_speaks_so(trained, tmp_path):
+    with pytest.raises(UsageError, match=r"with policy.path, .*or say \{'policy.path': 'builtin:tiny-openvla'\} to"):
+        vlarl.train("tabletop_grpo", {"env.suite": "libero_spatial"})
+    with pytest.raises(UsageError, match="kl.target = -1: must be a number > 0 or None"):
+        vlarl.load_config("tabletop_grpo", {"kl.target": -1})
+    foreign = tmp_path / "config.yaml"
+    foreign.write_text(
+        "env: {suite: gym}\ngym: {env: 'subprocess:call', instructions: [go]}\npolicy: {path: 'init:tiny-oft'}"
+    )
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UsageError, match="add trust=True; or give these options yourself. See"):
+        vlarl.load_config(foreign)
+    assert vlarl.load_config(foreign, trust=True).gym.env == "subprocess:call"
+
+
+def test_functions_of_the_commands_too_are_sent_by_name():
+    for function in (vlarl.load_config, vlarl.load_policy, vlarl.train):
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_configuration_is_not_changed():
+    config = vlarl.load_config("tabletop_grpo")
+    with pytest.raises(UsageError, match=r"optim.lr: .* with vlarl.load_config\(config, \{'optim.lr': 0.5\}\)"):
+        config.optim.lr = 0.5
+    with pytest.raises(AttributeError, match="demos.path"):
+        vlarl.load_config("tabletop_base", schema=FinetuneConfig).demos.path = "x"
+    assert vlarl.load_config(config, {"optim.lr": 0.5}).optim.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dtype": "fp16"}, "dtype = 'fp16': must be one of float32, bfloat16"),
+        ({"chunk_length": 0}, "chunk_length = 0: must be an integer > 0 and <= 1024 or None"),
+        ({"device": "gpu"}, "device = 'gpu' can't be used here .*; try 'cpu'"),
+        ({"lr": 1}, "vlarl.load_policy: unknown argument 'lr'; Arguments: path, decoder"),
+    ],
+)
+def test_wrong_arguments_of_load_policy(arguments, said):
+    with pytest.raises(UsageError, match=said):
+        vlarl.load_policy("builtin:tiny-oft", **arguments)
 
 
 # Evaluation
@@ -228,9 +340,12 @@ def test_an_environment_as_a_callable(evaluated):
         ({"epsiodes": 3}, "did you mean 'episodes'"),
         ({"task_ids": [0]}, "did you mean 'tasks'"),
         ({"against": "x"}, r"vlarl.compare\(FIRST, SECOND\)"),
+        ({"model": "x"}, "did you mean 'checkpoint'"),
+        ({"env": "tabletop_goal"}, "a suite of tasks is chosen by suite='tabletop_goal'"),
+        ({"overrides": {"env.sute": "x"}}, "env.sute: unknown option; did you mean env.suite"),
         ({"unnorm_key": "x"}, r"overrides=\{'policy.unnorm_key': ...\}"),
         ({"tasks": 3}, r"tasks = 3: give a list of task ids"),
-        ({"tasks": [99]}, "no task 99"),
+        ({"tasks": [99]}, r"^tasks = \[99\]: no task 99"),
         ({"episodes": 0}, "episodes = 0: must be a whole number above 0"),
         ({"episodes": 2.5}, "episodes = 2.5"),
         ({"temperature": -1}, "temperature = -1: must be 0"),

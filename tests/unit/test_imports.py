@@ -42,10 +42,11 @@ ALLOWED: dict[str, set[str]] = {
     "loop_async": {"types", "interrupt"},
     "loop": PARTS | {"interrupt", "session", "parts", "launch", "evaluation", "loop_async", "callbacks"},
     "cli": PARTS | {"session", "parts", "preflight", "launch", "evaluation", "loop", "data", "export"},
-    "api": PARTS | {"session", "evaluation", "loop", "data", "callbacks", "cli"},
+    "python_answers": {"config", "errors", "cli"},
+    "api": PARTS | {"session", "evaluation", "loop", "data", "callbacks", "cli", "python_answers"},
     "__main__": {"cli"},
 }
-ROOT_MAY_EXPOSE = PARTS | {"api", "callbacks"}  # vlarl/__init__.py, lazily
+ROOT_MAY_EXPOSE = PARTS | {"api", "callbacks", "python_answers"}  # vlarl/__init__.py, lazily
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.aliases import plain_name
+from vlarl.config.aliases import ALIASES, plain_name
 from vlarl.config.eval_request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.config.flags import MODELS, model_path, parse_flags
 from vlarl.config.known import KNOWN_SUITES
@@ -97,8 +97,8 @@ def _familiar(arguments: Sequence[str]) -> list[str]:
         plain = plain_name(name) if name.startswith("--") else ""
         if plain in CHECKPOINT_NAMES:
             found += [model_path(value)] if has_value else []
-        elif plain in OTHER_NAMES:
-            found.append(OTHER_NAMES[plain] + has_value + value)
+        elif flag := OTHER_NAMES.get(plain) or OTHER_NAMES.get(ALIASES.get(plain, "")):
+            found.append(flag + has_value + value)
         else:
             found.append(model_path(text) if text in MODELS else text)
     return found

@@ -382,6 +382,7 @@ ELSEWHERE: dict[str, str] = {
 FOREIGN_PREFIXES = ("actor_rollout_ref.", "trainer.", "data.", "reward_model.", "runner.", "actor.", "cluster.")
 FLAG = re.compile(r"--(\w+\.\w+)")
 OF_TRAIN = "an option of `vlarl train` only"
+LEROBOT_PREFIXES = ("dataset.", "optimizer.", "scheduler.", "peft.", "wandb.", "robot.", "teleop.", "job.")
 PAGE = "an option of another system; docs/coming-from.md has a table of what replaces what"
 
 
@@ -421,7 +422,7 @@ def answer_to(name: str, known: frozenset[str], prefix: str = "") -> str | None:
         return f"an option of `vlarl {command}`, where it is {prefix}{path}"
     if name in TRANSLATED and TRANSLATED[name].options:
         return "an option of `vlarl train`, where it is " + " and ".join(TRANSLATED[name].options)
-    return PAGE if name.startswith(FOREIGN_PREFIXES) else None
+    return PAGE if name.startswith((*FOREIGN_PREFIXES, *LEROBOT_PREFIXES)) else None
 
 
 def names_only(sentence: str, known: frozenset[str]) -> bool:

@@ -18,6 +18,8 @@ def find_dataset(path: Path) -> Path:
         if (path / INFO).is_file()
         else sorted(p.parent for p in [*path.glob(f"*/{INFO}"), *path.glob(f"*/*/{INFO}")])
     )
+    if not found and (path / "meta" / "info.json").is_file():
+        raise UsageError(f"{path} is a dataset of lerobot, which is not read: name the folder of an RLDS dataset.")
     if not found:
         raise UsageError(f"{path} holds no RLDS dataset: there is no {INFO} in it or below it.")
     if len(found) > 1:

@@ -120,6 +120,15 @@ ALIASES: dict[str, str] = {
     "wandb.project": "logging.wandb_project",
     "wandb.entity": "logging.wandb_entity",
     "optimizer.lr": "optim.lr",
+    "optimizer.weight_decay": "optim.weight_decay",
+    "optimizer.grad_clip_norm": "optim.max_grad_norm",
+    "scheduler.num_warmup_steps": "optim.warmup_iterations",
+    "policy.optimizer_lr": "optim.lr",
+    "policy.chunk_size": "policy.chunk_length",
+    "env.episode_length": "env.max_steps",
+    "env_eval_freq": "eval.interval",
+    "peft.lora_alpha": "lora.alpha",
+    "peft.target_modules": "lora.target_modules",
 }
 
 TRANSLATED: dict[str, Translation] = {
@@ -148,6 +157,12 @@ TRANSLATED: dict[str, Translation] = {
     "runner.val_check_interval": to.interval("eval.interval"),
     "runner.max_steps": to.only((-1,), "set the length of training with --run.iterations or --run.total_env_steps"),
     "runner.only_eval": to.only((False,), "measure a checkpoint with `vlarl eval CHECKPOINT`"),
+    "env.type": to.ENV_TYPE,
+    "peft.r": to.LORA_RANK,
+    "peft.method_type": to.only(("LORA", "lora"), "adapters are LoRA's"),
+    "policy.use_amp": to.if_true("policy.dtype", "bfloat16"),
+    "wandb.mode": to.WANDB_MODE,
+    "save_checkpoint": to.only((True,), "set --checkpoint.interval 0; the last checkpoint is written always"),
 }
 
 _PASS = "a pass takes --optim.microbatch_size decisions in the update, and --rollout.batch_size in the rollout"
@@ -189,6 +204,11 @@ NEEDLESS: dict[str, str] = {
     "actor.model.action_dim": "the checkpoint knows the size of its actions",
     "actor.model.model_name": "the checkpoint knows its family",
     "actor.model.trust_remote_code": "no code of a checkpoint is run",
+    "eval.use_async_envs": "simulators run side by side, each as a process of its own",
+    "env.max_parallel_tasks": "--env.num_envs is the number of environments of all tasks together",
+    "env.obs_type": "an observation has images, the robot's state and the instruction",
+    "wandb.disable_artifact": "checkpoints stay in the run's own folder",
+    "wandb.add_tags": "the whole configuration is sent to W&B",
 }
 
 _MINIBATCHES = (
@@ -212,9 +232,13 @@ ELSEWHERE: dict[str, str] = {
     "rollout.mode": _PLACEMENT,
     "rollout.generation_backend": "set --vllm.num_engines 1 and --distributed.backend ray for vLLM engines",
     "env.train.simulator_type": "set --env.suite, such as libero_spatial",
-    "env.type": "set --env.suite, such as libero_spatial",
     "dataset.repo_id": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
-    "policy.type": "the checkpoint knows its type: set --policy.path",
+    "dataset.root": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
+    "policy.type": "only OpenVLA and OpenVLA-OFT checkpoints are read, which know their type: set --policy.path",
+    "policy.n_action_steps": "all actions of a chunk are executed: set --policy.chunk_length",
+    "rename_map": "set --env.cameras, or --gym.images for an environment of yours",
+    "env.camera_name": "set --env.cameras agent wrist, or one of them",
+    "scheduler.type": "set --optim.schedule",
     "policy.repo_id": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
     "policy.push_to_hub": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
 }

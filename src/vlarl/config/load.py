@@ -20,7 +20,7 @@ from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.paths import located
 from vlarl.config.presets import find_source
 from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
-from vlarl.config.run_checkpoints import with_located
+from vlarl.config.run_checkpoints import check_models, with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import recipe, respelled
@@ -94,7 +94,9 @@ def load_config(
     if config is not None:
         config = with_located(config) if isinstance(config, Config) else with_located(config)
         wrong = {path for problem in problems for path in problem.paths}
-        problems += [problem for problem in check(config) if not wrong.intersection(problem.paths)]
+        problems += [
+            problem for problem in [*check(config), *check_models(config)] if not wrong.intersection(problem.paths)
+        ]
         told = {path for problem in problems for path in problem.paths}
         given = check_given(config, document, flags, with_policy)
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
@@ -139,6 +141,9 @@ def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) 
     """Overrides in any of their forms as flags."""
     if isinstance(overrides, Flags):
         return overrides
+    if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
+        remedy = "give options as a mapping, such as {'run.seed': 1}"
+        raise UsageError(f"overrides = {describe_value(overrides)}: {remedy}")
     return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
 
 

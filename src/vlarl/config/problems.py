@@ -39,6 +39,14 @@ class ConfigError(UsageError):
             super().__init__(f"{len(problems)} problems in the configuration:{lines}{more}")
 
 
+class FrozenConfigError(UsageError, AttributeError):
+    """An option of a configuration that exists already is assigned to."""
+
+    def __init__(self, path: str, value: object) -> None:
+        remedy = f"vlarl.load_config(config, {{{path!r}: {value!r}}})"
+        super().__init__(f"{path}: a configuration is never changed; make another one of it with {remedy}")
+
+
 def shown(value: object) -> str:
     """A value as it is written in YAML, with quotes around text; a long one is abridged."""
     text = _written(value)

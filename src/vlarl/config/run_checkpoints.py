@@ -10,7 +10,7 @@ Imports neither torch nor a simulator, so that what can be refused is refused at
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief, expanded
 from vlarl.config.presets import presets_of
-from vlarl.config.problems import nearest, unknown
+from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
 from vlarl.config.schema import Config
 from vlarl.config.training_data import local_folder, run_of
@@ -42,6 +42,22 @@ ACCEPTED = (
     + ", ".join(f"builtin:{name}" for name in BUILTIN_DECODERS)
 )
 """What is accepted wherever a checkpoint is wanted."""
+
+OTHER_MODELS = (
+    "act",
+    "diffusion",
+    "gr00t",
+    "groot",
+    "octo",
+    "pi0",
+    "pi05",
+    "pi0fast",
+    "rdt",
+    "smolvla",
+    "vqbet",
+    "xvla",
+)
+"""Kinds of policies that are not read, as the names of their checkpoints begin."""
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
@@ -98,7 +114,10 @@ def as_hub_id(name: str) -> re.Match[str] | None:
 
 
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
-    """Refuse a name that is neither here nor one of the hub, with the run or checkpoint that may be meant."""
+    """Refuse a name that is neither here nor one of the hub, with the run or checkpoint that may be meant; and the hub
+    id of another kind of policy."""
+    if message := other_model(name):
+        raise UsageError(f"{name}: {message}")
     if ":" in name or local_folder(name) is not None or as_hub_id(name):
         return
     for folder in _candidates(name, root):
@@ -151,6 +170,24 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
         return isinstance(base, str) and not Path(base, ADAPTER).is_file() and is_small_checkpoint(base, root)
     weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
     return sum(path.stat().st_size for path in weights if path.name != TRAINER_WEIGHTS) < SMALL_BYTES
+
+
+def other_model(name: str) -> str | None:
+    """What to say of a hub id that names another kind of policy; None where the name does not say so."""
+    organisation, _, model = name.partition("/")
+    kind = re.split(r"[-_.@]", model.lower())[0]
+    if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
+        return None
+    said = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
+    return f"{said}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+
+
+def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
+    """Checkpoints of another kind, where a configuration names one."""
+    for section, field in OPTIONS:
+        value = getattr(getattr(config, section), field, None)
+        if value is not None and (message := other_model(value)):
+            yield Problem(f"{section}.{field} = {shown(value)}", message, (f"{section}.{field}",))
 
 
 def with_located(config: AnyConfig) -> AnyConfig:

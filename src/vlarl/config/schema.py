@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from vlarl.config.callables import GivenCallable
+from vlarl.config.problems import FrozenConfigError
 
 LARGEST = 10**12
 """No integer option may be larger: beyond any use, and far from where machines count over."""
@@ -42,6 +43,13 @@ class Section(BaseModel):
     def given(self) -> dict[str, GivenCallable]:
         """Callables that were given in Python, by the names that stand for them in this section."""
         return self._given
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            return super().__setattr__(name, value)
+        wholes = [whole.model_fields.items() for whole in Section.__subclasses__()]
+        sections = [f"{key}." for fields in wholes for key, field in fields if field.annotation is type(self)]
+        raise FrozenConfigError(f"{sections[0] if sections else ''}{name}", value)
 
 
 class PlaceConfig(Section):

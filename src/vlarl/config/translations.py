@@ -233,6 +233,15 @@ def _lora_rank(value: object, _: Mapping[str, object]) -> Values | str:
     return {} if value == 0 else {"lora.enabled": True, "lora.rank": value}
 
 
+def _env_type(value: object, current: Mapping[str, object]) -> Values | str:
+    """lerobot's kind of environment; `env.task`, before or after it, says which suite of it."""
+    if value == "libero":
+        return {} if "env.suite" in current else {"env.suite": "libero_10"}
+    if value == "metaworld":
+        return "set --env.suite metaworld_mt10 or metaworld_mt50, and --env.task_ids for some of its tasks"
+    return "set --env.suite, such as libero_spatial; a Gymnasium environment is --env.suite gym with --gym.env ID"
+
+
 GPU = _gpu("run.device")
 HEADS_GPU = _gpu("policy.heads_device")
 NUM_GPUS = Translation((), _num_gpus)
@@ -257,3 +266,4 @@ BETA_1 = part_of_pair("optim.betas", 0, (0.9, 0.95))
 BETA_2 = part_of_pair("optim.betas", 1, (0.9, 0.95))
 LOWER_BOUND = part_of_pair("rollout.accuracy_bounds", 0, (0.0, 1.0))
 UPPER_BOUND = part_of_pair("rollout.accuracy_bounds", 1, (0.0, 1.0))
+ENV_TYPE = Translation(("env.suite",), _env_type)

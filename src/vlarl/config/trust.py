@@ -94,7 +94,7 @@ def refuse_untrusted(path: Path, sections: Sections, given: Collection[str]) -> 
     listed = "".join(f"\n  - {effect}" for effect in effects)
     raise UntrustedError(
         f"{path} was not written by you on this machine, or was edited ({reason}). It names what vlarl would run or "
-        f"connect to:{listed}\nIf you trust all of it, add --trust (in Python trust=True); or give these options "
+        f"connect to:{listed}\nIf you trust all of it, add --trust; or give these options "
         "yourself on the command line. See docs/security.md."
     )
 

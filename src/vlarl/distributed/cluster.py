@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vlarl.config.derive import num_engines
+from vlarl.config.paths import brief
 from vlarl.config.schema import Config, DistributedConfig
 from vlarl.distributed.worker import Build, Host, Worker
 from vlarl.errors import UsageError
@@ -42,6 +44,8 @@ Place = tuple[PlacementGroup, int]
 MIB = 1 << 20
 DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray by itself would take a third of the machine
 WORKERS_FILE = "workers.json"  # in logs/: pid and host of each worker
+RAY_FILE = "ray.log"  # in logs/: what Ray has printed while it started
+STDERR = 2  # the file descriptor, which compiled code writes to
 GIVE_BACK_S = 10.0  # for room that workers of a run that has ended still hold
 RESERVE_S = 60.0  # for room that is there already
 
@@ -151,13 +155,15 @@ class Cluster:
             options["address"] = address
         make_token_private(create=address is None)
         try:
-            with on_loopback(address is None):
+            with on_loopback(address is None), errors_into(self.logs / RAY_FILE):
                 ray.init(**options)
         except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
             what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
+            printed = self.logs / RAY_FILE
+            more = f" What Ray has printed is in {brief(printed)}." if printed.is_file() else ""
             raise UsageError(
                 f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
-                "--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out."
+                f"--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out.{more}"
             ) from error
 
     @property
@@ -313,6 +319,27 @@ def on_loopback(wanted: bool) -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+@contextmanager
+def errors_into(file: Path) -> Iterator[None]:
+    """Let what is written to stderr in the block go to the end of a file, also what compiled code writes.
+
+    Ray warns of every attempt to connect so, before it fails, and no option of it reaches these messages.
+    """
+    sys.stderr.flush()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    terminal = os.dup(STDERR)
+    with file.open("ab") as log:
+        os.dup2(log.fileno(), STDERR)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, STDERR)
+        os.close(terminal)
+        if not file.stat().st_size:
+            file.unlink()
 
 
 def make_token_private(create: bool) -> None:

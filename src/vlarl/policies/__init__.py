@@ -7,9 +7,12 @@ from typing import Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
 
+from vlarl.config.describe import options
+from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import ModelConfig
+from vlarl.config.schema import Config, ModelConfig, PolicyConfig
 from vlarl.config.training_data import TrainingData
 from vlarl.errors import UsageError
 from vlarl.policies.fresh import FRESH, fresh_checkpoint
@@ -26,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_policy(
     path: str | Path,
     *,
-    decoder: Literal["autoregressive", "parallel"] | None = None,
+    decoder: Literal["auto", "autoregressive", "parallel"] | None = None,
     chunk_length: int | None = None,
     num_images: int | None = None,
     use_proprio: bool | None = None,
@@ -53,6 +56,19 @@ def load_policy(
     >>> policy.predict_action(image, "open the drawer", state).shape  # four actions of seven numbers
     (4, 7)
     """
+    _check_values(
+        decoder=decoder,
+        chunk_length=chunk_length,
+        num_images=num_images,
+        use_proprio=use_proprio,
+        actions=actions,
+        resize=resize,
+        center_crop=center_crop,
+        dtype=dtype,
+        quantize=quantize,
+        attention=attention,
+    )
+    _check_device(device)
     is_fresh = str(path) in FRESH
     if is_fresh:
         path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
@@ -61,7 +77,7 @@ def load_policy(
     try:
         policy = read_policy(
             path,
-            decoder=decoder,
+            decoder=None if decoder == "auto" else decoder,
             chunk_length=chunk_length,
             num_images=num_images,
             use_proprio=use_proprio,
@@ -91,6 +107,27 @@ def load_policy(
     return policy.eval()
 
 
+def _check_values(**given: object) -> None:
+    """Refuse values that the options of the section `policy` don't take; None is left to the checkpoint."""
+    try:
+        PolicyConfig.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        names = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
+        allowed = options(Config)
+        wrong = [
+            Problem(f"{name} = {shown(given[name])}", f"must be {allowed[f'policy.{name}'].allowed}") for name in names
+        ]
+        raise ConfigError(wrong) from error
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device = {str(device)!r} can't be used here ({reason}); try 'cpu'.") from error
+
+
 def load_configured(
     settings: ModelConfig,
     path: str | Path,
@@ -101,7 +138,7 @@ def load_configured(
     """Load a policy as the options of a configuration say."""
     return load_policy(
         path,
-        decoder=None if decoder == "auto" else decoder,
+        decoder=decoder,
         chunk_length=settings.chunk_length,
         num_images=settings.num_images,
         use_proprio=settings.use_proprio,

@@ -15,7 +15,13 @@ from huggingface_hub.errors import (
 )
 
 from vlarl.config.known import BUILTIN_DECODERS
-from vlarl.config.run_checkpoints import as_hub_id, checkpoint_here, holding_policy, locate_checkpoint
+from vlarl.config.run_checkpoints import (
+    as_hub_id,
+    checkpoint_here,
+    holding_policy,
+    locate_checkpoint,
+    refuse_unknown,
+)
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
@@ -46,6 +52,7 @@ def hub_training_data(path: str) -> TrainingData | None:
     hub_id = as_hub_id(path)
     if hub_id is None:
         return None
+    refuse_unknown(path)
     data = read_training_data(_download(hub_id["repo"], hub_id["revision"], [FILE_NAME]))
     return None if data is None else replace(data, said_by=f"{path}/{FILE_NAME}")
 

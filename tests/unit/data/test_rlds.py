@@ -268,6 +268,12 @@ def test_a_dataset_is_found_below_the_folder_that_is_named(tmp_path):
         find_dataset(tmp_path)
     with pytest.raises(UsageError, match="is no folder"):
         find_dataset(tmp_path / "x")
+    (tmp_path / "pusht" / "meta").mkdir(parents=True)
+    (tmp_path / "pusht" / "meta" / "info.json").write_text("{}")
+    with pytest.raises(
+        UsageError, match="pusht is a dataset of lerobot, which is not read: name the folder of an RLDS"
+    ):
+        find_dataset(tmp_path / "pusht")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "dataset_info.json").write_text("{}")

@@ -1,0 +1,45 @@
+"""Connecting to Ray: what it prints by itself while it fails is kept from the terminal."""
+
+import os
+
+import pytest
+import ray
+
+from vlarl.config.schema import DistributedConfig
+from vlarl.distributed.cluster import Cluster, errors_into
+from vlarl.errors import UsageError
+from vlarl.observability.trace import NoTrace
+
+WARNING = b"[2026-01-01 00:00:00,000 W 1 1] gcs_client.cc:210: Failed to get cluster ID from GCS server\n"
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(DistributedConfig(backend="ray", address="10.0.0.1:6379"), tmp_path / "logs", 1, NoTrace())
+
+
+def test_a_failed_connection_is_one_message(cluster, tmp_path, monkeypatch, capfd):
+    def fail(**options):
+        os.write(2, WARNING)  # as compiled code does
+        raise ConnectionError("timed out")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(UsageError, match=r"no Ray cluster answers at 10.0.0.1:6379 \(timed out\).*logs/ray.log\.$"):
+        cluster.connect(1.0)
+    assert capfd.readouterr().err == ""
+    assert (tmp_path / "logs" / "ray.log").read_bytes() == WARNING
+
+
+def test_nothing_is_left_where_nothing_was_printed(cluster, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    cluster.connect(1.0)
+    assert list((tmp_path / "logs").iterdir()) == []
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == "later\n", "stderr is the terminal again"
+
+
+def test_a_file_is_written_on(tmp_path):
+    for text in (b"one\n", b"two\n"):
+        with errors_into(tmp_path / "ray.log"):
+            os.write(2, text)
+    assert (tmp_path / "ray.log").read_bytes() == b"one\ntwo\n"
