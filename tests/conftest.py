@@ -1,5 +1,6 @@
 """What many tests build: observations, trajectories, configurations, small policies. One thread: fast and repeatable."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ def key_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def one_thread() -> None:
     """Training sets the number of threads; the next test starts with one again."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def path_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward is looked for in the working folder, too, which is added to the path; the next test has another."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def observation(seed: int, instruction: str = INSTRUCTIONS[0], size: int = 56) -> Observation:

@@ -170,9 +170,9 @@ def _unknown(function: str, name: str, value: object, known: Sequence[str]) -> s
     schema: type[Section] = FinetuneConfig if function == "finetune" else Config
     if "overrides" in known and (answer := _as_option(name, value, schema, function in ("evaluate", "compare"))):
         return f"{subject}; {answer}"
-    match = nearest(name, known, cutoff=0.5)
-    hint = f"did you mean {match!r}? " if match else ""
-    return f"{subject}; {hint}Arguments: {', '.join(known)}"
+    if match := nearest(name, known, cutoff=0.5):
+        return f"{subject}; did you mean {match!r}? Arguments: {', '.join(known)}"
+    return f"{subject}; arguments: {', '.join(known)}"
 
 
 def _as_option(name: str, value: object, schema: type[Section], by_keyword: bool) -> str | None:

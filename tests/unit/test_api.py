@@ -156,7 +156,7 @@ def test_a_resumed_run_reads_no_preset(trained):
         ({"overrides": 3}, r"overrides = 3: give options as a mapping, such as \{'run.seed': 1\}"),
         ({"reward_fn": quick}, "did you mean 'reward'"),
         ({"resum": "x"}, "did you mean 'resume'"),
-        ({"qqq": 1}, "Arguments: source, overrides, resume"),
+        ({"qqq": 1}, "; arguments: source, overrides, resume"),
         ({"reward": 3}, "reward: give a function that takes a Trajectory .*, not int"),
         ({"on_iteration": 3}, "on_iteration: give a function .*, not int"),
         ({"overrides": "run.seed=1"}, "overrides = 'run.seed=1': give options as a mapping"),
@@ -265,7 +265,7 @@ def test_a_configuration_is_not_changed():
         ({"dtype": "fp16"}, "dtype = 'fp16': must be one of float32, bfloat16"),
         ({"chunk_length": 0}, "chunk_length = 0: must be an integer > 0 and <= 1024 or None"),
         ({"device": "gpu"}, "device = 'gpu' can't be used here .*; try 'cpu'"),
-        ({"lr": 1}, "vlarl.load_policy: unknown argument 'lr'; Arguments: path, decoder"),
+        ({"lr": 1}, "vlarl.load_policy: unknown argument 'lr'; arguments: path, decoder"),
     ],
 )
 def test_wrong_arguments_of_load_policy(arguments, said):

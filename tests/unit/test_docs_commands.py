@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from vlarl.cli import main
 from vlarl.config.load import to_yaml
 from vlarl.config.training_data import local_folder
 from vlarl.envs.gym_probe import probe
+from vlarl.envs.gym_source import make_env
 from vlarl.types import EvalResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,9 @@ def test_a_printed_command_is_taken(words, folder, monkeypatch, capsys):
         return
     else:
         words = [*(word for word in words if word not in LEFT_OUT), "--dry-run"]
+        for flag in ("--run.name", "--output_dir"):
+            if flag in words:  # a run of its own
+                shutil.rmtree(folder / "runs" / Path(words[words.index(flag) + 1]).name, ignore_errors=True)
     assert main(words) == 0, capsys.readouterr().err
 
 
@@ -96,7 +101,7 @@ def test_the_python_page_runs_as_printed(folder, monkeypatch):
 
     def train(config, resume=None, checkpoint=None, callbacks=None):
         if config.env.suite == "gym":
-            suite = probe(config.gym, config.env.max_steps)
+            suite = probe(make_env(config.gym, config.env.max_steps), config.gym, config.env.max_steps)
             assert suite.action_dim == 7 or config.gym.actions, "the policy's actions have seven numbers"
         trained.append((config, resume))
         return SimpleNamespace(run_dir=Path("first"))

@@ -12,7 +12,7 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "deadline", "devices", "config"}
+BASE = {"types", "errors", "json_files", "deadline", "devices", "config"}
 PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training"}
 
 # types <- config, algorithms, envs, policies, rewards, observability <- rollout <- training <- launch, loop <- cli
@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "deadline": {"errors"},
     "devices": {"errors", "config"},
     "interrupt": {"errors"},
-    "config": {"types", "errors"},
+    "json_files": set(),
+    "config": {"types", "errors", "json_files"},
     "envs": BASE,
     "policies": BASE,
     "rewards": BASE,

@@ -17,7 +17,6 @@ from vlarl.preflight import refuse_early, refuse_unready
 @pytest.fixture(autouse=True)
 def work(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the working folder is added to it
     return tmp_path
 
 
@@ -33,10 +32,16 @@ def answer(command: list[str], capsys) -> str:
     ("command", "message"),
     [
         (["train", "--run.name", "taken"], "the run runs/taken exists already"),
-        (["train", "--policy.path", "./nowhere"], "./nowhere is not a checkpoint: there is no such folder"),
+        (
+            ["train", "--policy.path", "./nowhere"],
+            "./nowhere is not a checkpoint: there is no folder or run of that name",
+        ),
         (["train", "--policy.path", "empty"], "empty is not a checkpoint: it holds no config.json"),
-        (["train", "--policy.path", "taken2"], "Runs in runs/, newest first: taken. Give"),
-        (["train", "--lora.adapter", "/no/where"], "/no/where is not a checkpoint: there is no such folder"),
+        (
+            ["train", "--policy.path", "taken2"],
+            "taken2 is not a checkpoint: there is no folder or run of that name. runs/ holds no runs with a checkpoint. Give",
+        ),
+        (["train", "--lora.adapter", "/no/where"], "/no/where is not a checkpoint: there is no folder"),
         (["train", "metaworld_grpo"], "run: vlarl finetune metaworld_base --run.name metaworld_base"),
         (["train", "--reward.source", "no_module:f"], "cannot import the module 'no_module' of 'no_module:f'"),
         (["train", "--reward.source", "mine.sub:f"], "No module named 'mine.sub'"),

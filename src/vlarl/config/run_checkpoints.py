@@ -100,7 +100,8 @@ def misspelt_builtin(name: str) -> str | None:
     if has_kind:
         known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
         return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
-    match = None if local_folder(name) else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
+    is_path = "/" in name or local_folder(name) is not None
+    match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
     return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
 
@@ -161,7 +162,8 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
     """
     if name.partition(":")[0] in ("builtin", "init"):
         return True
-    folder = local_folder(locate_checkpoint(name, root).path)
+    found = _of_a_run(name, root)
+    folder = local_folder(name if found is None else found.path)
     if folder is None:
         return as_hub_id(name) is None
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():

@@ -90,9 +90,11 @@ def test_a_model_of_another_kind_is_told(hub):
 def test_a_misspelt_folder_never_reaches_for_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for path in ("runs/foo", "runs/foo/checkpoints/final", "./foo", "../foo", "/foo/bar", "~/foo", "foo", "tiny-oft"):
+    for path in ("runs/foo", "runs/foo/checkpoints/final", "./foo", "../foo", "/foo/bar", "~/foo", "foo"):
         with pytest.raises(UsageError, match=f"{path} is not a checkpoint: there is no folder or run of that name"):
             checkpoint_folder(path)
+    with pytest.raises(UsageError, match=r"tiny-oft: no folder or run of that name; did you mean builtin:tiny-oft\?"):
+        checkpoint_folder("tiny-oft")
     assert hub.requests == []
     hub.repos["runs/foo"] = Repo({"main": {"config.json": b"{}"}})
     assert (checkpoint_folder("runs/foo@main") / "config.json").is_file()  # a revision says that the hub is meant

@@ -54,10 +54,10 @@ def test_what_rank_0_could_not_do_is_known_to_the_others():
     from vlarl.errors import VlarlError
 
     done = []
-    on_first(OneOf(1, [None, None]), lambda: done.append("never"))
+    on_first(OneOf(1, [([None], None), ([None], None)]), lambda: done.append("never"))
     assert done == []
     with pytest.raises(VlarlError, match="rank 0 failed: no space"):
-        on_first(OneOf(1, ["no space", None]), lambda: None)
+        on_first(OneOf(1, [([], "no space"), ([None], None)]), lambda: None)
     with pytest.raises(OSError, match="no space"):  # as it was, where it happened
         on_first(Alone(), lambda: (_ for _ in ()).throw(OSError("no space")))
 
