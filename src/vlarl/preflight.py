@@ -1,7 +1,8 @@
 """What a run would be refused for, looked at before anything is made, loaded or announced.
 
     refuse_early     --dry-run, too: names, paths and memory; loads no torch, and runs nothing of the user's
-    refuse_unready   before a run says that it begins: the same, packages, simulators, the reward's code, the device
+    refuse_missing   before a run says that it begins: the same, packages and simulators
+    refuse_unready   before its folder is made: the same, the reward's code and the device, which may take long to load
 
 Each check is that of the part that it belongs to, which makes it again when it is built.
 """
@@ -49,22 +50,28 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
         read_curriculum(Path(config.curriculum.start_from), config.env.suite)
 
 
-def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None:
-    """Refuse what this machine, or the code of the user, can't do."""
+def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None:
+    """Refuse what needs a package or a simulator that is not installed, too."""
     refuse_early(config, is_new)
-    is_here = True
-    if isinstance(config, Config):
-        is_here = config.distributed.backend == "local"
-        for package, extra, is_needed in (
-            ("ray", "cluster", not is_here),
-            ("wandb", "wandb", config.logging.wandb),
-        ):
-            if is_needed and importlib.util.find_spec(package) is None:
-                raise MissingExtraError(package, extra)
-        if config.env.suite.startswith(("libero_", "metaworld_")):
-            from vlarl.envs.build import refuse_missing_simulator  # loads numpy
+    if isinstance(config, FinetuneConfig):
+        return
+    for package, extra, is_needed in (
+        ("ray", "cluster", config.distributed.backend == "ray"),
+        ("wandb", "wandb", config.logging.wandb),
+    ):
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, extra)
+    if config.env.suite.startswith(("libero_", "metaworld_")):
+        from vlarl.envs.build import refuse_missing_simulator  # loads numpy
 
-            refuse_missing_simulator(config.env)
+        refuse_missing_simulator(config.env)
+
+
+def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None:
+    """Refuse what the code of the user, or the device, can't do, too."""
+    refuse_missing(config, is_new)
+    is_here = isinstance(config, FinetuneConfig) or config.distributed.backend == "local"
+    if isinstance(config, Config):
         for source in _own_rewards(config):
             import_function(source)
     if is_here and config.run.device not in ("auto", "cpu"):

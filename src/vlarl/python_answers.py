@@ -110,7 +110,7 @@ def in_python(text: str, parameters: Parameters) -> str:
 
     text = _SPANS.sub(said, text)
     for words, python in PHRASES.items():
-        text = text.replace(words, python)
+        text = re.sub(rf"\b{words}\b", python, text)
     return text
 
 

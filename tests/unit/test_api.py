@@ -264,7 +264,7 @@ def test_a_configuration_is_not_changed():
     [
         ({"dtype": "fp16"}, "dtype = 'fp16': must be one of float32, bfloat16"),
         ({"chunk_length": 0}, "chunk_length = 0: must be an integer > 0 and <= 1024 or None"),
-        ({"device": "gpu"}, "device = 'gpu' can't be used here .*; try 'cpu'"),
+        ({"device": "gpu"}, "device: 'gpu' can't be used here: .*; try `cpu`"),
         ({"lr": 1}, "vlarl.load_policy: unknown argument 'lr'; arguments: path, decoder"),
     ],
 )

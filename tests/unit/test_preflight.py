@@ -44,7 +44,7 @@ def answer(command: list[str], capsys) -> str:
         (["train", "--lora.adapter", "/no/where"], "/no/where is not a checkpoint: there is no folder"),
         (["train", "metaworld_grpo"], "run: vlarl finetune metaworld_base --run.name metaworld_base"),
         (["train", "--reward.source", "no_module:f"], "cannot import the module 'no_module' of 'no_module:f'"),
-        (["train", "--reward.source", "mine.sub:f"], "No module named 'mine.sub'"),
+        (["train", "--reward.source", "no_module.sub:f"], "No module named 'no_module'"),
         (
             ["train", "--curriculum.mode", "adaptive", "--curriculum.start_from", "no.json"],
             "no.json (No such file or directory): curriculum.start_from must name a run's folder",
@@ -69,9 +69,6 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_is_announced(command, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--reward.source", "mine:typo"], "'mine' has no function 'typo'; did you mean mine:typed?"),
-        (["--reward.source", "broken:f"], "it raised RuntimeError: no luck (broken.py, line 1)"),
-        (["--run.device", "cuda:77"], "run.device: 'cuda:77' can't be used here"),
         (["--distributed.backend", "ray"], "ray is not installed; run: pip install 'vlarl[cluster]'"),
         (["--logging.wandb"], "wandb is not installed; run: pip install 'vlarl[wandb]'"),
         (["--env.suite", "libero_goal", "--policy.path", "me/mine"], "LIBERO_ASSETS: "),
@@ -79,16 +76,31 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_is_announced(command, 
     ],
 )
 def test_what_is_not_ready_is_said_before_the_run_is_announced(flags, message, work, capsys, monkeypatch):
-    (work / "mine.py").write_text("def typed(trajectory): return 0.0")
-    (work / "broken.py").write_text("raise RuntimeError('no luck')")
     for package in ("ray", "wandb", "metaworld"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.setenv("LIBERO_ASSETS", str(work / "no assets"))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    before = sorted(path for path in work.rglob("*") if "__pycache__" not in path.parts)
     assert message in answer(["train", *flags], capsys)
-    assert sorted(path for path in work.rglob("*") if "__pycache__" not in path.parts) == before
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert list(work.iterdir()) == []
+    assert main(["train", *flags, "--dry-run"]) == 0, "the run may be on another machine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--reward.source", "mine:typo"], "'mine' has no function 'typo'; did you mean mine:typed?"),
+        (["--reward.source", "broken:f"], "it raised RuntimeError: no luck (broken.py, line 1)"),
+        (["--run.device", "cuda:77"], "run.device: 'cuda:77' can't be used here"),
+    ],
+)
+def test_what_takes_long_to_look_at_is_said_after_the_first_line_and_leaves_nothing(flags, message, work, capsys):
+    (work / "mine.py").write_text("def typed(trajectory): return 0.0")
+    (work / "broken.py").write_text("raise RuntimeError('no luck')")
+    sys.modules.pop("mine", None)
+    assert main(["train", *flags, "--run.name", "new"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("run runs/new: ") and message in captured.err
+    assert not (work / "runs").exists()
+    sys.modules.pop("mine", None)
     assert main(["train", *flags, "--dry-run"]) == 0, "the run may be on another machine"
     assert "mine" not in sys.modules, "a dry run imports nothing"
 
@@ -127,8 +139,10 @@ def test_what_is_there_is_accepted(work):
     ("source", "is_there"),
     [
         ("package.module:f", True),
-        ("package.other:f", False),
-        ("package.module.deeper:f", False),
+        ("package.other:f", True),  # not known: the package may say where its parts are
+        ("namespace.deeper.module:f", True),
+        ("elsewhere:f", False),
+        ("elsewhere.module:f", False),
         ("sys:exit", True),
         (".module:f", True),  # not known
         ("os.path:join", True),
@@ -137,6 +151,7 @@ def test_what_is_there_is_accepted(work):
 )
 def test_modules_are_found_without_being_run(source, is_there, work):
     (work / "package").mkdir()
+    (work / "namespace" / "deeper").mkdir(parents=True)
     for name in ("__init__.py", "module.py"):
         (work / "package" / name).write_text("raise RuntimeError('it was run')")
     if is_there:

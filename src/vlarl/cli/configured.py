@@ -32,7 +32,7 @@ from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.preflight import refuse_early, refuse_unready
+from vlarl.preflight import refuse_early, refuse_missing, refuse_unready
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
@@ -116,7 +116,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
         return 0
     if start is not None:
         config = _named(config, start)
-    refuse_unready(config, is_new=run_dir is None)
+    refuse_missing(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
     folder = run_dir or Path(config.run.root) / str(config.run.name)
@@ -142,9 +142,10 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
         _print_dry_run(config, start.lines, derived_lines(derive_finetune(config)))
         return 0
     config = _named(config, start)
-    refuse_unready(config)
+    refuse_missing(config)
     folder = Path(config.run.root) / str(config.run.name)
     print("\n".join(opening_lines(config, folder, start)), flush=True)
+    refuse_unready(config)
     summary = run_training(config)
     lines = [
         f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",

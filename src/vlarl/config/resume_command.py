@@ -82,7 +82,7 @@ def _variable(name: str) -> str:
 def _sections(file: Path) -> Sections:
     """The sections of a run's configuration that names callables; empty for any other, and where it can't be read."""
     try:
-        if PREFIX.encode() not in file.read_bytes():  # parsing takes a hundred times as long
+        if not file.is_file() or PREFIX.encode() not in file.read_bytes():  # parsing takes a hundred times as long
             return {}
         data = read_document(file).data
     except (OSError, UsageError, UnicodeDecodeError):

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -34,21 +33,16 @@ def import_function(source: str) -> Callable[..., float]:
 
 
 def refuse_missing_module(source: str) -> None:
-    """Refuse a module that is not there, as importing it would; nothing of it is run."""
-    module_name = source.partition(":")[0]
-    if sys.modules.get(module_name) is not None:  # such as os.path and __main__, which have no file of that name
+    """Refuse a module that is not there, as importing it would; nothing of it is run.
+
+    Of a module in a package only the package is looked for: where its parts are, the package itself may say.
+    """
+    name = source.partition(":")[0].partition(".")[0]
+    if not name or sys.modules.get(name) is not None:  # a relative name, which importing answers; or such as __main__
         return
     _look_here()
-    parts = module_name.split(".")
-    if not parts[0]:  # a relative name, which importing answers
-        return
-    found = importlib.util.find_spec(parts[0])
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        if depth > 1 and found is not None:
-            found = PathFinder.find_spec(name, list(found.submodule_search_locations or ()))
-        if found is None:
-            raise _cannot_import(source, ModuleNotFoundError(f"No module named {name!r}", name=name))
+    if importlib.util.find_spec(name) is None:
+        raise _cannot_import(source, ModuleNotFoundError(f"No module named {name!r}", name=name))
 
 
 def _look_here() -> None:

@@ -164,14 +164,15 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
         return True
     found = _of_a_run(name, root)
     folder = local_folder(name if found is None else found.path)
+    if folder is not None and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+        if not isinstance(base, str) or Path(base, ADAPTER).is_file():  # an adapter of an adapter is none that loads
+            return False
+        name, folder = base, local_folder(base)
     if folder is None:
         return as_hub_id(name) is None
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
-        base = read_object(folder / ADAPTER).get("base_model_name_or_path")
-        # An adapter of an adapter is none that vlarl loads.
-        return isinstance(base, str) and not Path(base, ADAPTER).is_file() and is_small_checkpoint(base, root)
     weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
-    return sum(path.stat().st_size for path in weights if path.name != TRAINER_WEIGHTS) < SMALL_BYTES
+    return sum(path.stat().st_size for path in weights if path.is_file() and path.name != TRAINER_WEIGHTS) < SMALL_BYTES
 
 
 def other_model(name: str) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlarl.config.known import CHECKPOINT_SERIES
+from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS
 from vlarl.config.paths import brief
 from vlarl.config.presets import DEFAULT_PRESET, find_source, is_preset
 from vlarl.config.run_checkpoints import is_small_checkpoint
@@ -23,8 +23,14 @@ from vlarl.config.yaml_source import Document, read_document
 FULL_SIZE, FULL_SIZE_PPO = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla"
 """What LIBERO and models of 7B start from: adapters, bfloat16, layers computed again; one GPU has room for that."""
 
-OF_CHECKPOINT = ("decoder", "chunk_length", "num_images", "use_proprio")
-"""Options of section policy in which a preset describes its own checkpoint."""
+OF_CHECKPOINT = ("policy.decoder", "policy.chunk_length", "policy.num_images", "policy.use_proprio")
+"""Options in which a preset describes its own checkpoint."""
+
+OF_LIBERO = ("policy.resize", "policy.center_crop")
+"""Those that describe the images of LIBERO's demonstrations."""
+
+OF_GROUPS = ("rollout.refill", "rollout.accuracy_bounds")
+"""Those that only methods which compare groups read."""
 
 DECODER_NOTE = (
     "how the policy decodes is taken from its files, and those of an OpenVLA-OFT with action tokens don't say it: for "
@@ -38,7 +44,7 @@ class Start:
 
     source: str | Path
     reason: str  # `named on the command line`, or `chosen because …`
-    left_out: tuple[str, ...] = ()  # options of the preset's policy: chosen for a checkpoint that they don't describe
+    left_out: tuple[str, ...] = ()  # options of the preset that don't fit what it was chosen for
     note: str = ""  # what else to know of the choice
 
     @property
@@ -58,17 +64,20 @@ def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
         return Start(source, "named on the command line")
     suite, path = given.get("env.suite"), given.get("policy.path")
     suite = suite_name(suite) if isinstance(suite, str) else ""
-    is_ppo = respelled("algorithm.name", given.get("algorithm.name"), Config) == "ppo"
+    algorithm = respelled("algorithm.name", given.get("algorithm.name"), Config)
+    is_ppo = algorithm == "ppo"
     full_size, by_algorithm = (FULL_SIZE_PPO, " and algorithm.name is ppo") if is_ppo else (FULL_SIZE, "")
+    left_out = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
     if isinstance(path, str):
         if is_small_checkpoint(path, str(given.get("run.root", Config().run.root))):
             return Start(DEFAULT_PRESET, "chosen because policy.path is a small model")
         reason = f"chosen because policy.path is taken for a 7B model{by_algorithm}"
         if path in CHECKPOINT_SERIES[full_size].values():
-            return Start(full_size, reason)
-        return Start(full_size, reason, OF_CHECKPOINT, "" if "policy.decoder" in given else DECODER_NOTE)
+            return Start(full_size, reason, left_out)
+        left_out += OF_CHECKPOINT if not suite or suite.startswith("libero_") else OF_CHECKPOINT + OF_LIBERO
+        return Start(full_size, reason, left_out, "" if "policy.decoder" in given else DECODER_NOTE)
     if suite.startswith("libero_"):
-        return Start(full_size, f"chosen because env.suite is {suite}{by_algorithm}")
+        return Start(full_size, f"chosen because env.suite is {suite}{by_algorithm}", left_out)
     if suite == "metaworld_mt10":
         return Start("metaworld_grpo", f"chosen because env.suite is {suite}")
     return Start(DEFAULT_PRESET, "which is the default")
@@ -80,9 +89,10 @@ def read_start(start: Start, given: Mapping[str, object]) -> Document:
     policy, suite = document.data.get("policy"), given.get("env.suite")
     if not is_preset(start.source) or not isinstance(policy, dict):
         return document
-    kept = {name: value for name, value in policy.items() if name not in start.left_out}
+    for option in start.left_out:
+        section, _, name = option.partition(".")
+        document.data.get(section, {}).pop(name, None)
     series = next((series for series in CHECKPOINT_SERIES.values() if policy.get("path") in series.values()), {})
     if isinstance(suite, str) and (path := series.get(suite_name(suite))):
-        kept["path"] = path
-    document.data["policy"] = kept
+        policy["path"] = path
     return document

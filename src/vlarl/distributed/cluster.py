@@ -30,10 +30,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vlarl.config.derive import num_engines
-from vlarl.config.paths import brief
 from vlarl.config.schema import Config, DistributedConfig
 from vlarl.distributed.worker import Build, Host, Worker
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, excerpt
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.trace import NoTrace
@@ -159,8 +158,7 @@ class Cluster:
                 ray.init(**options)
         except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
             what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
-            printed = self.logs / RAY_FILE
-            more = f" What Ray has printed is in {brief(printed)}." if printed.is_file() else ""
+            more = f" Ray's last words: {said}" if (said := _last_line(self.logs / RAY_FILE)) else ""
             raise UsageError(
                 f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
                 f"--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out.{more}"
@@ -321,12 +319,21 @@ def on_loopback(wanted: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
+def _last_line(file: Path) -> str:
+    """The end of what was printed; the file itself goes with the folder of a run that could not start."""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
+    return excerpt(next((line.strip() for line in reversed(lines) if line.strip()), ""), 300)
+
+
 @contextmanager
 def errors_into(file: Path) -> Iterator[None]:
     """Let what is written to stderr in the block go to the end of a file, also what compiled code writes.
 
     Ray warns of every attempt to connect so, before it fails, and no option of it reaches these messages.
     """
+    if sys.stderr is None:  # the process was started without one
+        yield
+        return
     sys.stderr.flush()
     file.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.dup(STDERR)

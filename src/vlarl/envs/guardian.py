@@ -47,6 +47,7 @@ class Guardian:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(read_end,),
                 cwd="/",
+                env={name: value for name, value in os.environ.items() if name != VARIABLE},  # it outlives an outer one
                 start_new_session=True,
             )
         finally:

@@ -14,6 +14,7 @@ from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, ModelConfig, PolicyConfig
 from vlarl.config.training_data import TrainingData
+from vlarl.devices import usable_device
 from vlarl.errors import UsageError
 from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
@@ -68,7 +69,7 @@ def load_policy(
         quantize=quantize,
         attention=attention,
     )
-    _check_device(device)
+    usable_device("device", str(device))
     is_fresh = str(path) in FRESH
     if is_fresh:
         path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
@@ -118,14 +119,6 @@ def _check_values(**given: object) -> None:
             Problem(f"{name} = {shown(given[name])}", f"must be {allowed[f'policy.{name}'].allowed}") for name in names
         ]
         raise ConfigError(wrong) from error
-
-
-def _check_device(device: torch.device | str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device = {str(device)!r} can't be used here ({reason}); try 'cpu'.") from error
 
 
 def load_configured(

@@ -1,5 +1,7 @@
 """How a run is resumed: a command, or a call in Python that gives its callables again; and that the call is accepted."""
 
+import os
+
 import gymnasium
 import pytest
 
@@ -92,3 +94,9 @@ def test_the_status_and_a_configuration_that_can_not_be_read(saved):
     assert resume_command(run) == "vlarl train --resume 'my runs/mine'"
     (run / "config.yaml").unlink()
     assert resume_command(run) == "vlarl train --resume 'my runs/mine'"
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    assert resume_command(tmp_path).startswith("vlarl train --resume ")

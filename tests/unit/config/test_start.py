@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from vlarl.config import load_config
-from vlarl.config.known import CHECKPOINT_SERIES, SUITES
+from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS, SUITES
 from vlarl.config.problems import ConfigError
 from vlarl.config.run_checkpoints import SMALL_BYTES, is_small_checkpoint
+from vlarl.config.schema import Config
 from vlarl.config.start import OF_CHECKPOINT, start_of
 
 GRPO, PPO, TOY = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla", "tabletop_grpo"
@@ -67,9 +68,20 @@ def test_an_own_checkpoint_of_full_size_is_trained_on_one_gpu_and_describes_itse
     assert (config.optim, config.rollout, config.eval) == (preset.optim, preset.rollout, preset.eval)
     assert (config.policy.decoder, config.policy.chunk_length) == ("auto", None)
     assert (config.policy.num_images, config.policy.use_proprio) == (None, None)
+    assert (config.policy.resize, config.policy.center_crop) == ("lanczos3", True), "LIBERO's images"
+    elsewhere = load_config(None, OWN | {"env.suite": "tabletop_goal"}).policy
+    assert (elsewhere.resize, elsewhere.center_crop) == (Config().policy.resize, Config().policy.center_crop)
     assert load_config(None, OWN | {"policy.decoder": "parallel"}).policy.decoder == "parallel"
     named = load_config(GRPO, OWN)
     assert (named.policy.decoder, named.policy.chunk_length) == ("parallel", 8), "who names a preset gets all of it"
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "rloo", "cpgd", "ppo", "reinforce", "reinforce_pp", "reinforce_baseline"]
+)
+def test_a_chosen_preset_fits_every_algorithm(algorithm):
+    config = load_config(None, OWN | {"algorithm.name": algorithm})
+    assert config.rollout.refill == (algorithm in GROUP_METHODS)
 
 
 def test_what_the_files_may_not_say_is_said():
@@ -118,7 +130,7 @@ def checkpoint(folder: Path, num_bytes: int) -> Path:
 
 
 def adapter(folder: Path, base: object) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     return folder
 
@@ -149,3 +161,15 @@ def test_a_run_is_as_large_as_its_checkpoint(work):
     checkpoint(work / "elsewhere" / "second" / "checkpoints" / "final", SMALL_BYTES)
     (work / "elsewhere" / "second" / "config.yaml").touch()
     assert start_of(None, {"policy.path": "second", "run.root": "elsewhere"}).source == GRPO
+
+
+def test_links_that_lead_nowhere_and_adapters_of_themselves_are_no_reason_to_fail(work):
+    folder = work / "cut"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").symlink_to(work / "nothing")
+    assert is_small_checkpoint(str(folder))
+    own = work / "runs" / "loop"
+    adapter(own / "checkpoints" / "final", "loop")
+    (own / "config.yaml").touch()
+    assert is_small_checkpoint("loop"), "its base is neither here nor on the hub, which loading it says"

@@ -24,7 +24,9 @@ def test_a_failed_connection_is_one_message(cluster, tmp_path, monkeypatch, capf
         raise ConnectionError("timed out")
 
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(UsageError, match=r"no Ray cluster answers at 10.0.0.1:6379 \(timed out\).*logs/ray.log\.$"):
+    with pytest.raises(
+        UsageError, match=r"no Ray cluster answers at 10.0.0.1:6379 \(timed out\).*words: .*cluster ID from GCS server$"
+    ):
         cluster.connect(1.0)
     assert capfd.readouterr().err == ""
     assert (tmp_path / "logs" / "ray.log").read_bytes() == WARNING
@@ -36,6 +38,13 @@ def test_nothing_is_left_where_nothing_was_printed(cluster, tmp_path, monkeypatc
     assert list((tmp_path / "logs").iterdir()) == []
     os.write(2, b"later\n")
     assert capfd.readouterr().err == "later\n", "stderr is the terminal again"
+
+
+def test_a_process_without_stderr_connects(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    with errors_into(tmp_path / "ray.log"):
+        pass
+    assert not (tmp_path / "ray.log").exists()
 
 
 def test_a_file_is_written_on(tmp_path):

@@ -161,3 +161,12 @@ def test_what_an_environment_says_without_end_is_cut(tmp_path):
         pool.close()
     assert "ArithmeticError: xxx" in str(outcome.error) and "characters left out" in str(outcome.error)
     assert len(str(outcome.error)) < 25_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_guardian_inside_what_another_one_watches_is_left_to_do_its_work(monkeypatch):
+    with Guardian() as outer:
+        monkeypatch.setenv(*next(iter(outer.variables.items())))  # as in a process that it watches
+        with Guardian() as inner:
+            environment = Path(f"/proc/{inner.pid}/environ").read_bytes()
+            assert next(iter(outer.variables.values())).encode() not in environment

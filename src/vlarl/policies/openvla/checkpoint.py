@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from vlarl.config.training_data import TrainingData, training_data_of
+from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.policies.checksums import verify_checksums
 from vlarl.policies.locate import checkpoint_folder
@@ -188,7 +189,14 @@ def has_untrained_tokens(folder: Path) -> bool:
         return False
     written = folder / "config.json"  # adapters may have none
     native = read_json(written).get(NATIVE_KEY) if written.is_file() else None
-    return not isinstance(native, dict) or bool(native.get("untrained_tokens"))
+    if not isinstance(native, dict):
+        return True
+    if "untrained_tokens" in native:
+        return bool(native["untrained_tokens"])
+    config = folder.parent.parent / "config.yaml"  # before config.json said it: of the run that made the checkpoint
+    run = read_document(config).data if config.is_file() else {}
+    policy = run.get("policy")
+    return "demos" in run and isinstance(policy, dict) and policy.get("actions") == "l1"
 
 
 def has_film_file(base: Path) -> bool:
