@@ -164,9 +164,9 @@ def test_an_extra_that_is_not_installed_leaves_no_run_behind(capsys, tmp_path, c
 
 
 def test_results_never_go_into_a_folder_that_is_there(capsys, tmp_path, checkpoint):
-    """Refused before the first episode: the checkpoint is not even looked for."""
+    """Refused before the checkpoint is loaded."""
     (tmp_path / "results").mkdir()
-    assert main(["eval", str(checkpoint / "absent"), "--out", str(tmp_path / "results")]) == 2
+    assert main(["eval", str(checkpoint), "--out", str(tmp_path / "results")]) == 2
     message = capsys.readouterr().err
     assert "results exists already" in message and message.count("\n") == 1
     assert not list((tmp_path / "results").iterdir())

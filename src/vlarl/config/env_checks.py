@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from vlarl.config.callables import is_given
 from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
 from vlarl.config.problems import Problem, shown, unknown
 from vlarl.config.schema import Config
@@ -82,7 +83,7 @@ def check_gym(config: Config) -> Problems:
     if gym.env is None:
         remedy = "name the environment: an id, such as --gym.env Reacher-v5, or module:factory of yours"
         yield Problem("gym.env = null", remedy, ("gym.env",))
-    elif ":" in gym.env and not re.fullmatch(r"[\w.]+:[\w./-]+", gym.env):
+    elif ":" in gym.env and not is_given(gym.env) and not re.fullmatch(r"[\w.]+:[\w./-]+", gym.env):
         yield Problem(f"gym.env = {shown(gym.env)}", "must be an id, module:id or module:factory", ("gym.env",))
     if not gym.images:
         yield Problem("gym.images = []", "a policy needs a view: name one, or render", ("gym.images",))
