@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -10,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vlarl.config.aliases import ALIASES, answer_to
+from vlarl.config.aliases import ALIASES, answer_to, plain_name
 from vlarl.config.checks import check
 from vlarl.config.describe import options, plain
 from vlarl.config.effects import check_given
@@ -93,9 +94,10 @@ def load_config(
     if config is not None:
         config = with_located(config) if isinstance(config, Config) else with_located(config)
         wrong = {path for problem in problems for path in problem.paths}
-        problems += [
+        found = [
             problem for problem in [*check(config), *check_models(config)] if not wrong.intersection(problem.paths)
         ]
+        problems += [_with_spelling(problem, flags) for problem in found]
         told = {path for problem in problems for path in problem.paths}
         given = check_given(config, document, flags, with_policy)
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
@@ -104,6 +106,13 @@ def load_config(
     if file is not None and not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
     return located(config)
+
+
+def _with_spelling(problem: Problem, flags: Flags) -> Problem:
+    """A problem whose option was set by another name, with that name: `policy.dtype = 'bfloat16' (--bf16)`."""
+    set_by = {path: flags.spelled[path] for path in problem.paths if path in flags.spelled and path in problem.subject}
+    names = [spelled for path, spelled in set_by.items() if plain_name(spelled) != path]
+    return replace(problem, subject=f"{problem.subject} ({', '.join(names)})") if names else problem
 
 
 def _path_of(source: object) -> str | Path | None:

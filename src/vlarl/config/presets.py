@@ -75,7 +75,7 @@ def _missing(name: str, known: Collection[str], root: str) -> str:
     if name.startswith(POLICIES):
         return f"{name}: neither a preset nor a file; {_as_policy(name)}"
     if path.name == name and _is_file(Path(root) / name / "config.yaml"):
-        return f"{name} is a run: write --resume {name} to continue it, or --policy.path {name} to start from it"
+        return f"{name} is a run: continue it by `--resume {name}`, or start a new run from it by --policy.path"
     if len(path.parts) > 1:
         return f"no file {name}; {_as_policy(name)}; presets: {', '.join(known)}"
     if (folded := name.lower().replace("-", "_")) in known:
