@@ -25,6 +25,7 @@ from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.load import Overrides, as_flags, load_config
 from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.resume_command import refuse_without_callables
+from vlarl.config.reward_module import refuse_arguments
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config
 from vlarl.config.spelling import suite_name
@@ -83,6 +84,9 @@ def train(
     flags = _flags(overrides, given, Config)
     folder, checkpoint = None, None
     if resume is not None:
+        asked: object = resume  # which may be anything, whatever the signature says
+        if not isinstance(asked, str | Path):
+            raise UsageError(f"resume = {asked!r}: give the name or folder of a run, or a checkpoint in it")
         if source is not None:
             raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
         config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust))
@@ -307,6 +311,8 @@ def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory
     if not isinstance(given, str) and not callable(given):
         kind = type(given).__name__
         raise UsageError(f"reward: give a function that takes a Trajectory and returns a number, not {kind}")
+    if not isinstance(given, str):
+        refuse_arguments("reward: the function", given)
     return reward
 
 

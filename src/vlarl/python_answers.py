@@ -1,7 +1,8 @@
 """How the functions of the Python interface answer mistakes: with the arguments and the overrides that Python has.
 
 Messages are written for the command line. `explained` turns the flags in them into what a Python program writes:
-`--trust` into `trust=True`, `--optim.lr 0.1` into `{'optim.lr': 0.1}`. Whole commands (`vlarl push RUN ORG/NAME`) stay.
+`--trust` into `trust=True`, `--optim.lr 0.1` into `{'optim.lr': 0.1}`; and commands that are one call with one name,
+`vlarl train --resume runs/mine`, into that call. Other commands (`vlarl push RUN ORG/NAME`) stay.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ _QUOTED = r"`(?:vlarl|ray|hf|pip) [^`]*`"
 _BARE = rf"\b(?:vlarl (?:{'|'.join(COMMANDS)})|ray start|hf download|pip install)\b[^\n;`)]*"
 _WORD = r"'[^'\n]*'|(?!--)[^\s'`,;()]+"
 _FLAG = rf"(?<![\w-])--(?P<name>[a-z][a-z_]*(?:\.[a-z][a-z_0-9]*)?)(?P<words>(?: (?:{_WORD}))*)"
+_CALL = re.compile(r"vlarl (?P<function>train|finetune)(?:(?P<resume> --resume)? (?P<word>[^-\s'\"]\S*))?")
 _SPANS = re.compile(f"(?P<command>{_QUOTED}|{_BARE})|{_FLAG}")
 
 
@@ -92,8 +94,10 @@ def in_python(text: str, parameters: Parameters) -> str:
     """A message with its flags as arguments of a function, or as overrides; commands stay as they are."""
 
     def said(span: re.Match[str]) -> str:
-        if span["command"] is not None:
-            return span["command"]
+        if (command := span["command"]) is not None:
+            is_whole = command.startswith("`") or text[: span.start()].endswith("run: ")
+            call = _CALL.fullmatch(command.strip("`")) if is_whole else None
+            return command if call is None else _as_call(command, call)
         name, words = span["name"], re.findall(_WORD, span["words"])
         if option := OPTIONS.get("run.root" if name == "root" else name):
             taken, written = _value(option, words)
@@ -112,6 +116,13 @@ def in_python(text: str, parameters: Parameters) -> str:
     for words, python in PHRASES.items():
         text = re.sub(rf"\b{words}\b", python, text)
     return text
+
+
+def _as_call(command: str, call: re.Match[str]) -> str:
+    """The command as a call of the function that has its name, in the same quotes."""
+    argument = "" if call["word"] is None else f"({'resume=' if call['resume'] else ''}{call['word']!r})"
+    quote = "`" if command.startswith("`") else ""
+    return f"{quote}vlarl.{call['function']}{argument}{quote}"
 
 
 def _argument(parameter: inspect.Parameter, words: Sequence[str], around: str) -> tuple[int, str]:

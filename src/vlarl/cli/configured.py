@@ -178,7 +178,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         else:
             is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
             rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
-    flags = parse_flags(rest, schema, own=[*switches, *(WITH_NAME if trains else ())])
+    flags = parse_flags(rest, schema, own=["--help", *switches, *(WITH_NAME if trains else ())])
     for note in flags.notes:
         print(f"note: {note}", file=sys.stderr)
     return Request(_one_source(flags, schema, resumes="resume" in own), flags, **own)

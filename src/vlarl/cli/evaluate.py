@@ -13,7 +13,7 @@ from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
 from vlarl.config.aliases import ALIASES, plain_name
 from vlarl.config.eval_request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
-from vlarl.config.flags import MODELS, model_path, parse_flags
+from vlarl.config.flags import BOOLEANS, MODELS, model_path, parse_flags
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
@@ -174,10 +174,32 @@ def _videos(text: str) -> Videos:
         raise argparse.ArgumentTypeError(f"{text!r} must be all, failures, none or a count") from None
 
 
+def _habits(rest: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The switches of HABITS with their answers, and all else; what is true or false after a switch belongs to it."""
+    said: dict[str, str] = {}
+    others: list[str] = []
+    tokens = list(rest)
+    while tokens:
+        text = tokens.pop(0)
+        flag, has_value, value = text.partition("=")
+        if not flag.startswith("--") or plain_name(flag) not in HABITS:
+            others.append(text)
+            continue
+        if not has_value and tokens and tokens[0].lower() in BOOLEANS:
+            value = tokens.pop(0)
+        is_off = value.lower() == "false"
+        sampled = "set --temperature, such as 1, to sample" if HABITS[plain_name(flag)] == GREEDY else ""
+        if sampled and is_off:
+            said[flag] = sampled
+        elif not is_off:
+            said[flag] = HABITS[plain_name(flag)]
+    return said, others
+
+
 def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
     """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
-    said = {text: HABITS[plain_name(text)] for text in rest if text.startswith("--") and plain_name(text) in HABITS}
-    flags = parse_flags([text for text in rest if text not in said], EvalOptions, _parser().flags())
+    said, rest = _habits(rest)
+    flags = parse_flags(rest, EvalOptions, _parser().flags())
     needless = {text: answer for text, answer in said.items() if answer == GREEDY}
     problems = [Problem(text, answer) for text, answer in said.items() if text not in needless]
     problems += [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]

@@ -236,6 +236,7 @@ TRANSLATED: dict[str, Translation] = {
     "report_to": to.TRACKER,
     "wandb_mode": to.WANDB_MODE,
     "scale_rewards": to.SCALE_REWARDS,
+    "loss_type": to.LOSS_TYPE,
     "normalize_advantage": to.switch("algorithm.normalize_advantages", "batch", "none"),
     "use_kl_loss": to.switch("kl.place", "loss", "reward"),
     "adam_beta1": to.BETA_1,
@@ -289,6 +290,10 @@ NEEDLESS: dict[str, str] = {
     "eval_on_start": "the policy is evaluated before the first iteration and after the last one",
     "mask_truncated_completions": "steps that were not executed are masked",
     "remove_unused_columns": "there is no dataset",
+    **dict.fromkeys(
+        ("num_workers", "dataloader_num_workers"),
+        "RL loads no dataset; --env.num_envs is the number of environments that run side by side",
+    ),
     "trust_remote_code": "no code of a checkpoint is run",
     "tf32": "matrix products run in the precision that --policy.dtype says",
     "progress_bar": "a terminal shows one always",
@@ -307,6 +312,7 @@ BATCHES = (
 LENGTH = "set the length of training with --run.iterations, or with --run.total_env_steps"
 FEW_GPUS = "set --distributed.backend ray and --distributed.learners_per_node; docs/distributed.md shows how"
 LATER = "after training: `vlarl merge ADAPTER OUT` makes a checkpoint of an adapter and its base"
+ENVIRONMENT = "set --env.suite, such as libero_spatial; a Gymnasium environment is --env.suite gym with --gym.env ID"
 HUB = "after training, by a command of its own: `vlarl push RUN ORG/NAME`"
 
 ELSEWHERE: dict[str, str] = {
@@ -364,7 +370,6 @@ ELSEWHERE: dict[str, str] = {
     "eval_strategy": "set --eval.interval, in iterations",
     "save_strategy": "set --checkpoint.interval, in iterations",
     "warmup_ratio": "set --optim.warmup_iterations, a number of updates",
-    "loss_type": "set --algorithm.aggregate to token_mean or sequence_mean",
     "use_vllm": "set --vllm.num_engines 1 and --distributed.backend ray; docs/engines.md says for which policies",
     "vllm_mode": "set --vllm.num_engines 1 and --distributed.backend ray; --distributed.colocate shares the GPUs",
     "sync_ref_model": "the reference of --kl.coef is the policy that training started from, and stays",
@@ -373,8 +378,7 @@ ELSEWHERE: dict[str, str] = {
     "load": "write --resume RUN to continue a run, or --policy.path CHECKPOINT to start from one",
     "policy_kwargs": "the policy is the checkpoint's own; section policy has the options",
     "use_sde": "exploration is sampling from the action tokens: set --rollout.temperature",
-    "num_workers": "set --env.num_envs, the number of environments that run side by side",
-    "env": "set --env.suite, such as libero_spatial; a Gymnasium environment is --env.suite gym with --gym.env ID",
+    **dict.fromkeys(("env", "env_name", "env_id"), ENVIRONMENT),
     **hydra_aliases.ELSEWHERE,
 }
 """Names without an option of that meaning: what to do instead."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vlarl.config.callables import is_given
 from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
-from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.problems import Problem, as_module, shown, unknown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
 
@@ -20,7 +20,9 @@ LISTED = 10  # tasks that a message names
 def check_suite(suite: str, option: str = "env.suite") -> Problems:
     """A suite must be one that exists."""
     if suite not in KNOWN_SUITES:
-        yield Problem(f"{option} = {shown(suite)}", unknown("suite", suite, KNOWN_SUITES), (option,))
+        family = [name for name in KNOWN_SUITES if name.startswith(f"{suite.lower()}_")]
+        message = f"names several suites; choose one: {', '.join(family)}" if family else ""
+        yield Problem(f"{option} = {shown(suite)}", message or unknown("suite", suite, KNOWN_SUITES), (option,))
 
 
 def check_task_ids(
@@ -83,6 +85,8 @@ def check_gym(config: Config) -> Problems:
     if gym.env is None:
         remedy = "name the environment: an id, such as --gym.env Reacher-v5, or module:factory of yours"
         yield Problem("gym.env = null", remedy, ("gym.env",))
+    elif as_named := as_module(gym.env, "FACTORY"):
+        yield Problem(f"gym.env = {shown(gym.env)}", as_named, ("gym.env",))
     elif ":" in gym.env and not is_given(gym.env) and not re.fullmatch(r"[\w.]+:[\w./-]+", gym.env):
         yield Problem(f"gym.env = {shown(gym.env)}", "must be an id, module:id or module:factory", ("gym.env",))
     if not gym.images:

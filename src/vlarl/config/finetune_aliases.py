@@ -26,7 +26,6 @@ ALIASES: dict[str, str] = {
     "tasks": "demos.task_ids",
     "image_size": "demos.image_size",
     "dataset": "demos.path",
-    "dataset.repo_id": "demos.path",
 }
 """Names that set the option as it is written."""
 
@@ -34,9 +33,11 @@ _LENGTH = "set the length of training with --optim.steps; a step reads --optim.b
 _ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
 _NO_EVALUATION = "`vlarl finetune` does not evaluate; afterwards: `vlarl eval RUN`"
+_NOT_LEROBOT = "datasets of lerobot are not read: set --demos.path to the folder of an RLDS dataset"
 _NOT_SPLIT = "a batch is one pass; lower --optim.batch_size to need less memory"
 
 ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("dataset.repo_id", "dataset.root"), _NOT_LEROBOT),
     "dataset_name": "set --demos.path to the folder of the dataset, such as DATA_ROOT_DIR/DATASET_NAME",
     **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
     **dict.fromkeys(("iterations", "n_iterations", "num_iterations", "max_iterations", "total_iterations"), _LENGTH),

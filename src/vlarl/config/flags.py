@@ -22,9 +22,11 @@ from vlarl.config.aliases import (
 from vlarl.config.callables import GivenCallable, named
 from vlarl.config.describe import Option, options
 from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.presets import is_source, may_be_source
 from vlarl.config.problems import Problem, nearest
 from vlarl.config.schema import Config, Section
+from vlarl.config.spelling import SUITE_OPTIONS, suite_name
 from vlarl.config.translations import NOT_ASKED, Translation
 from vlarl.config.yaml_source import as_tuples, parse_value
 
@@ -93,9 +95,11 @@ def parse_flags(tokens: Sequence[str], schema: type[Section], own: Sequence[str]
         elif negated or option.is_flag:
             _switch(flags, option, spelled, rest, negated, bool(has_value))
         else:
-            single = bool(has_value) or plain_name(spelled) in SINGLE_VALUE
-            texts = [rest.pop(0)] if has_value else _take(rest, option if not single else None)
+            several = option.is_list and not has_value and plain_name(spelled) not in SINGLE_VALUE
+            texts = [rest.pop(0)] if has_value else _take(rest, several)
             if texts:
+                if not several:
+                    _refuse_more(flags, spelled, rest, option)
                 if plain_name(spelled) == "model":
                     texts = [model_path(text) for text in texts]
                 flags.set(option, spelled, _value(option, texts))
@@ -115,19 +119,51 @@ def _switch(flags: Flags, option: Option, spelled: str, rest: list[str], negated
     """Set an option that is true or false: by itself, by the word after it, or by its `--no-` form."""
     if negated or not (has_value or (rest and rest[0].lower() in (*BOOLEANS, *NOT_BOOLEANS))):
         flags.set(option, spelled, not negated)
-        if rest and not _is_flag(rest[0]) and not _is_assignment(rest[0]) and not may_be_source(rest[0]):
-            rest.pop(0)  # not told: W&B's key is given so in other systems
-            remedy = AFTER_SWITCHES.get(option.path, "leave out the word after it")
-            flags.problems.append(
-                Problem(spelled, f"is true or false, and takes no other value; {remedy}", (option.path,))
-            )
+        if _is_stray(rest, None):
+            rest.pop(0)
+            flags.problems.append(_no_switch(option, spelled, "leave out the word after it"))
         return
     text = rest.pop(0)
-    if not has_value and text.lower() in NOT_BOOLEANS:
+    value = BOOLEANS.get(text.lower(), parse_value(text))
+    if text.lower() in NOT_BOOLEANS:
         remedy = f"must be true or false; write {spelled} for true, or --no-{option.path} for false"
         flags.problems.append(Problem(f"{spelled} {text}", remedy, (option.path,)))
+    elif isinstance(value, bool) or (value is None and option.nullable):
+        flags.set(option, spelled, value)
     else:
-        flags.set(option, spelled, BOOLEANS.get(text.lower(), parse_value(text)))
+        flags.problems.append(_no_switch(option, spelled, f"write {spelled}, or --no-{option.path}"))
+
+
+def _no_switch(option: Option, spelled: str, remedy: str) -> Problem:
+    """The problem of a word after a switch. The word is not told: W&B's key is given so in other systems."""
+    remedy = AFTER_SWITCHES.get(option.path, remedy)
+    return Problem(spelled, f"is true or false, and takes no other value; {remedy}", (option.path,))
+
+
+def _refuse_more(flags: Flags, spelled: str, rest: list[str], option: Option | None) -> None:
+    """Refuse the words after an option's one value, up to the next flag, override, preset or file."""
+    more: list[str] = []
+    while _is_stray(rest, option):
+        more.append(rest.pop(0))
+    if more:
+        quotes = "; put quotes around text with spaces" if option and option.is_text and not _choices(option) else ""
+        problem = f"unexpected argument; {spelled} takes one value{quotes}"
+        flags.problems.append(Problem(" ".join(more), problem, (option.path,) if option else ()))
+
+
+def _is_stray(rest: list[str], option: Option | None) -> bool:
+    """Whether the next word belongs to nothing: it opens no flag and names no preset or file, not even a misspelt one.
+
+    What could have been the value of the option before it is stray too: a second suite, a second algorithm.
+    """
+    if not rest or _is_flag(rest[0]) or _is_assignment(rest[0]) or is_source(rest[0]):
+        return False
+    return suite_name(rest[0]) in _choices(option) or not may_be_source(rest[0])
+
+
+def _choices(option: Option | None) -> Sequence[str]:
+    """The values that an option has, where they are known."""
+    return () if option is None else KNOWN_SUITES if option.path in SUITE_OPTIONS else option.choices
 
 
 def _other_system(
@@ -143,6 +179,8 @@ def _other_system(
     if name in NEEDLESS and takes and not has_value:
         takes = not is_source(rest[0])
     text = rest.pop(0) if takes else None
+    if found is not None and text is not None:
+        _refuse_more(flags, spelled, rest, None)
     if name in SOURCES and text is not None:
         flags.positionals.append(text)
     elif found is not None:
@@ -261,10 +299,10 @@ def _find(spelled: str, schema: type[Section]) -> tuple[Option | None, bool]:
     return (option, True) if option is not None and option.is_flag else (None, False)
 
 
-def _take(rest: list[str], of_list: Option | None) -> list[str]:
+def _take(rest: list[str], several: bool) -> list[str]:
     """The values that follow a flag: one, or for a list all up to the next flag, override, preset or file."""
     taken: list[str] = []
-    while rest and not _is_flag(rest[0]) and (of_list or not taken):
+    while rest and not _is_flag(rest[0]) and (several or not taken):
         if taken and (_is_assignment(rest[0]) or is_source(rest[0])):
             break
         taken.append(rest.pop(0))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vlarl.config.aliases import ALIASES, answer_to
+from vlarl.config.aliases import ALIASES, answer_to, plain_name
 from vlarl.config.checks import check
 from vlarl.config.describe import options, plain
 from vlarl.config.effects import check_given
@@ -19,12 +19,12 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.flags import Flags, from_mapping, parse_flags, suggestion
 from vlarl.config.paths import located
 from vlarl.config.presets import find_source
-from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest
+from vlarl.config.problems import MAX_PROBLEMS, ConfigError, Problem, nearest, shown
 from vlarl.config.run_checkpoints import check_models, with_located
 from vlarl.config.schema import LARGEST, Config
 from vlarl.config.secrets import public
 from vlarl.config.spelling import recipe, respelled
-from vlarl.config.start import read_start, start_of
+from vlarl.config.start import Start, read_start, start_of
 from vlarl.config.translations import Half
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.config.yaml_source import Document, describe_value
@@ -83,7 +83,7 @@ def load_config(
         base, file, document = source, None, Document("", {})
     else:
         start = start_of(_path_of(source), flags.values)
-        base, file, document = schema(), find_source(start.source), read_start(start, flags.values)
+        base, file, document = schema(), _found(start, schema, flags), read_start(start, flags.values)
         _refuse_other_kind(document, schema, start.source)
     stray = [Problem(text, "unexpected argument") for text in flags.positionals]
     data = _respelled(_merged(base.model_dump(), document.data, flags.values), schema)
@@ -94,9 +94,10 @@ def load_config(
     if config is not None:
         config = with_located(config) if isinstance(config, Config) else with_located(config)
         wrong = {path for problem in problems for path in problem.paths}
-        problems += [
+        found = [
             problem for problem in [*check(config), *check_models(config)] if not wrong.intersection(problem.paths)
         ]
+        problems += [_with_spelling(problem, flags) for problem in found]
         told = {path for problem in problems for path in problem.paths}
         given = check_given(config, document, flags, with_policy)
         problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
@@ -105,6 +106,13 @@ def load_config(
     if file is not None and not trust and is_of_run(file):
         refuse_untrusted(file, config.model_dump(), flags.values)
     return located(config)
+
+
+def _with_spelling(problem: Problem, flags: Flags) -> Problem:
+    """A problem whose option was set by another name, with that name: `policy.dtype = 'bfloat16' (--bf16)`."""
+    set_by = {path: flags.spelled[path] for path in problem.paths if path in flags.spelled and path in problem.subject}
+    names = [spelled for path, spelled in set_by.items() if plain_name(spelled) != path]
+    return replace(problem, subject=f"{problem.subject} ({', '.join(names)})") if names else problem
 
 
 def _path_of(source: object) -> str | Path | None:
@@ -141,10 +149,18 @@ def as_flags(overrides: Overrides, schema: type[Config] | type[FinetuneConfig]) 
     """Overrides in any of their forms as flags."""
     if isinstance(overrides, Flags):
         return overrides
-    if isinstance(overrides, str) or not isinstance(overrides, Mapping | Sequence):
-        remedy = "give options as a mapping, such as {'run.seed': 1}"
-        raise UsageError(f"overrides = {describe_value(overrides)}: {remedy}")
-    return from_mapping(overrides) if isinstance(overrides, Mapping) else parse_flags(overrides, schema)
+    if isinstance(overrides, Mapping):
+        return from_mapping(overrides)
+    remedy = "give options as a mapping, such as {'run.seed': 1}"
+    if isinstance(overrides, str | bytes) or not isinstance(overrides, Sequence):
+        raise UsageError(f"overrides cannot be read from {type(overrides).__name__}: {remedy}")
+    if others := [item for item in overrides if not isinstance(item, str)]:
+        raise UsageError(f"overrides: {shown(others[0])} in a list of flags is not text; {remedy}")
+    return parse_flags(overrides, schema)
+
+
+def _found(start: Start, schema: type[Config] | type[FinetuneConfig], flags: Flags) -> Path:
+    return find_source(start.source, schema, str(flags.values.get("run.root", schema().run.root)))
 
 
 def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneConfig], source: str | Path) -> None:
@@ -239,8 +255,9 @@ def _problem(
     path, value = _path(detail), detail["input"]
     option_path = ".".join(str(part) for part in detail["loc"][:2])
     place = flags.spelled.get(option_path) or ("" if option_path in flags.values else document.place(option_path))
-    subject = f"{path} = {describe_value(value)}" + (f" ({place})" if place else "")
     option = options(schema).get(option_path)
+    may_be_secret = option is not None and option.is_flag and isinstance(value, str)  # W&B's key, in other systems
+    subject = (path if may_be_secret else f"{path} = {describe_value(value)}") + (f" ({place})" if place else "")
     if option is not None:
         message = f"must be {option.allowed}"
         if detail["type"] == "less_than_equal" and detail["ctx"]["le"] == LARGEST:
@@ -249,7 +266,7 @@ def _problem(
         message += f"; did you mean '{match}'?" if match else ""
         message = recipe(option_path, value) or message
     elif path in schema.model_fields:
-        message = f"must be a section: options of {path} below it" + _as_section(path, value)
+        message = f"must be a section: options of {path} below it" + _as_section(path, value, schema)
     elif path.partition(".")[0] in schema.model_fields or not isinstance(value, dict):
         message = "unknown option" + suggestion(path, schema)
     else:
@@ -259,9 +276,9 @@ def _problem(
     return Problem(subject, message, (option_path,))
 
 
-def _as_section(section: str, value: object) -> str:
+def _as_section(section: str, value: object, schema: type[Config] | type[FinetuneConfig]) -> str:
     """How a value that stands in the place of a section was meant, where that is clear."""
-    if isinstance(value, str) and re.match(r"\w+:\S", value):
+    if isinstance(value, str) and f"{section}.{value.partition(':')[0]}" in options(schema):
         return "; write a space after the colon"
     option = ALIASES.get(section, "").removeprefix(f"{section}.")
     return f", such as `{option}: {plain(value)}`" if option and isinstance(value, str | bool) else ""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import vlarl
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.problems import nearest
-from vlarl.config.schema import Section
+from vlarl.config.schema import Config, Section
 from vlarl.config.spelling import suite_name
 from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 
 DEFAULT_PRESET = "tabletop_grpo"
 PRESET_FOLDER = Path(vlarl.__file__).parent / "configs"
+POLICIES = ("builtin:", "init:")
 SHORTEST_PART = 3  # letters of a preset's name, such as ppo
 
 
@@ -35,24 +37,33 @@ def presets_for_suite(suite: str) -> list[str]:
     return [name for name, env in sections if isinstance(env, dict) and str(env.get("suite")).startswith(f"{family}_")]
 
 
-def find_source(source: str | Path | None) -> Path:
-    """The file that a preset's name or a path stands for; None is the default preset."""
+def find_source(source: str | Path | None, schema: type[Section] = Config, root: str = Config().run.root) -> Path:
+    """The file that a preset's name or a path stands for; None is the default preset.
+
+    For one that is not there, UsageError names the presets of `schema`, and a run in `root` that has the name.
+    """
     name = DEFAULT_PRESET if source is None else str(source)
     if source is None or is_preset(source):
         return _file(name)
     path = Path(name)
     if _can_exist(path) and path.is_dir():
         inside = path / "config.yaml"
+        is_policy = any((path / file).is_file() for file in ("config.json", "adapter_config.json"))
         hint = f"; its configuration is {inside} (or --resume {path})" if inside.is_file() else ""
+        hint = f"; {_as_policy(name)}" if is_policy else hint
         raise UsageError(f"{name} is a folder; a YAML file or a preset is needed{hint}")
     if _is_file(path):
         return path
-    raise UsageError(_missing(name))
+    raise UsageError(_missing(name, presets_of(schema), root))
 
 
-def _missing(name: str) -> str:
+def _as_policy(name: str) -> str:
+    return f"a policy to train is --policy.path {name}"
+
+
+def _missing(name: str, known: Collection[str], root: str) -> str:
     """What to say of a source that is neither a preset nor a file: what it may have been meant to be."""
-    path, known = Path(name), presets()
+    path = Path(name)
     if not path.name or not _can_exist(path):
         return f"{name[:40]!r} names neither a preset nor a file; presets: {', '.join(known)}"
     files = [other for suffix in (".yaml", ".yml") if _is_file(other := path.with_suffix(suffix))]
@@ -61,11 +72,15 @@ def _missing(name: str) -> str:
     if path.suffix in (".yaml", ".yml"):
         hint = f"; the preset is called {path.stem}" if path.stem in known else f"; presets: {', '.join(known)}"
         return f"no file {name}{hint}"
+    if name.startswith(POLICIES):
+        return f"{name}: neither a preset nor a file; {_as_policy(name)}"
+    if path.name == name and _is_file(Path(root) / name / "config.yaml"):
+        return f"{name} is a run: continue it by `--resume {name}`, or start a new run from it by --policy.path"
     if len(path.parts) > 1:
-        return f"no file {name}; presets: {', '.join(known)}"
+        return f"no file {name}; {_as_policy(name)}; presets: {', '.join(known)}"
     if (folded := name.lower().replace("-", "_")) in known:
         return f"{name}: unknown preset; write {folded}"
-    alike = _alike(name)
+    alike = _alike(name, known)
     hint = f"did you mean {' or '.join(map(repr, alike))}? Known" if alike else "known"
     return f"{name}: unknown preset; {hint}: {', '.join(known)}"
 
@@ -86,12 +101,12 @@ def may_be_source(text: str) -> bool:
     """Whether a word of a command line was meant to name a preset, a file or a suite, though it may be misspelt."""
     path = Path(text)
     is_path = path.name != text or path.suffix in (".yaml", ".yml") or _is_file(path)
-    return is_path or bool(_alike(text)) or suite_name(text) in KNOWN_SUITES
+    return is_path or text.startswith(POLICIES) or bool(_alike(text, presets())) or suite_name(text) in KNOWN_SUITES
 
 
-def _alike(name: str) -> list[str]:
+def _alike(name: str, known: Collection[str]) -> list[str]:
     """Presets that a word may stand for: those that it is a part of, or else the one that it is most like."""
-    folded, known = name.lower().replace("-", "_"), list(presets())
+    folded = name.lower().replace("-", "_")
     near = nearest(folded, known)
     parts = [preset for preset in known if len(folded) >= SHORTEST_PART and folded in preset]
     return parts or ([near] if near else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,16 @@ def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
         return None
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def as_module(name: str, what: str) -> str | None:
+    """What to write for a file where a module is wanted, such as `my_reward.py:f`; None where no file is named."""
+    place, _, own = name.partition(":")
+    if not place.endswith(".py") or not re.fullmatch(r"[\w./-]+", place):
+        return None
+    module = place.removesuffix(".py").removeprefix("./").replace("/", ".")
+    named = f"{module}:{own or what}"
+    return f"write {named}: the module without .py, found from the folder that vlarl is started in or on PYTHONPATH"
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> str:

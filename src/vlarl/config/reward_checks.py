@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from vlarl.config.callables import is_given
 from vlarl.config.known import KNOWN_REWARDS
-from vlarl.config.problems import Problem, shown, unknown
+from vlarl.config.problems import Problem, as_module, shown, unknown
 from vlarl.config.recipe import RecipeRule, parse_rule
 from vlarl.config.schema import Config, RewardConfig
 from vlarl.config.secrets import has_user, is_masked, masked_url
@@ -43,6 +43,11 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 """The rewards that an option is for; what is not here is for all of them. effects_table.py refuses it elsewhere."""
 
+SAME_REWARDS = dict.fromkeys(
+    ("success", "binary", "outcome"), "a reward of 1 for success and 0 otherwise is --reward.source sparse"
+)
+"""Names of other systems for rewards of ours."""
+
 STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 """Algorithms that credit a decision with the rewards after it; the others look at the return of the whole episode."""
 
@@ -55,7 +60,8 @@ def check_reward(config: Config) -> Problems:
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
         message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"
-        yield Problem(f"{option} = {shown(name)}", _as_module(name) or message, (option,))
+        message = SAME_REWARDS.get(name.lower()) or message
+        yield Problem(f"{option} = {shown(name)}", as_module(name, "FUNCTION") or message, (option,))
     if not names:
         yield from _combination(reward)
         yield from _needs(reward)
@@ -66,16 +72,6 @@ def check_reward(config: Config) -> Problems:
 def _is_own(name: str) -> bool:
     """Whether a reward is named as `module:function`."""
     return re.fullmatch(r"[\w.]+:\w+", name) is not None and not name.partition(":")[0].endswith(".py")
-
-
-def _as_module(name: str) -> str | None:
-    """What to write for a file where a module is wanted, such as `my_reward.py:f`."""
-    place, _, function = name.partition(":")
-    if not place.endswith(".py") or not re.fullmatch(r"[\w./-]+", place):
-        return None
-    module = place.removesuffix(".py").removeprefix("./").replace("/", ".")
-    named = f"{module}:{function or 'FUNCTION'}"
-    return f"write {named}: the module without .py, found from the folder that vlarl is started in or on PYTHONPATH"
 
 
 def used_rewards(reward: RewardConfig) -> list[str]:

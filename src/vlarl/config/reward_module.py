@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +30,22 @@ def import_function(source: str) -> Callable[..., float]:
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"reward.source: {module_name!r} has no function {name!r}; {_there(module, name)}.")
+    refuse_arguments(f"reward.source: {source}", function)
     return function  # type: ignore[no-any-return]
+
+
+def refuse_arguments(subject: str, function: Callable[..., object]) -> None:
+    """Refuse a reward that can't be called with one argument, where its signature is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some compiled functions have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        remedy = "give it one parameter, and defaults for any others"
+        called = "is called with one argument, the trajectory"
+        raise UsageError(f"{subject} takes {signature}, but {called}; {remedy}.") from error
 
 
 def refuse_missing_module(source: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlarl.config.spelling import recipe
+
 Values = dict[str, object]
 Reader = Callable[[object, Mapping[str, object]], Values | str]
 
@@ -171,6 +173,16 @@ def _scale_rewards(value: object, _: Mapping[str, object]) -> Values | str:
     return "use group, batch or none; here they are --algorithm.normalize_std and --algorithm.normalize_advantages"
 
 
+LOSS_TYPES = {"grpo": "sequence_mean", "dapo": "token_mean", "bnpo": "token_mean"}
+
+
+def _loss_type(value: object, _: Mapping[str, object]) -> Values | str:
+    """TRL's losses, which differ in how the losses of tokens are averaged."""
+    if (name := str(value).lower()) in LOSS_TYPES:
+        return {"algorithm.aggregate": LOSS_TYPES[name]}
+    return recipe("algorithm.name", name) or "set --algorithm.aggregate to token_mean or sequence_mean"
+
+
 def _first_tasks(value: object, _: Mapping[str, object]) -> Values | str:
     """So many tasks of a suite are its first ones."""
     if isinstance(value, int) and 0 < value <= 1000:
@@ -250,6 +262,7 @@ RUN_FOLDER = Translation(("run.root", "run.name"), _run_folder)
 TRACKER = Translation(("logging.wandb", "logging.tensorboard"), _trackers)
 WANDB_MODE = Translation(("logging.wandb_mode",), _wandb_mode)
 SCALE_REWARDS = Translation(("algorithm.normalize_std", "algorithm.normalize_advantages"), _scale_rewards, True)
+LOSS_TYPE = Translation(("algorithm.aggregate",), _loss_type)
 FIRST_TASKS = Translation(("env.task_ids",), _first_tasks)
 TASK = Translation(("env.task_ids", "env.suite"), _task)
 QUANTIZATION = Translation(("policy.quantize",), _quantization)

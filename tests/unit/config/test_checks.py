@@ -71,7 +71,13 @@ def test_the_defaults_have_no_problem():
         ({"env__task_ids": []}, "env.task_ids = []: names no task; leave it out for all tasks"),
         (
             {"env__suite": "libero"},
-            "env.suite = 'libero': unknown suite; did you mean 'libero_90'? Known: " + ", ".join(KNOWN_SUITES),
+            "env.suite = 'libero': names several suites; choose one: libero_spatial, libero_object, libero_goal, libero_10, "
+            "libero_90",
+        ),
+        (
+            {"env__suite": "liberospatial"},
+            "env.suite = 'liberospatial': unknown suite; did you mean 'libero_spatial'? Known: "
+            + ", ".join(KNOWN_SUITES),
         ),
         (
             {"env__cameras": ["agent", "wrist"]},

@@ -120,11 +120,11 @@ def test_the_written_file_reads_back_to_the_same_values(tmp_path):
         (["--optim.lr", ".nan"], "optim.lr = nan (--optim.lr): must be a number >= 0"),
         (["--optim.lr", ".inf"], "optim.lr = inf (--optim.lr): must be a number >= 0"),
         (["--seed", "1.5"], "run.seed = 1.5 (--seed): must be an integer >= 0"),
-        (["--seed", str(2**63)], f"run.seed = {2**63}: must be {2**63 - 1} or less: random number generators take no larger seed"),
+        (["--seed", str(2**63)], f"run.seed = {2**63} (--seed): must be {2**63 - 1} or less: random number generators take no larger seed"),
         (["--seed", "!!int x"], "run.seed = '!!int x' (--seed): must be an integer >= 0"),
         (["--run.iterations", "true"], "run.iterations = true (--run.iterations): must be an integer > 0 or null"),
         (["--run.num_threads", "0"], "run.num_threads = 0 (--run.num_threads): must be an integer > 0 and <= 1024 or null"),
-        (["--logging.wandb=yes"], "logging.wandb = 'yes' (--logging.wandb): must be true or false"),
+        (["--logging.wandb=yes"], "--logging.wandb yes: must be true or false; write --logging.wandb for true, or --no-logging.wandb for false"),
         (["--algorithm.name", "gppo"], "algorithm.name = 'gppo' (--algorithm.name): must be one of grpo, rloo, group_norm, cpgd, reinforce, reinforce_baseline, reinforce_pp, ppo; did you mean 'ppo'?"),
         (["--env.task_ids", "0", "x"], "env.task_ids[1] = 'x' (--env.task_ids): must be a list of integers >= 0, or null"),
         (["--optim.betas", "0.9", "1"], "optim.betas[1] = 1 (--optim.betas): must be a list of 2, each a number >= 0 and < 1"),
@@ -246,3 +246,19 @@ def test_a_preset_of_the_other_command_is_answered_with_that_command():
     assert problem.endswith("this is a configuration for `vlarl finetune`; run: vlarl finetune tabletop_base")
     (problem,) = problems("tabletop_ppo", schema=FinetuneConfig)
     assert problem.endswith("this is a configuration for `vlarl train`; run: vlarl train tabletop_ppo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--optim.lr", 1e-4], "overrides: 0.0001 in a list of flags is not text; give options as a mapping"),
+        ([("optim.lr", 1e-4)], "overrides: ['optim.lr', 0.0001] in a list of flags is not text"),
+        ("--optim.lr 1e-4", "overrides cannot be read from str: give options as a mapping, such as {'run.seed': 1}"),
+        (b"--optim.lr", "overrides cannot be read from bytes: give options as a mapping"),
+        (["--optim.lr", "1e-4", "5"], "5: unexpected argument; --optim.lr takes one value"),
+    ],
+)
+def test_overrides_of_another_kind_are_refused(overrides, message):
+    with pytest.raises(UsageError) as refusal:
+        load_config("tabletop_grpo", overrides)
+    assert message in str(refusal.value)
