@@ -61,13 +61,8 @@ class Source:
         """The updates of the policy by reinforcement learning that are behind these weights; None: not known."""
         if self.run is None:
             return None
-        if self.folder.name == BEST:
-            return _count(self.folder / "metadata.json", "training_step")
-        if self.folder.name == AVERAGE:
-            done = self.iterations
-            rows = [row for row in self.run.metrics if row.get("train/optimizer_steps")]
-            return None if done is None else sum(row["iteration"] <= done for row in rows)
-        return _count(self.folder / "trainer.json", "policy_updates")
+        counters = "metadata.json" if self.folder.name in (AVERAGE, BEST) else "trainer.json"
+        return _count(self.folder / counters, "policy_updates")
 
     @property
     def warnings(self) -> tuple[str, ...]:
