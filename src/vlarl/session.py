@@ -349,7 +349,9 @@ class Session:
             "ema_return": self.state.ema_return,
             "current_return": sum(returns) / len(returns),
             "training_step": self.learner.version,  # updates behind the policy; a stale one's return is its elder's
-            "policy_updates": max(self.learner.version - self.config.algorithm.value_init_steps, 0),  # as Learner.update
+            "policy_updates": max(
+                self.learner.version - self.config.algorithm.value_init_steps, 0
+            ),  # as Learner.update
             "global_step": self.state.env_steps,
             "run_id": self.directory.name,
             "model_path": self.config.policy.path,

