@@ -146,7 +146,14 @@ def test_an_adapter_is_described_with_its_base_and_its_rank(capsys, tmp_path):
     assert "heads       critic\n" in text
     assert "parameters  3,954,080 in bfloat16" in text  # the base's
     assert "LoRA of rank 8 beside all linear layers" in text
-    assert "LoRA of rank 4 beside" in say(capsys, "--model", tmp_path / "adapter", "--lora-rank", 4)
+    say(capsys, "--model", tmp_path / "adapter", "--lora-rank", 4, code=2)
+
+
+def test_the_quoted_command_has_the_options_that_were_given(capsys):
+    text = say(capsys, "--model", "init:tiny-oft", "--quantize", 4, "--lora-rank", 16, "--microbatch-size", 2)
+    command = "vlarl train --policy.path init:tiny-oft --policy.quantize 4 --optim.microbatch_size 2 --lora.rank 16 --use-lora"
+    assert f"Memory of `{command}`, which starts" in text
+    assert text.startswith("checkpoint  init:tiny-oft\n")
 
 
 def test_a_saved_checkpoint_is_ours_and_says_its_shards(capsys, tmp_path):
