@@ -44,11 +44,16 @@ class UsageError(VlarlError):
     exit_code = 2
 
 
+def install_command(extra: str | None = None) -> str:
+    """How vlarl is installed, with an extra where it is named: in a clone of its repository, as README says."""
+    return "pip install -c constraints.txt -e " + (f"'.[{extra}]'" if extra else ".")
+
+
 class MissingExtraError(UsageError):
     """An optional package is asked for and not installed; the message holds the command that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'vlarl[{extra}]'")
+        super().__init__(f"{package} is not installed; in your clone of vlarl run: {install_command(extra)}")
         self.package = package
         self.extra = extra
 

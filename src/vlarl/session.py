@@ -344,11 +344,13 @@ class Session:
             self._resumable = replace(self.state, unfinished=metrics)
 
     def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
+        warm_up = self.config.algorithm.value_init_steps  # of the critic alone
         return {
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
             "ema_return": self.state.ema_return,
             "current_return": sum(returns) / len(returns),
             "training_step": self.learner.version,  # updates behind the policy; a stale one's return is its elder's
+            "policy_updates": max(self.learner.version - warm_up, 0),  # as Learner.update counts them
             "global_step": self.state.env_steps,
             "run_id": self.directory.name,
             "model_path": self.config.policy.path,

@@ -160,7 +160,9 @@ def test_a_root_that_can_not_be_written_to(capsys, tmp_path, checkpoint):
 
 def test_an_extra_that_is_not_installed_leaves_no_run_behind(capsys, tmp_path, checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refused(capsys, flags(checkpoint, tmp_path / "runs", "--logging.wandb"), "pip install 'vlarl[wandb]'")
+    refused(
+        capsys, flags(checkpoint, tmp_path / "runs", "--logging.wandb"), "pip install -c constraints.txt -e '.[wandb]'"
+    )
 
 
 def test_results_never_go_into_a_folder_that_is_there(capsys, tmp_path, checkpoint):

@@ -14,6 +14,7 @@ from vlarl.cli import COMMANDS, Command, configured, main
 from vlarl.config import Config, load_config, to_yaml
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
+from vlarl.observability.run_dir import RunDirectory
 
 
 @dataclasses.dataclass
@@ -267,8 +268,35 @@ def test_a_dry_run_says_what_it_has_not_checked(work, capsys):
         "# the files of policy.path: vlarl doctor --model some/where",
         "# the code of the reward: mine:judge",
         "# the simulator: vlarl doctor",
-        "# the device and its memory: vlarl doctor",
+        "# the device: vlarl doctor",
+        "# its memory: vlarl doctor --model some/where",
     ]
+
+
+def test_a_dry_run_says_that_it_has_not_compared_adapter_and_policy(work, capsys):
+    assert configured.train(["--dry-run", "--policy.path", "some/where", "--lora.adapter", "some/lora"]) == 0
+    assert "# whether lora.adapter was trained on policy.path\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_a_run_that_is_going_on(saved_run, capsys):
+    with RunDirectory(saved_run).lock():
+        assert "runs/first is going on in another process" in failed(
+            ["train", "--resume", "first", "--dry-run"], capsys
+        )
+    assert configured.train(["--resume", "first", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_said"),
+    [([], True), (["--env.suite", "tabletop_spatial"], False), (["--env.suite", "tabletop_goal"], False)],
+)
+def test_a_policy_of_another_suite_than_the_presets_is_noted(saved_run, capsys, flags, is_said):
+    config = load_config(overrides={"run.name": "first", "env.suite": "tabletop_goal"})
+    (saved_run / "config.yaml").write_text(to_yaml(config))
+    (save_counters(saved_run, "final", iteration=5) / "config.json").write_text("{}")
+    assert configured.train(["--policy.path", "first", "--dry-run", *flags]) == 0
+    note = "# policy.path was trained on tabletop_goal, and this run is on tabletop_spatial: --env.suite tabletop_goal"
+    assert (note in capsys.readouterr().out) is is_said
 
 
 @pytest.mark.parametrize(
@@ -323,7 +351,11 @@ def test_help_of_train_lists_presets_options_and_aliases(capsys):
     [
         (UsageError("the run exists"), 2, "error: the run exists\n"),
         (VlarlError("went wrong"), 1, "error: went wrong\n"),
-        (MissingExtraError("wandb", "wandb"), 2, "error: wandb is not installed; run: pip install 'vlarl[wandb]'\n"),
+        (
+            MissingExtraError("wandb", "wandb"),
+            2,
+            "error: wandb is not installed; in your clone of vlarl run: pip install -c constraints.txt -e '.[wandb]'\n",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )

@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
                 (tmp_path / name["name"]).write_text(block, encoding="utf-8")
     for name in RUNS:
         checkpoints = tmp_path / "runs" / name / "checkpoints"
-        for checkpoint in ("final", "best_return", "step_000005"):
+        for checkpoint in ("final", "best_return", "step_000005", "step_000010"):
             (checkpoints / checkpoint).mkdir(parents=True)
             for file in local_folder("builtin:tiny-openvla").iterdir():
                 (checkpoints / checkpoint / file.name).symlink_to(file)

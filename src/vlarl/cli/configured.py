@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
-from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, noted, nothing_left, opening_lines
 from vlarl.cli.runs import find_run
 from vlarl.config.aliases import ALIASES, alias_of, plain_name
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
@@ -109,6 +109,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     else:
         start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
+        start = noted(start, config, request.flags.values)
     if request.dry_run:
         refuse_early(config, is_new=run_dir is None)
         head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
@@ -216,6 +217,7 @@ def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
             raise UsageError(f"{path} = {now!r}: a resumed run keeps its {name}, {before!r}; leave the flag out")
+    RunDirectory(folder).refuse_locked()
     return config, folder, checkpoint
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
@@ -59,7 +61,7 @@ def doctor(arguments: Sequence[str]) -> int:
     add("--microbatch-size", type=args.positive, metavar="N", help=f"decisions in a pass of an update; {of_train}")
     add("--dtype", choices=("bfloat16", "float32"), help=f"precision of the frozen weights; {of_train}")
     add("--quantize", type=int, choices=(4, 8), help="bits of the linear layers' weights")
-    rank = f"rank of the adapters; {of_train}, or an adapter's own"
+    rank = f"rank of fresh adapters; {of_train}. An adapter keeps its own"
     add("--lora-rank", type=args.positive, metavar="R", help=rank)
     add(
         "--num-images", type=args.positive, metavar="N", help="images that the model reads; by default the checkpoint's"
@@ -101,15 +103,18 @@ def _describe_model(given: Any) -> int:
 
     from vlarl.policies.openvla.description import describe_checkpoint
 
-    config = _as_trained(given)
+    options = _train_options(given)
+    config = load_config(None, options | {"lora.enabled": True})
     try:
         model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
         decoder = config.policy.decoder
         description = describe_checkpoint(model, None if decoder == "auto" else decoder, config.policy.num_images)
+        if model != given.model:
+            description = replace(description, path=given.model)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {given.model} can't be described: {reason}") from error
-    rank = given.lora_rank or (description.adapter.rank if description.adapter else config.lora.rank)
+    rank = description.adapter.rank if description.adapter else config.lora.rank
     batch_size = _rollout_batch(config)
     estimates, needs = _estimate(config, description, batch_size, rank)
     rooms = _rooms(find_gpus())
@@ -118,13 +123,13 @@ def _describe_model(given: Any) -> int:
     else:
         sizes = [f"batch {batch_size}", *[f"microbatch {config.optim.microbatch_size}"] * 2]
         table = _memory_lines(sizes, estimates, needs, rooms)
-        title = _title(given, config, description, rank)
+        title = _title(options, config, description, rank)
         print(printable("\n".join([*_facts_lines(description, config.policy.num_images), "", *title, "", *table])))
     return 1 if description.problems else 0
 
 
-def _as_trained(given: Any) -> Config:
-    """The configuration that `vlarl train` would come to for this model and these options, with adapters."""
+def _train_options(given: Any) -> dict[str, Any]:
+    """The options of `vlarl train` that were given, by dotted path."""
     options = {
         "policy.path": given.model,
         "policy.dtype": given.dtype,
@@ -133,9 +138,9 @@ def _as_trained(given: Any) -> Config:
         "policy.decoder": given.decoder,
         "rollout.batch_size": given.batch_size,
         "optim.microbatch_size": given.microbatch_size,
-        "lora.enabled": True,
+        "lora.rank": given.lora_rank,
     }
-    return load_config(None, {path: value for path, value in options.items() if value is not None})
+    return {path: value for path, value in options.items() if value is not None}
 
 
 def _rollout_batch(config: Config) -> int:
@@ -146,13 +151,15 @@ def _rollout_batch(config: Config) -> int:
     return config.rollout.batch_size or min(num_envs(config.env, config.gym), episodes)
 
 
-def _title(given: Any, config: Config, description: Description, rank: int) -> list[str]:
+def _title(options: dict[str, Any], config: Config, description: Description, rank: int) -> list[str]:
     """What the estimate is of."""
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
-    policy, start = config.policy, start_of(None, {"policy.path": given.model})
+    policy, start = config.policy, start_of(None, options)
     is_adapted = description.adapter is not None or load_config(start.source).lora.enabled
-    command = f"vlarl train --policy.path {brief(given.model)}{'' if is_adapted else ' --use-lora'}"
+    path = brief(options["policy.path"])
+    flags = [word for name, value in (options | {"policy.path": path}).items() for word in (f"--{name}", str(value))]
+    command = shlex.join(["vlarl", "train", *flags, *([] if is_adapted else ["--use-lora"])])
     base = f"base in {policy.quantize} bits, the rest {policy.dtype}" if policy.quantize else policy.dtype
     update = COLUMNS["update_checkpointed" if policy.gradient_checkpointing else "update"][1]
     return [

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
 from vlarl.config.flags import parse_flags
-from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES, install_command
+from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
 from vlarl.config.load import load_config
 from vlarl.config.presets import presets_of
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.words import counted, plural
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, install_command
 
 if TYPE_CHECKING:
     from vlarl.envs.base import EnvFactory, Expert, RewardMode, SingleEnv, SuiteSpec

@@ -202,7 +202,8 @@ def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object
     flags = parse_flags(rest, EvalOptions, _parser().flags())
     needless = {text: answer for text, answer in said.items() if answer == GREEDY}
     problems = [Problem(text, answer) for text, answer in said.items() if text not in needless]
-    problems += [*flags.problems, *(Problem(text, "unexpected argument") for text in flags.positionals)]
+    stray = f"unexpected argument; for another checkpoint of a run write {given.checkpoint}/NAME, for two --against"
+    problems += [*flags.problems, *(Problem(text, stray) for text in flags.positionals)]
     for note in [*flags.notes, *(f"{text} is not needed: {answer}" for text, answer in needless.items())]:
         print(f"note: {note}", file=sys.stderr)
     if problems:

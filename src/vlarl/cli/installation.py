@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from vlarl import __version__
 from vlarl.config.schema import PlaceConfig
 from vlarl.config.words import counted
+from vlarl.errors import install_command
 from vlarl.observability.machine import available_cores
 
 GIB = 2**30
@@ -190,7 +191,7 @@ def _extras() -> list[Check]:
             r.name if have is None else f"{r.name} {have}, not {r.specifier}" for r, have, fits in found if not fits
         ]
         if lacking:
-            detail = f"{', '.join(lacking)}: run pip install 'vlarl[{extra}]'"
+            detail = f"{', '.join(lacking)}: run {install_command(extra)}"
         else:
             detail = ", ".join(f"{r.name} {have}" for r, have, _ in found)
         checks.append(Check("missing" if lacking else "ok", f"extra {extra}", detail))
@@ -200,7 +201,7 @@ def _extras() -> list[Check]:
 def _vllm_builds() -> list[Check]:
     """What is wrong with the builds of vLLM: two of them, or one that leaves the GPU alone."""
     found, fitting = _installed_vllm(), _fitting_vllm()
-    remedy = f"run pip uninstall {' '.join(found)}, then pip install 'vlarl[{fitting}]'"
+    remedy = f"run pip uninstall {' '.join(found)}, then {install_command(fitting)}"
     if len(found) > 1:
         return [Check("warning", "vllm", f"{' and '.join(found)} write over each other's files: {remedy}")]
     if found and found != [fitting]:

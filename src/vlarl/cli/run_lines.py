@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.paths import brief
+from vlarl.config.presets import is_preset
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import RunProgress
 from vlarl.config.schema import Config
 from vlarl.config.start import Start
 from vlarl.config.suites import suite_facts
+from vlarl.config.training_data import training_data_of
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.machine import may_have_gpu
@@ -43,6 +46,17 @@ def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | 
     return [line, f"note: {start.note}"] if start is not None and start.note else [line]
 
 
+def noted(start: Start, config: Config, given: Mapping[str, object]) -> Start:
+    """The start with a note where its preset brings another suite than the policy that was given was trained on."""
+    if "policy.path" not in given or "env.suite" in given or not is_preset(start.source):
+        return start
+    data, suite = training_data_of(config.policy.path), config.env.suite
+    if data is None or data.suite is None or data.suite == suite:
+        return start
+    note = f"policy.path was trained on {data.suite}, and this run is on {suite}: --env.suite {data.suite} stays there"
+    return replace(start, note="; ".join(filter(None, (start.note, note))))
+
+
 def _device(wanted: str) -> str:
     if wanted != "auto":
         return wanted
@@ -55,10 +69,12 @@ def _listed(names: Iterable[str]) -> str:
 
 def not_checked(config: Config | FinetuneConfig) -> list[str]:
     """What `--dry-run` takes for granted, and the command that looks at it."""
-    lines = []
+    lines, of_model = [], f"vlarl doctor --model {shlex.quote(brief(config.policy.path))}"
     if config.policy.path.partition(":")[0] not in ("builtin", "init"):
-        lines.append(f"the files of policy.path: vlarl doctor --model {shlex.quote(brief(config.policy.path))}")
+        lines.append(f"the files of policy.path: {of_model}")
     if isinstance(config, Config):
+        if config.lora.adapter is not None:
+            lines.append("whether lora.adapter was trained on policy.path")
         sources = [name for name in (config.reward.source, *config.reward.sources) if ":" in name]
         if sources:
             lines.append(f"the code of the reward: {_listed(dict.fromkeys(sources))}")
@@ -69,7 +85,7 @@ def not_checked(config: Config | FinetuneConfig) -> list[str]:
             lines.append("the simulator: vlarl doctor")
     elif config.demos.path:
         lines.append(f"the files of demos.path: vlarl data inspect {shlex.quote(brief(config.demos.path))}")
-    return [*lines, "the device and its memory: vlarl doctor"]
+    return [*lines, "the device: vlarl doctor", f"its memory: {of_model}"]
 
 
 def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequence[str]) -> str:

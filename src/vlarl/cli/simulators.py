@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vlarl.cli.installation import Check
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.versions import mujoco_problem
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, install_command
 
 BACKENDS = {
     "egl": "apt-get install libegl1 libgl1-mesa-dri, or a GPU driver with EGL",
@@ -41,7 +41,7 @@ def check_simulators() -> list[Check]:
     """MuJoCo, each way it can draw, and LIBERO's assets; a line for each, whether or not it is there."""
     found = _version("mujoco")
     if found is None:
-        return [Check("missing", "mujoco", "no LIBERO, no Meta-World: run pip install 'vlarl[libero,metaworld]'")]
+        return [Check("missing", "mujoco", f"no LIBERO, no Meta-World: run {install_command('libero,metaworld')}")]
     problem = mujoco_problem(found)
     mujoco = Check("warning", "mujoco", f"{found}: {problem}") if problem else Check("ok", "mujoco", found)
     return [mujoco, *(_backend(name, remedy) for name, remedy in BACKENDS.items()), _libero_assets()]
@@ -79,7 +79,7 @@ def _last_line(text: str) -> str:
 
 def _libero_assets() -> Check:
     if _version("hf-libero") is None:
-        return Check("missing", "libero", "run pip install 'vlarl[libero]'")
+        return Check("missing", "libero", f"run {install_command('libero')}")
     try:
         return Check("ok", "libero", f"assets in {find_assets(None)}")
     except UsageError as error:

@@ -68,8 +68,8 @@ def _decoder(config: Config | FinetuneConfig) -> Problems:
 
 def _device(config: Config | FinetuneConfig) -> Problems:
     for path, device in (("run.device", config.run.device), ("policy.heads_device", config.policy.heads_device)):
-        if device is not None and not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-            message = "unknown device; use auto, cpu, mps, cuda or cuda:N"
+        if device is not None and not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            message = "unknown device; use auto, cpu, cuda or cuda:N"
             yield Problem(f"{path} = {shown(device)}", message, (path,))
 
 

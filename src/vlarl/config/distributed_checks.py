@@ -26,7 +26,6 @@ NEEDS_RAY = (
 """What one process can't do, where it is not the default."""
 
 ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
-HOSTS = ("cpu", "mps")  # devices that Ray counts no GPU for
 ROUNDING = 1e-6  # of shares that a person adds up to 1
 
 
@@ -158,7 +157,7 @@ def _sync(config: Config) -> Problems:
     backend, paths = config.vllm.sync_backend, ("vllm.sync_backend", "distributed.colocate")
     if config.vllm.num_engines == 0 or backend == "object_store":
         return
-    if config.run.device in HOSTS:
+    if config.run.device == "cpu":
         remedy = f"{backend} moves weights between processes on GPUs; set vllm.sync_backend to object_store"
         yield _clash(config, remedy, "vllm.sync_backend", "run.device")
     if backend == "ipc" and not config.distributed.colocate:
@@ -187,7 +186,7 @@ def _shares(config: Config) -> Problems:
     distributed = config.distributed
     if distributed.backend == "local":
         return
-    learners, on_gpus = world_size(config), config.run.device not in HOSTS
+    learners, on_gpus = world_size(config), config.run.device != "cpu"
     fraction = distributed.learner_gpus + (distributed.engine_gpus if distributed.colocate else 0)
     paths = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.colocate")
     if distributed.colocate and fraction > 1 + ROUNDING:

@@ -16,12 +16,13 @@ from typing import Any, Generic, TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import GROUP_METHODS, GYM
 from vlarl.config.reward_checks import READ_BY, used_kinds
+from vlarl.config.run_checkpoints import ADAPTER
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
+from vlarl.config.training_data import local_folder
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
-HOSTS = ("cpu", "mps")  # devices without CUDA
 OUTCOME_METHODS = (*GROUP_METHODS, "reinforce_baseline")  # discount the outcome of an episode
 STEP_METHODS = ("ppo", "reinforce", "reinforce_pp", "group_norm")  # discount from step to step
 STD_METHODS = ("grpo", "group_norm", "cpgd")
@@ -79,7 +80,7 @@ def _renders_in_processes(config: Config) -> bool:
 
 def _on_gpus(config: Config) -> bool:
     """Whether a GPU may be used: `auto` is not known before the run."""
-    return config.run.device not in HOSTS
+    return config.run.device != "cpu"
 
 
 def _weights_importance(config: Config) -> bool:
@@ -91,6 +92,12 @@ def _weights_importance(config: Config) -> bool:
 
 def _is_builtin(path: str) -> bool:
     return path.startswith(("builtin:", "init:"))
+
+
+def _is_adapter(path: str) -> bool:
+    """Whether a policy is an adapter on this machine; one of the hub is not known before it is downloaded."""
+    folder = local_folder(path)
+    return folder is not None and (folder / ADAPTER).is_file()
 
 
 def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
@@ -108,6 +115,12 @@ MODEL: tuple[Condition[Any], ...] = (
         ("policy.path",),
         lambda c: not _is_builtin(c.policy.path),
         "without an adapter as policy.path",
+    ),
+    Condition(
+        FRESH_ADAPTER,
+        ("policy.path",),
+        lambda c: not _is_adapter(c.policy.path),
+        "where policy.path is an adapter, whose own rank, scale and layers are kept",
     ),
     Condition(
         FRESH_ADAPTER,

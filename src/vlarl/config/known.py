@@ -18,7 +18,7 @@ class SuiteFacts:
     num_eval_states: int = 20  # the ones after them
     num_benchmark_states: int = 50  # the last so many of all
     demos_from_fresh_states: bool = True  # demonstrations begin from states that are in no list
-    extra: str | None = None  # see `install_command`
+    extra: str | None = None  # of the package, which brings its simulator
     in_processes: bool = True  # each environment is a process of its own
     has_dense_reward: bool = False
     process_mib: int | None = None  # memory of one process, as measured; None: no process, or not known
@@ -55,11 +55,6 @@ SUITES: dict[str, SuiteFacts] = (
     }
 )
 """The suites that vlarl knows by name. `gym` is described by the configuration itself."""
-
-
-def install_command(extra: str | None = None) -> str:
-    """How vlarl is installed, with an extra where it is named: in a clone of its repository, as README says."""
-    return "pip install -c constraints.txt -e " + (f"'.[{extra}]'" if extra else ".")
 
 
 BATCHED_ENVS = 64

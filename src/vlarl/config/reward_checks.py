@@ -129,8 +129,8 @@ def _needs(reward: RewardConfig) -> Problems:
     if "model" in used and reward.model is None:
         remedy = "name a folder or hub id of a reward model"
         yield Problem("reward.model = null with the reward model", remedy, ("reward.model", "reward.source"))
-    if reward.device is not None and not re.fullmatch(r"cpu|mps|cuda(:\d+)?", reward.device):
-        message = "unknown device; use cpu, mps, cuda or cuda:N, or null for the run's"
+    if reward.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", reward.device):
+        message = "unknown device; use cpu, cuda or cuda:N, or null for the run's"
         yield Problem(f"reward.device = {shown(reward.device)}", message, ("reward.device",))
     if "remote" in used:
         yield from _address(reward)

@@ -1,7 +1,7 @@
 """Which checkpoint a name means. Wherever a checkpoint is wanted, a run may be named instead:
 
     my_run, runs/my_run                    its checkpoints/final, or its newest checkpoint if there is no final
-    runs/my_run/checkpoints/step_000004    that checkpoint
+    runs/my_run/checkpoints/step_000004    that checkpoint; my_run/step_000004 for short
     builtin:tiny-oft, org/name             what they say
 
 Imports neither torch nor a simulator, so that what can be refused is refused at once.
@@ -283,9 +283,21 @@ def _has_checkpoint(run: Path) -> bool:
 
 
 def _of_a_run(name: str, root: Path | str) -> Located | None:
-    """The checkpoint of the run that a name means; None where it means no run and no checkpoint below the root."""
-    if run := find_run_folder(name, root):
+    """The checkpoint of the run that a name means; None where it means no run and no checkpoint below the root.
+
+    A run and the name of a checkpoint, `my_run/final`, look like a hub id: they are one where the run has nothing like
+    it, as an organisation's name may be a run's, too.
+    """
+    parent, _, last = name.rstrip("/").rpartition("/")
+    run = find_run_folder(parent if last == CHECKPOINTS else name, root)
+    if run is not None:
         return _newest(run)
+    if local_folder(name) is None and parent and (run := find_run_folder(parent, root)):
+        there = [path.name for path in (run / CHECKPOINTS).glob("[!.]*") if _holds_policy(path)]
+        if last in there:
+            return Located(str(run / CHECKPOINTS / last))
+        if nearest(last, there):
+            _refuse_misnamed(run / CHECKPOINTS / last, POLICY_FILES)
     below = Path(root).expanduser() / name
     is_below = local_folder(name) is None and run_of(str(below)) is not None
     return Located(str(below)) if is_below else None
@@ -318,7 +330,7 @@ def _newest(run: Path) -> Located:
             f"policy is written when the run finishes. Finish it with `{resume_command(run)}`."
         )
     raise UsageError(
-        f"the run {shown} has no checkpoint yet: `vlarl status {shown}` says how it goes, and "
+        f"the run {shown} has no checkpoint yet: `vlarl status {shown}` says how it goes. If it has stopped, "
         f"`{resume_command(run)}` resumes it."
     )
 

@@ -98,7 +98,7 @@ def _gpu(path: str) -> Translation:
     def read(value: object, _: Mapping[str, object]) -> Values | str:
         if isinstance(value, int) and not isinstance(value, bool):
             return {path: f"cuda:{value}" if value >= 0 else "cpu"}
-        if isinstance(value, str) and value.startswith(("cuda", "cpu", "mps", "auto")):
+        if isinstance(value, str) and value.startswith(("cuda", "cpu", "auto")):
             return {path: value}
         return (
             f"one process uses one GPU: write --{path} cuda:0; for several, set --distributed.backend ray and "

@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 
 from vlarl import __version__
-from vlarl.config.known import SUITES, install_command
+from vlarl.config.known import SUITES
 from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import in_ranges, state_warnings
 from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
 from vlarl.config.words import counted, plural
+from vlarl.errors import install_command
 from vlarl.json_files import read_object
 from vlarl.observability.eval_dir import EvalRecord
 from vlarl.observability.report.data import Evaluation, RunData, load_run
@@ -61,13 +62,8 @@ class Source:
         """The updates of the policy by reinforcement learning that are behind these weights; None: not known."""
         if self.run is None:
             return None
-        if self.folder.name == BEST:
-            return _count(self.folder / "metadata.json", "training_step")
-        if self.folder.name == AVERAGE:
-            done = self.iterations
-            rows = [row for row in self.run.metrics if row.get("train/optimizer_steps")]
-            return None if done is None else sum(row["iteration"] <= done for row in rows)
-        return _count(self.folder / "trainer.json", "policy_updates")
+        counters = "metadata.json" if self.folder.name in (AVERAGE, BEST) else "trainer.json"
+        return _count(self.folder / counters, "policy_updates")
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -122,11 +122,17 @@ class RunDirectory:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            pid = self.read_status().get("pid")
-            raise UsageError(
-                f"the run {brief(self.path)} is going on in another process (pid {pid}): stop that one first"
-            ) from None
+            raise self._going_on() from None
         return file
+
+    def refuse_locked(self) -> None:
+        """Refuse a run that another process works on, as `lock` does; nothing is written."""
+        if self.is_locked():
+            raise self._going_on()
+
+    def _going_on(self) -> UsageError:
+        pid = self.read_status().get("pid")
+        return UsageError(f"the run {brief(self.path)} is going on in another process (pid {pid}): stop that one first")
 
     def claim(self) -> IO[str]:
         """The lock of a new run. A folder that another process was first to begin its run in is refused."""

@@ -100,9 +100,10 @@ class CheckpointStore:
         path = self._replace(name, write)
         on_first(self.ranks, self._retire)
         if learner.average is not None and exported:
-            note = {"beta": learner.average.beta, "checkpoint": name}
+            counts = {"training_step": state.iteration, "policy_updates": learner.policy_updates}
+            note = {"beta": learner.average.beta, "checkpoint": name, **counts}
             with learner.average.in_place():
-                self.save_policy(AVERAGE, learner.policy, note | {"training_step": state.iteration})
+                self.save_policy(AVERAGE, learner.policy, note)
         return path
 
     def save_policy(

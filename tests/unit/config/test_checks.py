@@ -106,7 +106,7 @@ def test_the_defaults_have_no_problem():
             {"eval__states_per_task": 21},
             "eval.states_per_task = 21: a task has 20 evaluation states with env.protocol disjoint; use that many or fewer",
         ),
-        ({"run__device": "gpu"}, "run.device = 'gpu': unknown device; use auto, cpu, mps, cuda or cuda:N"),
+        ({"run__device": "gpu"}, "run.device = 'gpu': unknown device; use auto, cpu, cuda or cuda:N"),
         (
             {"run__name": "a/b"},
             "run.name = 'a/b': must be a folder's name: letters, digits and . _ + = - only; the folder above is run.root",

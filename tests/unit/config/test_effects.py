@@ -151,6 +151,14 @@ def test_a_saved_configuration_with_idle_values_is_accepted_and_a_flag_over_it_i
     assert problem.startswith("lora.rank = 16 (--lora-rank): has no effect without lora.enabled true")
 
 
+@pytest.mark.parametrize("options", [{}, {"lora.enabled": True}])
+@pytest.mark.parametrize("option", [{"lora.rank": 8}, {"lora.alpha": 4}, {"lora.target_modules": ["q_proj"]}])
+def test_an_adapter_keeps_its_own_rank_scale_and_layers(tmp_path, options, option):
+    (tmp_path / "adapter_config.json").write_text('{"r": 32}')
+    (problem,) = problems_of(None, {"policy.path": str(tmp_path), **options, **option})
+    assert "has no effect where policy.path is an adapter, whose own rank, scale and layers are kept; leave" in problem
+
+
 def test_a_switch_that_is_wrong_itself_is_all_that_is_told():
     (problem,) = problems_of(None, ["--lora.enabled", "--lora.rank", "8", "--kl.coef", "much", "--kl.horizon", "5"])
     assert problem.startswith("kl.coef = 'much'")

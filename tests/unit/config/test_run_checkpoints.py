@@ -75,7 +75,9 @@ def test_a_newer_one_than_the_final_is_named(run):
 
 
 def test_a_run_without_a_policy_says_what_to_do(run):
-    with pytest.raises(UsageError, match="runs/mine has no checkpoint yet: .*`vlarl train --resume runs/mine`"):
+    with pytest.raises(
+        UsageError, match="runs/mine has no checkpoint yet: .*If it has stopped, `vlarl train --resume runs/mine`"
+    ):
         locate_checkpoint("mine")
     save(run, "step_000002", 2, file=None)
     with pytest.raises(UsageError, match="runs/mine holds no whole policy yet: .*when the run finishes"):
@@ -88,6 +90,28 @@ def test_a_checkpoint_in_a_run_is_meant_itself(run, name):
     folder = save(run, "step_000004", 4)
     located = locate_checkpoint(name)
     assert Path(located.path).resolve() == folder and located.note == ""
+
+
+@pytest.mark.parametrize("name", ["mine/best_return", "runs/mine/best_return", "{folder}/runs/mine/best_return"])
+def test_a_checkpoint_is_named_by_its_run_and_its_own_name(run, tmp_path, name):
+    save(run, "final", 5)
+    folder = save(run, "best_return")
+    located = locate_checkpoint(name.replace("{folder}", str(tmp_path)))
+    assert Path(located.path).resolve() == folder and located.note == ""
+
+
+def test_a_misspelt_one_is_refused_and_any_other_name_is_the_hubs(run):
+    save(run, "final", 5)
+    save(run, "best_return")
+    with pytest.raises(UsageError, match="has no checkpoint finall: did you mean final. It has best_return, final"):
+        locate_checkpoint("mine/finall")
+    assert locate_checkpoint("mine/openvla-7b").path == "mine/openvla-7b", "an organisation and a run of one name"
+
+
+@pytest.mark.parametrize("name", ["mine/checkpoints", "runs/mine/checkpoints", "runs/mine/checkpoints/"])
+def test_the_folder_of_all_checkpoints_means_the_run(run, name):
+    save(run, "final", 5)
+    assert locate_checkpoint(name).note == "runs/mine: its checkpoints/final is taken"
 
 
 @pytest.mark.parametrize("name", ["builtin:tiny-oft", "init:tiny-oft", "openvla/openvla-7b", "nowhere/at/all", "x"])

@@ -81,7 +81,7 @@ def test_wandb_offline_writes_into_the_run_and_keeps_its_id(tmp_path: Path, monk
 
 def test_a_missing_wandb_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # import raises ImportError
-    with pytest.raises(MissingExtraError, match=r"vlarl\[wandb\]"):
+    with pytest.raises(MissingExtraError, match=r"-e '\.\[wandb\]'"):
         WandbSink(tmp_path, project="vlarl", name="first")
     assert list(tmp_path.iterdir()) == []
 

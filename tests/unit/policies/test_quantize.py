@@ -186,5 +186,5 @@ def test_a_missing_package_and_other_bits_are_told(monkeypatch):
         quantize_linears(model, 3)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'vlarl\[quant\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -c constraints.txt -e '\.\[quant\]'"):
         quantize_linears(model, 4)

@@ -159,7 +159,7 @@ def test_flags_read_well(tmp_path):
         ({"source": "model"}, "reward.model = null with the reward model: name a folder or hub id of a reward model"),
         (
             {"source": "model", "model": "x", "device": "gpu"},
-            "reward.device = 'gpu': unknown device; use cpu, mps, cuda or cuda:N, or null for the run's",
+            "reward.device = 'gpu': unknown device; use cpu, cuda or cuda:N, or null for the run's",
         ),
         *(
             (

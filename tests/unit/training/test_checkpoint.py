@@ -179,7 +179,7 @@ def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, bu
         average = learner.average.weights.get(name)
         assert average is None or torch.equal(parameter, average), name
     note = json.loads((tmp_path / "checkpoints" / "ema" / "metadata.json").read_text())
-    assert note == {"beta": 0.9, "checkpoint": "step_000001", "training_step": 1}
+    assert note == {"beta": 0.9, "checkpoint": "step_000001", "training_step": 1, "policy_updates": 1}
     assert store.latest() == folder and learner.kl.coef != 0.1
     assert learner.average.num_updates == 2 == json.loads((folder / COUNTERS).read_text())["ema_updates"]
     drawn = torch.get_rng_state()
