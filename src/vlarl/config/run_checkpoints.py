@@ -164,7 +164,7 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
         return True
     found = _of_a_run(name, root)
     folder = local_folder(name if found is None else found.path)
-    if folder is not None and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+    if folder is not None and (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         if not isinstance(base, str) or Path(base, ADAPTER).is_file():  # an adapter of an adapter is none that loads
             return False

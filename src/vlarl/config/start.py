@@ -67,7 +67,7 @@ def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
     algorithm = respelled("algorithm.name", given.get("algorithm.name"), Config)
     is_ppo = algorithm == "ppo"
     full_size, by_algorithm = (FULL_SIZE_PPO, " and algorithm.name is ppo") if is_ppo else (FULL_SIZE, "")
-    left_out = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
+    left_out: tuple[str, ...] = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
     if isinstance(path, str):
         if is_small_checkpoint(path, str(given.get("run.root", Config().run.root))):
             return Start(DEFAULT_PRESET, "chosen because policy.path is a small model")
@@ -91,7 +91,8 @@ def read_start(start: Start, given: Mapping[str, object]) -> Document:
         return document
     for option in start.left_out:
         section, _, name = option.partition(".")
-        document.data.get(section, {}).pop(name, None)
+        if isinstance(content := document.data.get(section), dict):
+            content.pop(name, None)
     series = next((series for series in CHECKPOINT_SERIES.values() if policy.get("path") in series.values()), {})
     if isinstance(suite, str) and (path := series.get(suite_name(suite))):
         policy["path"] = path

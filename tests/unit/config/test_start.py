@@ -150,6 +150,9 @@ def test_an_adapter_is_as_large_as_its_base(work):
     small, large = checkpoint(work / "small", 1), checkpoint(work / "large", SMALL_BYTES)
     assert is_small_checkpoint(str(adapter(work / "a", str(small))))
     assert is_small_checkpoint(str(adapter(work / "b", "builtin:tiny-oft")))
+    of_a_run = adapter(work / "of_a_run", "me/mine")
+    (of_a_run / "config.json").write_text("{}")
+    assert not is_small_checkpoint(str(of_a_run))
     for number, base in enumerate((str(large), "me/mine", None, str(work / "c0"))):
         assert not is_small_checkpoint(str(adapter(work / f"c{number}", base)))
 
