@@ -44,6 +44,7 @@ CAUSES = {
 }
 """Functions of fault_rewards.py, and what the message must say."""
 
+AT_ONCE = ("takes_nothing",)  # which their signature tells, before anything is run
 WORKING = ("right", "of_numpy", "prints", "fails_now_and_then")
 MODULES = {
     "raises on import": "raise RuntimeError('no judge today')",
@@ -85,7 +86,7 @@ def run(case: Case) -> tuple[str, Sequence[Defect]]:
     elif kind == "function":
         limit = ("--reward.timeout_s", "2") if name == "hangs" else ()
         answer = _train(case, work, f"fuzz.fault_rewards:{name}", *limit)
-        expected = (DONE,) if name in WORKING else (FAILED,)
+        expected = (DONE,) if name in WORKING else (REFUSED,) if name in AT_ONCE else (FAILED,)
     else:
         with HostileService(name) as service:
             answer = _train(case, work, "remote", "--reward.url", service.url, "--reward.timeout_s", "1")
