@@ -1,6 +1,6 @@
 """Attacks vlarl with bad input and faults, and counts tracebacks, hangs and wrong results.
 
-    scripts/reliability.py                                the whole; the table of docs/reliability.md says how long it took
+    scripts/reliability.py                                the whole: docs/reliability.md says how long it takes
     scripts/reliability.py --only checkpoints kills       some rows
     scripts/reliability.py --fraction 0.1                 a tenth of every row
     scripts/reliability.py --only checkpoints --case 123  one case again; its folder is kept
