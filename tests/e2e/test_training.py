@@ -121,9 +121,16 @@ def test_a_run_leaves_what_it_promises(whole):
     assert (counters["iteration"], counters["episodes"], counters["optimizer_steps"]) == (4, 16, 8)
     assert counters["env_steps"] == sum(e["length"] for e in episodes if e["phase"] == "rollout")
     best = json.loads((whole / "checkpoints" / "best_return" / "metadata.json").read_text())
-    assert {"timestamp", "ema_return", "current_return", "training_step", "global_step", "run_id", "model_path"} == set(
-        best
-    )
+    assert {
+        "timestamp",
+        "ema_return",
+        "current_return",
+        "training_step",
+        "policy_updates",
+        "global_step",
+        "run_id",
+        "model_path",
+    } == set(best)
     assert best["run_id"] == "run"
 
 
