@@ -97,13 +97,14 @@ class CheckpointStore:
             with consolidated(learner.policy, self.ranks) if exported else nullcontext():
                 on_first(self.ranks, lambda: write_whole(folder))
 
-        path = self._replace(name, write)
-        on_first(self.ranks, self._retire)
+        # The average comes first: once the checkpoint stands, a run that was killed here counts as finished.
         if learner.average is not None and exported:
             counts = {"training_step": state.iteration, "policy_updates": learner.policy_updates}
             note = {"beta": learner.average.beta, "checkpoint": name, **counts}
             with learner.average.in_place():
                 self.save_policy(AVERAGE, learner.policy, note)
+        path = self._replace(name, write)
+        on_first(self.ranks, self._retire)
         return path
 
     def save_policy(

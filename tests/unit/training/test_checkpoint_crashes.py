@@ -1,6 +1,7 @@
 """A power cut at every step of a save, and of the recovery after it: a restart finds a whole checkpoint, old or new."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 from fakes.disk import Disk, PowerCutError
 
 from vlarl.errors import VlarlError
-from vlarl.training.checkpoint import CheckpointStore
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.checkpoint import COUNTERS, CheckpointStore
+from vlarl.training.state import TrainerState
 
 
 class NotePolicy(torch.nn.Module):
@@ -108,6 +111,34 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
     # rmtree removes a folder's files by their names alone.
     removed = [place for place, (what, _) in enumerate(disk.log) if what in ("unlink", "rmdir") and place > named]
     assert disk.places("rmdir", old) and named < folder_synced < min(removed)
+
+
+def test_a_power_cut_never_leaves_a_checkpoint_that_is_newer_than_its_average(tmp_path, configure, build):
+    """A run whose final checkpoint stands is finished: `--resume` would not write an average that it lacks."""
+    learner = build(init_tiny("parallel", seed=3), configure(ema={"beta": 0.9}))
+
+    def save(folder: Path, cut_at: int | None = None) -> Disk:
+        store = CheckpointStore(folder, 2)
+        store.save("final", learner, TrainerState(iteration=1))
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(patch, cut_at)
+            store.save("final", learner, TrainerState(iteration=2))
+        return disk
+
+    def iterations(folder: Path) -> tuple[int, int]:
+        checkpoint, average = folder / "final" / COUNTERS, folder / "ema" / "metadata.json"
+        return json.loads(checkpoint.read_text())["iteration"], json.loads(average.read_text())["training_step"]
+
+    renames = [step for step, (what, _) in enumerate(save(tmp_path / "undisturbed").log) if what == "rename"]
+    assert iterations(tmp_path / "undisturbed") == (2, 2)
+    for step in renames:  # just before each rename, and just after it
+        for cut_at in (step, step + 1):
+            folder = tmp_path / str(cut_at)
+            with pytest.raises(PowerCutError):
+                save(folder, cut_at)
+            CheckpointStore(folder, 2)  # the restart
+            checkpoint, average = iterations(folder)
+            assert checkpoint <= average, cut_at
 
 
 @pytest.mark.parametrize("failing", [1, 2])
