@@ -23,14 +23,14 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config, LoraConfig, ModelConfig
 from vlarl.export.merge import merge
-from vlarl.policies import load_policy
 from vlarl.policies.distribution import greedy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.decoders import embed_prefix
 from vlarl.policies.openvla.memory import estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.learner import Learner
 from vlarl.types import PolicyInput, TrainBatch
 

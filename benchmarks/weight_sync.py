@@ -145,8 +145,8 @@ class Peaks:
 def sync_here(folder: Path, case: Case, repeats: int) -> Row:
     """Learner and engine in this process."""
     from vlarl.distributed.engines import build_torch_engine, build_vllm_engine
-    from vlarl.parts import build_policy
-    from vlarl.rollout.weight_stream import ChangedWeights, bucket_message, buckets
+    from vlarl.run.parts import build_policy
+    from vlarl.weights.stream import ChangedWeights, bucket_message, buckets
 
     torch.set_num_threads(1)
     config = run_config(folder, case)
@@ -175,9 +175,9 @@ def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buck
     """Learners and engine as workers of a cluster; what is sent is known from the same sync here."""
     from vlarl.distributed.engines import EngineGroup
     from vlarl.distributed.learners import LearnerGroup
-    from vlarl.launch import launch
     from vlarl.observability.run_dir import RunDirectory
     from vlarl.observability.trace import NoTrace
+    from vlarl.run.open import launch
     from vlarl.training.weight_sync import publish_weights
 
     directory = RunDirectory.create(folder.parent, f"run_{time.time_ns()}")

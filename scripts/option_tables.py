@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from vlarl.config.describe import markdown_table
-from vlarl.config.load import COMMANDS
+from vlarl.config.source.load import COMMANDS
 
 DOC = Path(__file__).parents[1] / "docs" / "configuration.md"
 

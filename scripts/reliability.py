@@ -29,7 +29,7 @@ DOC = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- table of scripts/reliability.py -->\n", "<!-- end of the table -->"
 
 
-def numbers_of(row: Row, given: argparse.Namespace) -> list[int]:
+def metric_sums(row: Row, given: argparse.Namespace) -> list[int]:
     """The cases to run: one, or the first of all up to a fraction, with the mutations that are wanted."""
     if given.case is not None:
         return [given.case]
@@ -72,7 +72,7 @@ def show(row: Row, outcome: Outcome, seed: int) -> None:
 
 def attack(row: Row, given: argparse.Namespace, folder: Path) -> Tally:
     """Run a row with a line for it, and its defects."""
-    numbers = numbers_of(row, given)
+    numbers = metric_sums(row, given)
     print(f"{row.name}: {len(numbers)} cases", flush=True)
 
     def note(outcome: Outcome) -> None:

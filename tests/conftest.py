@@ -19,8 +19,8 @@ from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.training.batching import build_batch
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.training.batch import build_batch
 from vlarl.types import Observation, Task, TrainBatch, Trajectory, Transition
 
 torch.set_num_threads(1)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from vlarl.api import train as train
     from vlarl.callbacks import EpisodeRecord as EpisodeRecord
     from vlarl.callbacks import IterationRecord as IterationRecord
-    from vlarl.config.load import load_config as load_config
     from vlarl.config.schema import Config as Config
+    from vlarl.config.source.load import load_config as load_config
     from vlarl.errors import VlarlError as VlarlError
-    from vlarl.policies import load_policy as load_policy
+    from vlarl.policies.load import load_policy as load_policy
     from vlarl.types import Trajectory as Trajectory
 
 __version__ = "0.1.0"
@@ -36,8 +36,8 @@ _HOMES = {
     "compare": "vlarl.api",
     "evaluate": "vlarl.api",
     "finetune": "vlarl.api",
-    "load_config": "vlarl.config.load",
-    "load_policy": "vlarl.policies",
+    "load_config": "vlarl.config.source.load",
+    "load_policy": "vlarl.policies.load",
     "train": "vlarl.api",
 }
 
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'vlarl' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)
     if name in _EXPLAINED:
-        found = import_module("vlarl.python_answers").explained(found)
+        found = import_module("vlarl.python_messages").explained(found)
         found.__module__ = __name__
         globals()[name] = found
     return found

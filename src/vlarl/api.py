@@ -4,7 +4,7 @@
     evaluate, compare ──► eval_request ──► evaluation.run_evaluation
     finetune ──► load_config ──► data.sft.finetune
 
-Mistakes are answered with UsageError, as on the command line, in the words of Python (python_answers).
+Mistakes are answered with UsageError, as on the command line, in the words of Python (python_messages).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
 from vlarl.config.callables import refuse_unsendable
 from vlarl.config.describe import options
-from vlarl.config.eval_request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.flags import Flags, from_mapping, suggestion
 from vlarl.config.known import KNOWN_SUITES
-from vlarl.config.load import Overrides, as_flags, load_config
 from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.resume_command import refuse_without_callables
 from vlarl.config.reward_module import refuse_arguments
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config
-from vlarl.config.spelling import suite_name
+from vlarl.config.source.flags import Flags, from_mapping, suggestion
+from vlarl.config.source.load import Overrides, as_flags, load_config
+from vlarl.config.source.spelling import suite_name
 from vlarl.config.suites import StateProtocol
 from vlarl.errors import UsageError
-from vlarl.python_answers import explained
+from vlarl.evaluation.request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
+from vlarl.python_messages import explained
 from vlarl.types import EvalResult, Trajectory
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
-    from vlarl.observability.comparison import Comparison
-    from vlarl.observability.eval_dir import EvalRecord
-    from vlarl.session import RunSummary
+    from vlarl.evaluation.compare import Comparison
+    from vlarl.evaluation.record import EvalRecord
+    from vlarl.run.session import RunSummary
 
 
 @explained
@@ -169,7 +169,7 @@ def compare(
     flags.values |= same_episodes(request)
     requests = on_the_same_states(request, _request(second, flags, asked))
     folders = [None if out is None else Path(out) / name for name in ("A", "B")]
-    from vlarl.observability.comparison import compare as paired
+    from vlarl.evaluation.compare import compare as paired
 
     records = [_run(each, folder, None) for each, folder in zip(requests, folders, strict=True)]
     if not all(record.result.complete for record in records):
@@ -277,7 +277,7 @@ def _request(checkpoint: str | Path, flags: Flags, asked: _Asked) -> EvalRequest
 def _run(
     request: EvalRequest, out: str | Path | None, on_episode: Callable[[EpisodeRecord], object] | None
 ) -> EvalRecord:
-    from vlarl.evaluation import run_evaluation  # loads torch, which takes seconds
+    from vlarl.evaluation.run import run_evaluation  # loads torch, which takes seconds
 
     callbacks = Callbacks(on_episode=on_episode)
     return run_evaluation(

@@ -43,3 +43,10 @@ def _why_no_cuda(wanted: str) -> str | None:
     if index.isdigit() and int(index) >= found:
         return f"torch sees {counted(found, 'GPU')}: use {' or '.join(f'cuda:{n}' for n in range(min(found, 8)))}."
     return None
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device asked for; `auto` is a GPU when there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return usable_device("run.device", wanted)

@@ -22,16 +22,16 @@ from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
 from vlarl.errors import VlarlError
-from vlarl.evaluation import evaluate_policy
-from vlarl.launch import open_run
-from vlarl.loop_async import Rollouts, RolloutsAhead, RolloutsInTurn
+from vlarl.evaluation.run import evaluate_policy
 from vlarl.observability.clock import Stopwatch
-from vlarl.parts import Parts
 from vlarl.rewards.safe import RewardFailureError, SafeReward
 from vlarl.rollout.selection import GroupSelection
+from vlarl.rollout.source import Rollouts, RolloutsAhead, RolloutsInTurn
 from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
-from vlarl.session import RunSummary, Session
-from vlarl.training.batching import build_batch
+from vlarl.run.open import open_run
+from vlarl.run.parts import Parts
+from vlarl.run.session import RunSummary, Session
+from vlarl.training.batch import build_batch
 from vlarl.training.reference import reference_kl
 from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
@@ -85,7 +85,7 @@ def rollouts(parts: Parts, session: Session) -> Rollouts:
 
 def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) -> Rollout:
     """Roll the policy out on the iteration's tasks, and on fresh ones while too few groups teach something."""
-    selection = GroupSelection(session.config.rollout, parts.algorithm.teaches)
+    selection = GroupSelection(session.config.rollout, parts.algorithm.has_learning_signal)
     trajectories: list[Trajectory] = []
     tasks = parts.sampler.get_batch(iteration)
     while tasks:
@@ -209,7 +209,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
             parts.collector,
             parts.eval_tasks,
             session.config.eval.temperature,
-            num_filmed=session.films_due,
+            num_videos=session.videos_due,
             on_episode=on_episode,
             score=lambda trajectories: score_evaluated(reward, session, trajectories),
             with_images=reward.batch_size if reward.reads_images else None,

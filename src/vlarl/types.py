@@ -150,7 +150,7 @@ class Trajectory:
     status: EpisodeStatus = "ok"  # only what is ok is trained on
     reward_error: str | None = None  # why it could not be scored; its rewards are zero then
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: return by each, without weights
-    redone: int = 0  # how often it had to be run again because its simulator died or hung
+    num_retries: int = 0  # how often it had to be run again because its simulator died or hung
 
     @property
     def length(self) -> int:
@@ -261,7 +261,7 @@ class EpisodeResult:
     episode_return: float
     frames: tuple[UInt8Array, ...] = field(default=(), repr=False, compare=False)
     status: EpisodeStatus = "ok"  # only what is ok is counted: a simulator that failed says nothing about the policy
-    redone: int = 0  # how often it had to be run again because its simulator died or hung
+    num_retries: int = 0  # how often it had to be run again because its simulator died or hung
     reward_error: str | None = None  # why it could not be scored: it is left out of the mean return then
 
     @classmethod
@@ -275,7 +275,7 @@ class EpisodeResult:
             episode_return=trajectory.env_return,
             frames=frames,
             status=trajectory.status,
-            redone=trajectory.redone,
+            num_retries=trajectory.num_retries,
             reward_error=trajectory.reward_error,
         )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes.float_error import check_logprobs
 
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.torch import TorchEngine
 
 TEXTS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
 

@@ -90,8 +90,8 @@ def test_the_chunk_stops_at_the_time_limit_and_the_rest_is_not_executed(pool):
 
 def test_only_filmed_slots_have_frames_one_a_step(pool):
     pool.reset([0, 1], [task(pool), task(pool, 1)])
-    filmed, plain = pool.step_chunk([0, 1], noise(2, 3), frozenset({0}))
-    assert len(filmed.frames) == 3 and plain.frames == ()
+    recorded, plain = pool.step_chunk([0, 1], noise(2, 3), frozenset({0}))
+    assert len(recorded.frames) == 3 and plain.frames == ()
     pool.close()
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from fakes.float_error import logit_judge, value_judge
 
-from vlarl.policies import load_policy
 from vlarl.policies.distribution import greedy
+from vlarl.policies.load import load_policy
 
 
 def choose(logits: torch.Tensor, first: int) -> torch.Tensor:

@@ -12,21 +12,21 @@ import ray
 import torch
 from fakes.cluster_runs import SMALL
 
-from vlarl.config.load import load_config
+from vlarl.config.source.load import load_config
+from vlarl.distributed.actor import Host, Worker, get_all
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.environments import PoolGroup
 from vlarl.distributed.learners import LearnerGroup
 from vlarl.distributed.weights import EngineCalls, EngineLostError, WeightSender
-from vlarl.distributed.worker import Host, Worker, get_all
 from vlarl.envs.base import started
 from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.replica_engine import ReplicaEngine
-from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.rollout.weight_stream import bucket_names, policy_weights
-from vlarl.training.ranks import Alone
+from vlarl.rollout.engines.replica import ReplicaEngine
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.training.ranks import SingleRank
 from vlarl.types import ActionTokens, Observation, PolicyInput, Task
+from vlarl.weights.stream import bucket_names, policy_weights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60, func_only=True)
@@ -135,7 +135,7 @@ class Slot(Part):
 
         return SPEC
 
-    def reset(self, slots, tasks, film):
+    def reset(self, slots, tasks, record):
         seen = Observation(torch.zeros(1, 4, 6, 3, dtype=torch.uint8).numpy(), torch.zeros(3).numpy(), "count")
         return [started(seen)]
 
@@ -284,7 +284,7 @@ def calls(*engines, timeout_s=60.0) -> EngineCalls:
 def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, inputs, checksum):
     config = sync_config(**{"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": checksum})
     engines = [Engine(), Engine()]
-    assert WeightSender(learner, Alone(), config).send(calls(*engines), 3) is None
+    assert WeightSender(learner, SingleRank(), config).send(calls(*engines), 3) is None
     num_bytes = {name: 4 * tensor.numel() for name, tensor in policy_weights(learner)}
     expected = TorchEngine(learner, CPU).generate(inputs, 1.0, [1, 2])
     for engine in engines:
@@ -299,7 +299,7 @@ def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, input
 @pytest.mark.parametrize("trouble", ["raise", "damage", "hang", "version"])
 def test_a_sync_that_fails_half_way_names_the_engine_and_nobody_acts_with_mixed_weights(learner, inputs, trouble):
     options = {"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": True}
-    sender = WeightSender(learner, Alone(), sync_config(**options))
+    sender = WeightSender(learner, SingleRank(), sync_config(**options))
     bad, good = Engine(trouble), Engine()
     assert sender.send(calls(good, bad, timeout_s=1.0), 3) == "engine 1"
     torn = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
@@ -320,7 +320,7 @@ def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
     moved = {name for name, p in policy.named_parameters() if "layers.1." in name}
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(name in moved)
-    sender = WeightSender(policy, Alone(), sync_config(**{"distributed.sync_bucket_mb": 1}))
+    sender = WeightSender(policy, SingleRank(), sync_config(**{"distributed.sync_bucket_mb": 1}))
     everything = set(policy_weights(policy).shapes)
     engine = Engine()
 
@@ -336,7 +336,7 @@ def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
     assert sent(engine) == (None, {name.removeprefix("model.") for name in moved})
 
 
-class Second(Alone):
+class Second(SingleRank):
     """The other one of two ranks, which gathers with the first and sends nothing."""
 
     rank = 1
@@ -347,7 +347,7 @@ class Second(Alone):
 
 def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
     made: dict[int, list[str]] = {0: [], 1: []}
-    for rank, ranks in ((0, Alone()), (1, Second())):
+    for rank, ranks in ((0, SingleRank()), (1, Second())):
         sender = WeightSender(learner, ranks, sync_config(**{"distributed.sync_bucket_mb": 1}))
         stream = sender._weights.next()
 
@@ -365,7 +365,7 @@ def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
 def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner):
     """The others wait for this one inside every gathering."""
     made = []
-    sender = WeightSender(learner, Alone(), sync_config(**{"distributed.sync_bucket_mb": 1}))
+    sender = WeightSender(learner, SingleRank(), sync_config(**{"distributed.sync_bucket_mb": 1}))
     stream = sender._weights.next()
     sender._weights.next = lambda: replace(stream, make=lambda name: made.append(name) or stream.make(name))
     assert sender.send(calls(Engine("raise")), 1) == "engine 0"
@@ -375,7 +375,7 @@ def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner):
 def test_shapes_that_do_not_fit_end_the_run_and_no_engine_is_replaced_for_it():
     other = init_tiny("parallel", seed=1)
     other.model.projector.fc9 = torch.nn.Linear(2, 2)
-    sender = WeightSender(other, Alone(), sync_config())
+    sender = WeightSender(other, SingleRank(), sync_config())
     with pytest.raises(UsageError, match="the weight sync is refused and nothing was changed"):
         sender.send(calls(Engine()), 1)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from fakes.cluster_runs import SMALL, assert_equal_rows, rows, wait_for
 
-from vlarl.config.load import load_config
+from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
 TWO_RANKS = {"distributed.learners_per_node": (2,), "distributed.sharding": "full"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
 
-from vlarl.config.load import load_config
+from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
 ENV_LIMIT_S, LIMIT_S = 8, 20
@@ -59,8 +59,8 @@ def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
     assert run.left_running() == []
 
     ours, theirs = rows(run.folder), rows(tmp_path / "calm")[: run.num_rows()]
-    redone = sum(row.pop("rollout/redone_episodes", 0) for row in ours)
-    assert redone > 0 and not any(row.pop("rollout/redone_episodes", 0) for row in theirs)
+    num_retries = sum(row.pop("rollout/retried_episodes", 0) for row in ours)
+    assert num_retries > 0 and not any(row.pop("rollout/retried_episodes", 0) for row in theirs)
     assert_equal_rows(ours, theirs)
     log = (run.folder / "logs" / "train.log").read_text()
     for what in (

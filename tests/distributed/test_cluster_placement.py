@@ -4,8 +4,8 @@ import pytest
 from fakes.cluster_runs import wait_for
 from ray.cluster_utils import Cluster as FakeMachines
 
-from vlarl.config.load import load_config
-from vlarl.distributed.cluster import Cluster, Demand, Room
+from vlarl.config.source.load import load_config
+from vlarl.distributed.cluster import Cluster, Demand, Resources
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
 
@@ -68,12 +68,12 @@ def test_learners_are_spread_as_asked_for_and_engines_share_their_gpus(cluster):
     }
     room, demand = cluster(**options)
     room.reserve(demand)
-    engine_places, env_places, reward_places = room.other_places(demand)
-    assert len(env_places) == 2 and not reward_places
+    engine_placements, env_placements, reward_placements = room.other_placements(demand)
+    assert len(env_placements) == 2 and not reward_placements
     learners = [
-        room.worker(f"learner {i}", Witness, demand.learner, p) for i, p in enumerate(room.learner_places(demand))
+        room.worker(f"learner {i}", Witness, demand.learner, p) for i, p in enumerate(room.learner_placements(demand))
     ]
-    engines = [room.worker(f"engine {i}", Witness, demand.engine, p) for i, p in enumerate(engine_places)]
+    engines = [room.worker(f"engine {i}", Witness, demand.engine, p) for i, p in enumerate(engine_placements)]
     found = settled(learners)
     assert settled(engines) == found, "each engine on its learner's GPU"
     first, second, third = found
@@ -86,7 +86,7 @@ def test_room_is_given_back(cluster):
 
     room, demand = cluster()
     room.reserve(demand)
-    settled([room.worker("environments 0", Witness, Room(1.0, 0.0), room.other_places(demand)[1][0])])
+    settled([room.worker("environments 0", Witness, Resources(1.0, 0.0), room.other_placements(demand)[1][0])])
     room.close()
     wait_for(lambda: ray.available_resources().get("GPU") == 2 * GPUS, 10)
 

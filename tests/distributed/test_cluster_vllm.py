@@ -8,7 +8,7 @@ import pytest
 from fakes.cluster_runs import SMALL, ClusterRun, flags, rounding, rows
 from fakes.float_error import LOGPROB_FACTOR
 
-from vlarl.config.load import load_config
+from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
 LEARNS = SMALL | {

@@ -11,21 +11,21 @@ from fakes.cluster_runs import SMALL, wait_for
 from fakes.float_error import check_logprobs
 from fakes.worker_envs import SPEC, CountingFactory
 
-from vlarl.config.load import load_config
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.distributed.cluster import Cluster, Room, wait_started
+from vlarl.config.source.load import load_config
+from vlarl.distributed.cluster import Cluster, Resources, wait_started
 from vlarl.distributed.engines import EngineGroup, build_torch_engine
-from vlarl.distributed.environments import PoolGroup, Share, Simulator, shares_of
+from vlarl.distributed.environments import PoolGroup, Share, Simulator, pool_parts
 from vlarl.distributed.learners import LearnerGroup, Rank
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
-from vlarl.parts import read_policy
-from vlarl.rollout.replica_engine import ReplicaEngine
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.policies.load import load_acting_policy
+from vlarl.rollout.engines.replica import ReplicaEngine
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.types import Task
 
-NO_ROOM = Room(0.0, 0.0)
+NO_ROOM = Resources(0.0, 0.0)
 
 
 class Faulty(ReplicaEngine):
@@ -128,7 +128,7 @@ def test_what_a_simulator_refuses_is_told_to_the_user(cluster):
 
 def test_slots_of_one_pool_are_the_same_wherever_they_are(cluster):
     env, whole = EnvConfig(suite="tabletop_spatial"), TabletopPool("tabletop_spatial", 5, 24)
-    shares = shares_of(env, GymConfig(), [3, 2], 24, "sparse")
+    shares = pool_parts(env, GymConfig(), [3, 2], 24, "sparse")
     workers = [cluster.worker(f"environments {i}", share.build, NO_ROOM) for i, share in enumerate(shares)]
     wait_started(workers)
     pool = PoolGroup(workers, [3, 2], lockstep=True)
@@ -150,7 +150,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought
     """The one that lives has begun the sync: it gives it up, and acts again with all weights."""
     autoregressive = {"policy.path": "builtin:tiny-openvla", "distributed.backend": "ray"}
     config = load_config("tabletop_grpo", {**SMALL, **autoregressive, "distributed.timeout_s": 30.0})
-    reader = read_policy(config, None, torch.device("meta"))
+    reader = load_acting_policy(config, None, torch.device("meta"))
     learner = cluster.worker("learner 0", partial(Rank, config, 1, False, 0), NO_ROOM)
     trouble = cluster.logs / "trouble"
     builds = [partial(Faulty, config, trouble), partial(build_torch_engine, config, None, False)]
@@ -161,7 +161,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought
     group.publish(engines)
     inputs, seeds = reader.process([observation(i) for i in range(4)]), [1, 2, 3, 4]
     before = engines.generate(inputs, 1.0, seeds)
-    alone = TorchEngine(read_policy(config, None, torch.device("cpu")), torch.device("cpu"))
+    alone = TorchEngine(load_acting_policy(config, None, torch.device("cpu")), torch.device("cpu"))
     torch.testing.assert_close(before.ids, alone.generate(inputs, 1.0, seeds).ids)
 
     dead = workers[1].where.pid

@@ -42,7 +42,7 @@ def test_the_preset_trains_with_a_tiny_model(libero_assets, tmp_path):
     assert len(victims) == 2, output
     before, after = (json.loads(line) for line in metrics.read_text().splitlines())
     assert before["val/mean_length"] == 16 and before["val/crashed"] == 0
-    assert after["rollout/redone_episodes"] == 1 and after["rollout/num_crashed"] == 0
+    assert after["rollout/retried_episodes"] == 1 and after["rollout/num_crashed"] == 0
     assert after["rollout/num_trajectories"] == 4 and after["rollout/mean_length"] == 16
     assert after["train/optimizer_steps"] == 1 and after["train/grad_norm"] > 0
     assert after["train/ratio_first_minibatch_error"] == 0

@@ -10,7 +10,7 @@ from vlarl.cli import main
 from vlarl.export.merge import merge
 from vlarl.policies.openvla.adapters import fingerprint
 from vlarl.policies.tiny import init_tiny
-from vlarl.session import RunSummary
+from vlarl.run.session import RunSummary
 
 NUM_STATES = 10
 QUICK = {

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from vlarl.cli import main
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 
 PPO = (
     *("--algorithm.name", "ppo"),

@@ -15,8 +15,8 @@ from fakes.float_error import LOGPROB_FACTOR, FloatJudge, logprob_judge
 from fakes.processes import MODULES
 
 from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.policies import load_policy
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.policies.load import load_policy
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.types import Task
 
 MAXIMA = ("train/ratio_max", "train/ratio_first_minibatch_error")

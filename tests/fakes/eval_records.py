@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlarl.observability.eval_dir import EvalRecord, EvalSettings
+from vlarl.evaluation.record import EvalRecord, EvalSettings
 from vlarl.types import EpisodeResult, EvalResult, Task
 
 SETTINGS = EvalSettings(

@@ -14,7 +14,7 @@ def simulators(pid: int) -> list[int]:
     for place in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"vlarl.envs.worker" in (place / "cmdline").read_bytes():
+            if parent == pid and b"vlarl.envs.env_process" in (place / "cmdline").read_bytes():
                 found.append(int(place.name))
         except OSError:  # it has just ended
             continue

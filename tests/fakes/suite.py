@@ -30,7 +30,7 @@ SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas th
     "unit/policies/test_memory.py::test_one_layer_more",
     "unit/policies/test_memory.py::test_one_vision_block_more",
     "unit/policies/test_openvla_weights.py::test_loading_takes_no_more_than_a_shard",
-    "unit/test_evaluation.py::test_an_evaluation_from_python",
+    "unit/evaluation/test_evaluation.py::test_an_evaluation_from_python",
     "unit/test_imports.py::test_adapters_do_load_peft",
     "unit/test_imports.py::test_peft_is_loaded_for_adapters_only",
     "unit/test_simulator_checks.py::test_the_speed_of_a_simulator",

@@ -51,8 +51,8 @@ def test_killed_simulators_change_nothing_but_a_counter(tmp_path):
         output, _ = run.communicate(timeout=180)
         assert run.returncode == 0, output
     plain, disturbed = rows(tmp_path / "calm"), rows(tmp_path / "shaken")
-    redone = [row.pop("rollout/redone_episodes", 0) for row in disturbed]
-    assert sum(redone) == 2 and all(row.pop("rollout/redone_episodes", 0) == 0 for row in plain)
+    num_retries = [row.pop("rollout/retried_episodes", 0) for row in disturbed]
+    assert sum(num_retries) == 2 and all(row.pop("rollout/retried_episodes", 0) == 0 for row in plain)
     assert disturbed == plain
     log = (tmp_path / "shaken" / "logs" / "train.log").read_text()
     assert all(f"process {pid} was killed by {blow.name}" in log for pid, blow in blows.items())

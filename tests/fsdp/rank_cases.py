@@ -21,16 +21,16 @@ import torch.multiprocessing as mp
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
-from vlarl.policies import load_configured
+from vlarl.policies.load import load_configured
 from vlarl.policies.openvla.config import DecoderName, parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
-from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.training.batching import build_batch
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.training.batch import build_batch
 from vlarl.training.checkpoint import CheckpointStore, policy_folder, restore
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
-from vlarl.training.ranks import Alone, ProcessGroup, Ranks
+from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
 from vlarl.types import Observation, Task, Trajectory, TrajectoryGroup, Transition
 
@@ -133,7 +133,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     policy = load_configured(settings, source, CPU, settings.decoder, settings.actions)
     policy.prepare_training(settings, config.lora, config.run.seed)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
-    sharding = Sharding() if isinstance(ranks, Alone) else case.sharding
+    sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
     return Learner(policy, algorithm, config, CPU, ranks, sharding), config
 
 

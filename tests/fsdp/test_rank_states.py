@@ -15,7 +15,7 @@ from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import checksums
 from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.fsdp import Sharding
-from vlarl.training.ranks import Alone, Ranks, on_each
+from vlarl.training.ranks import Ranks, SingleRank, on_each
 from vlarl.training.state import TrainerState
 
 SECTIONS: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}, "ema": {"beta": 0.9}, "run": {"seed": 11}}
@@ -133,7 +133,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
     folder = tmp_path_factory.mktemp("alone")
-    return save(CASES["none"], bases, Alone(), folder), folder
+    return save(CASES["none"], bases, SingleRank(), folder), folder
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_has_a_seed_of_its_own(two, alo
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_continues_from_the_first_of_two_ranks(bases, two, name):
-    drawn, num_updates = resumed(CASES["none"], bases, Alone(), two[1] / name / "step_000001")
+    drawn, num_updates = resumed(CASES["none"], bases, SingleRank(), two[1] / name / "step_000001")
     assert (drawn, num_updates) == (two[0][0][f"{name}, next"], 1)
 
 
@@ -190,7 +190,7 @@ def test_damage_that_one_rank_finds_is_told_by_all_alike(two, part):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_one_process_checks_the_parts_of_all_ranks(bases, two, part):
-    learner, _ = build(CASES["none"], bases, Alone())
+    learner, _ = build(CASES["none"], bases, SingleRank())
     with pytest.raises(UsageError, match=f"{part} is not what was written, by its checksum"):
         restore(learner, two[1] / "full" / f"damaged {part}")
 

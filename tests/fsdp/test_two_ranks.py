@@ -24,10 +24,10 @@ from rank_cases import (
 )
 
 from vlarl.errors import UsageError, VlarlError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.training.checkpoint import COUNTERS, TENSORS, restore
 from vlarl.training.fsdp import Sharding
-from vlarl.training.ranks import Alone, Ranks, on_first, spread
+from vlarl.training.ranks import Ranks, SingleRank, on_first, spread
 
 LORA = {"enabled": True, "rank": 4}
 ONCE = {"epochs": 1}  # where more would show nothing else, to save time
@@ -50,7 +50,7 @@ CASES = {
         {"lora": LORA, "kl": REFERENCE, "policy": {"gradient_checkpointing": True}, "algorithm": ONCE},
         FULL,
     ),
-    "grpo, adapters, none": Case("autoregressive", {"lora": LORA, "algorithm": {"entropy_top_share": 0.5}}, NONE),
+    "grpo, adapters, none": Case("autoregressive", {"lora": LORA, "algorithm": {"entropy_top_fraction": 0.5}}, NONE),
     BFLOAT16: Case("parallel", {"lora": LORA, "kl": REFERENCE, "policy": {"dtype": "bfloat16"}}, FULL),
     "ppo": Case("autoregressive", {"algorithm": PPO | {"value_init_steps": 1}}, FULL),
     "ppo, adapters": Case("parallel", {"algorithm": PPO | {"gae_level": "step"}, "lora": LORA}, FULL),
@@ -132,7 +132,7 @@ def alone(bases: Path, alone_folder: Path) -> dict[str, Outcome]:
     """One process."""
     torch.set_num_threads(1)
     return {
-        name: run(case, bases, Alone(), save_to=alone_folder / name if name in SAVED else None)
+        name: run(case, bases, SingleRank(), save_to=alone_folder / name if name in SAVED else None)
         for name, case in (CASES | {"rounded": ROUNDED}).items()
     }
 
@@ -154,7 +154,7 @@ def four(bases: Path, two: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
 def allowed(bases: Path, alone: dict[str, Outcome]) -> dict[str, Drift]:
     """What ranks may differ from one process by: FACTOR times what one process differs from itself by, when it rounds
     otherwise. Single numbers are lucky or not, so for them all cases in float32 are taken together."""
-    own = {name: drift(run(otherwise_rounded(case), bases, Alone()), alone[name]) for name, case in CASES.items()}
+    own = {name: drift(run(otherwise_rounded(case), bases, SingleRank()), alone[name]) for name, case in CASES.items()}
     exact = [one for name, one in own.items() if name != BFLOAT16]
     metrics, weight = max(one.metrics for one in exact), max(one.weight for one in exact)
     assert metrics < 1e-5 and weight < 1e-5, "this is not rounding"
@@ -190,7 +190,7 @@ def test_two_ranks_learn_what_one_process_learns(alone, two, allowed, name):
 def test_a_learning_rate_that_is_wrong_by_a_thousandth_would_show(bases, alone, allowed, name):
     case = CASES[name]
     wrong = replace(case, sections={**case.sections, "optim": {**LEARNING, "lr": 1.001 * LEARNING["lr"]}})
-    assert not drift(run(wrong, bases, Alone()), alone[name]).within(allowed[name])
+    assert not drift(run(wrong, bases, SingleRank()), alone[name]).within(allowed[name])
 
 
 def test_the_cases_learn_something_and_stop_where_they_should(alone):
@@ -230,7 +230,7 @@ def test_two_ranks_go_on_from_one_process(alone, two, allowed, name):
 def test_one_process_goes_on_from_two_ranks(bases, alone, two, allowed, name):
     checkpoint = two[1] / name / "step_000001"
     assert not (checkpoint / TENSORS).exists() and not (checkpoint / "config.json").exists()
-    resumed = run(CASES[name], bases, Alone(), resume=checkpoint)
+    resumed = run(CASES[name], bases, SingleRank(), resume=checkpoint)
     assert_near(resumed, later(alone[name]), allowed[name])
 
 
@@ -254,7 +254,7 @@ def test_the_average_is_exported_too(alone_folder, alone, two, allowed):
 
 
 def test_a_checkpoint_in_parts_with_another_critic_is_refused(bases, two):
-    learner, _ = build(CASES["ppo, adapters"], bases, Alone())
+    learner, _ = build(CASES["ppo, adapters"], bases, SingleRank())
     with pytest.raises(UsageError, match="critic.kind = 'head': .* was written with 'separate'"):
         restore(learner, two[1] / "ppo, critic, adapters" / "step_000001")
 
@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_in_parts_is_named(bases, two, tmp_path, damage):
     folder = tmp_path / "step_000001"
     shutil.copytree(two[1] / "grpo" / "step_000001", folder)
     (folder / "sharded" / damage).write_bytes(b"\x80")
-    learner, _ = build(CASES["grpo"], bases, Alone())
+    learner, _ = build(CASES["grpo"], bases, SingleRank())
     with pytest.raises(UsageError, match="step_000001 is damaged .*: move it away"):
         restore(learner, folder)
 

@@ -19,8 +19,8 @@ from fuzz.harness import Case, Defect, Row
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import VlarlError
-from vlarl.policies import checkpoint_folder, load_policy
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.policies.load import checkpoint_folder, load_policy
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.types import Observation
 
 BASES = ("whole", "sharded", "adapter", "original")

@@ -14,9 +14,9 @@ from fuzz.answers import DONE, PACKAGE, ask, judged, litter
 from fuzz.harness import Case, Defect, Row
 
 from vlarl.config.describe import Option, options
-from vlarl.config.flags import ALIASES
-from vlarl.config.load import COMMANDS
-from vlarl.config.presets import presets_of
+from vlarl.config.source.flags import ALIASES
+from vlarl.config.source.load import COMMANDS
+from vlarl.config.source.presets import presets_of
 
 FILE = "mine.yaml"
 Mutated = tuple[bytes | None, list[str]]  # the file, or none; and flags

@@ -21,10 +21,10 @@ from fuzz.harness import Case, Defect, Row
 from fuzz.json_mutations import DAMAGED_JSON, replace_leaf
 from PIL import Image
 
-from vlarl.data.rlds import FEATURES, INFO, RldsDataset
-from vlarl.data.rlds_writer import OBSERVATION, RldsWriter, episode_features
-from vlarl.data.tf_example import Feature, encode_example
-from vlarl.data.tfrecord import write_record
+from vlarl.data.rlds.reader import FEATURES, INFO, RldsDataset
+from vlarl.data.rlds.tf_example import Feature, encode_example
+from vlarl.data.rlds.tfrecord import write_record
+from vlarl.data.rlds.writer import OBSERVATION, RldsWriter, episode_features
 from vlarl.envs.base import Demonstration
 from vlarl.errors import VlarlError
 from vlarl.types import Task

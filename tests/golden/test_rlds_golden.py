@@ -10,9 +10,9 @@ from fakes.golden_folder import golden_folder
 from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import DemoConfig
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.rlds import RldsDataset
-from vlarl.data.rlds_demos import RldsSource
-from vlarl.data.tfrecord import masked_crc
+from vlarl.data.rlds.demos import RldsSource
+from vlarl.data.rlds.reader import RldsDataset
+from vlarl.data.rlds.tfrecord import masked_crc
 
 FOLDER = golden_folder("rlds")
 

@@ -14,12 +14,12 @@ import pytest
 import vlarl
 import vlarl.api
 import vlarl.data.sft
-import vlarl.evaluation
+import vlarl.evaluation.run
 import vlarl.loop
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.load import to_yaml
+from vlarl.config.source.load import to_yaml
 from vlarl.errors import UsageError, VlarlError
-from vlarl.python_answers import in_python
+from vlarl.python_messages import in_python
 from vlarl.types import EvalResult
 
 FUNCTIONS = ("train", "evaluate", "compare", "finetune", "load_config", "load_policy")
@@ -292,7 +292,7 @@ def evaluated(monkeypatch):
         calls.append((request, folder))
         return type("Record", (), {"result": EvalResult(())})()
 
-    monkeypatch.setattr(vlarl.evaluation, "run_evaluation", run)
+    monkeypatch.setattr(vlarl.evaluation.run, "run_evaluation", run)
     return calls
 
 

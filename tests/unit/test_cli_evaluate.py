@@ -26,8 +26,8 @@ from vlarl.cli.eval_display import (
 from vlarl.cli.evaluate import _more_tasks, _options, _parser, _request
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
-from vlarl.observability.comparison import compare as compare_records
-from vlarl.observability.eval_dir import EvalDirectory, read_record
+from vlarl.evaluation.compare import compare as compare_records
+from vlarl.evaluation.record import EvalDirectory, read_record
 
 REPLAY = ["eval", "x", "--episode", "tabletop_goal-t00-s030-0000000000000001"]
 
@@ -189,8 +189,8 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
         "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
         "results: somewhere",
     ]
-    redone = replace(made.result.episodes[0], redone=2)
-    again = replace(made, result=replace(made.result, episodes=(redone,), complete=True), folder=None)
+    num_retries = replace(made.result.episodes[0], num_retries=2)
+    again = replace(made, result=replace(made.result, episodes=(num_retries,), complete=True), folder=None)
     assert closing_lines(again)[0] == "2 times an episode was run again because its simulator had died."
 
 

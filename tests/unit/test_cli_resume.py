@@ -6,7 +6,7 @@ import pytest
 
 from vlarl.cli import main
 from vlarl.cli.configured import train
-from vlarl.config.load import load_config, to_yaml
+from vlarl.config.source.load import load_config, to_yaml
 from vlarl.observability.run_dir import RunDirectory
 
 

@@ -11,13 +11,13 @@ import pytest
 
 import vlarl
 import vlarl.cli.evaluate
-import vlarl.evaluation
+import vlarl.evaluation.run
 import vlarl.loop
 from vlarl.cli import main
-from vlarl.config.load import to_yaml
+from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import local_folder
-from vlarl.envs.gym_probe import probe
-from vlarl.envs.gym_source import make_env
+from vlarl.envs.gym.probe import probe
+from vlarl.envs.gym.source import make_env
 from vlarl.types import EvalResult
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +107,9 @@ def test_the_python_page_runs_as_printed(folder, monkeypatch):
         return SimpleNamespace(run_dir=Path("first"))
 
     monkeypatch.setattr(vlarl.loop, "train", train)
-    monkeypatch.setattr(vlarl.evaluation, "run_evaluation", lambda *arguments: SimpleNamespace(result=EvalResult(())))
+    monkeypatch.setattr(
+        vlarl.evaluation.run, "run_evaluation", lambda *arguments: SimpleNamespace(result=EvalResult(()))
+    )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "reach_env", raising=False)
     names = {"__name__": "__main__"}

@@ -13,7 +13,7 @@ from vlarl.cli import doctor, installation, main
 from vlarl.cli.installation import Check, Gpu, check_installation
 from vlarl.config import load_config, run_checkpoints
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOWERS = "vit_large_patch14_reg4_dinov2.lvd142m, vit_so400m_patch14_siglip_224"

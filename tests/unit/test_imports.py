@@ -13,9 +13,10 @@ import vlarl
 PACKAGE = Path(vlarl.__file__).parent
 
 BASE = {"types", "errors", "json_files", "deadline", "devices", "config"}
-PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training"}
+PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training", "weights"}
 
-# types <- config, algorithms, envs, policies, rewards, observability <- rollout <- training <- launch, loop <- cli
+# types <- config, images, weights <- envs, policies, rewards, observability <- algorithms, rollout <- training
+#       <- run, evaluation, data <- loop <- cli
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
@@ -24,30 +25,28 @@ ALLOWED: dict[str, set[str]] = {
     "interrupt": {"errors"},
     "json_files": set(),
     "config": {"types", "errors", "json_files"},
+    "images": {"types"},
+    "weights": {"errors"},
     "envs": BASE,
-    "policies": BASE,
+    "policies": BASE | {"images", "weights"},
     "rewards": BASE,
     "observability": BASE,
     "algorithms": BASE | {"policies"},  # the contract of policies/base.py
-    "rollout": BASE | {"envs", "policies", "rewards", "observability"},
+    "rollout": BASE | {"envs", "policies", "rewards", "observability", "weights", "interrupt"},
     "training": BASE | {"algorithms", "policies", "observability", "rollout"},
     "callbacks": {"types", "errors", "interrupt"},
-    "session": PARTS | {"interrupt", "callbacks"},
-    "parts": PARTS,
-    "distributed": PARTS | {"parts"},
-    "evaluation": PARTS | {"interrupt", "parts"},
-    "export": BASE | {"policies", "observability"},
-    "preflight": BASE | {"envs", "observability", "rollout"},
-    "launch": PARTS | {"interrupt", "session", "parts", "preflight", "distributed", "callbacks"},
-    "data": PARTS | {"interrupt", "parts"},
-    "loop_async": {"types", "interrupt"},
-    "loop": PARTS | {"interrupt", "session", "parts", "launch", "evaluation", "loop_async", "callbacks"},
-    "cli": PARTS | {"session", "parts", "preflight", "launch", "evaluation", "loop", "data", "export"},
-    "python_answers": {"config", "errors", "cli"},
-    "api": PARTS | {"session", "evaluation", "loop", "data", "callbacks", "cli", "python_answers"},
+    "run": PARTS | {"interrupt", "callbacks", "distributed"},
+    "distributed": PARTS,
+    "evaluation": PARTS | {"interrupt", "run"},
+    "export": BASE | {"policies", "observability", "evaluation"},
+    "data": PARTS | {"interrupt", "run", "images"},
+    "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks"},
+    "cli": PARTS | {"run", "evaluation", "loop", "data", "export"},
+    "python_messages": {"config", "errors", "cli"},
+    "api": PARTS | {"run", "evaluation", "loop", "data", "callbacks", "cli", "python_messages"},
     "__main__": {"cli"},
 }
-ROOT_MAY_EXPOSE = PARTS | {"api", "callbacks", "python_answers"}  # vlarl/__init__.py, lazily
+ROOT_MAY_EXPOSE = PARTS | {"api", "callbacks", "python_messages"}  # vlarl/__init__.py, lazily
 
 
 def modules() -> list[tuple[str, Path]]:
@@ -130,7 +129,7 @@ import tempfile
 from pathlib import Path
 import numpy as np
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 policy = load_policy("builtin:tiny-openvla")
 policy.prepare_training(ModelConfig(), LoraConfig(), seed=0)
 policy.weights_changed()
@@ -146,7 +145,7 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
-        ("import vlarl.loop, vlarl.parts, vlarl.distributed.learners", SLOW),
+        ("import vlarl.loop, vlarl.run.parts, vlarl.distributed.learners", SLOW),
         (PLAYED, ("peft", "bitsandbytes")),  # the language model itself loads transformers.models.auto
     ],
     ids=["modules", "policy"],

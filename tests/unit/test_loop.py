@@ -271,7 +271,7 @@ def test_an_evaluation_keeps_images_for_a_batch_of_a_reward_that_reads_them(monk
     reward.reads_images = reads_images
     parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[], collector=None, learner=None, engine=None)
     session = SimpleNamespace(
-        config=Config(), films_due=0, timed=lambda name: nullcontext(), record_evaluation=lambda result: {}
+        config=Config(), videos_due=0, timed=lambda name: nullcontext(), record_evaluation=lambda result: {}
     )
     monkeypatch.setattr(vlarl.loop, "evaluated_weights", lambda learner, engine: nullcontext())
     monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments, **named: asked.update(named))

@@ -8,7 +8,7 @@ import torch
 from engine_process import BUILTIN, FLOAT32, EngineProcess, RemoteEngine
 
 from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.types import Observation, Task
 

@@ -70,7 +70,7 @@ class RemoteEngine:
 
 def _serve(connection: Connection) -> None:
     """The engines' process: one call after the other, until the other side is gone."""
-    from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+    from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
 
     torch.set_num_threads(1)
     engines: dict[str, VllmEngine] = {}

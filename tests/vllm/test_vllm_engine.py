@@ -8,14 +8,14 @@ import torch
 from engine_process import BUILTIN, FLOAT32, assert_agrees
 
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
 from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config, read_json
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import write_json
 from vlarl.policies.tiny import init_tiny, initialize
-from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
 from vlarl.types import PolicyInput
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "openvla-tiny"
@@ -125,4 +125,4 @@ def test_vllms_own_class_is_for_the_original_model_alone():
 
 def test_engine_subprocesses_find_the_model_by_an_entry_point():
     (plugin,) = entry_points(group="vllm.general_plugins", name="vlarl")
-    assert plugin.value == "vlarl.rollout.vllm_plugin:register"
+    assert plugin.value == "vlarl.policies.openvla.vllm.plugin:register"

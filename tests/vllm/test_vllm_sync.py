@@ -9,8 +9,8 @@ from fakes.float_error import LOGPROB_FACTOR, check_logprobs, logprob_judge
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
-from vlarl.policies import load_policy
-from vlarl.rollout.weight_stream import ChangedWeights, bucket_message, buckets
+from vlarl.policies.load import load_policy
+from vlarl.weights.stream import ChangedWeights, bucket_message, buckets
 
 
 def test_every_sync_brings_the_learners_weights(engine, policy, observations, disturb):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlarl.algorithms.base import Algorithm, Setting
+from vlarl.algorithms.base import Algorithm, AlgorithmContext
 from vlarl.algorithms.cpgd import CPGD
 from vlarl.algorithms.group_norm import GroupNorm
 from vlarl.algorithms.grpo import GRPO
@@ -36,8 +36,8 @@ def build_algorithm(
     """
     kl = KlConfig() if kl is None else kl
     if policy is None:
-        return ALGORITHMS[config.name](Setting(config, kl, temperature))
-    return ALGORITHMS[config.name](Setting(config, kl, temperature, policy.action_dim, bin_values(policy)))
+        return ALGORITHMS[config.name](AlgorithmContext(config, kl, temperature))
+    return ALGORITHMS[config.name](AlgorithmContext(config, kl, temperature, policy.action_dim, bin_values(policy)))
 
 
 def bin_values(policy: Policy) -> torch.Tensor:

@@ -26,7 +26,7 @@ def outcomes(group: TrajectoryGroup, gamma: float) -> FloatArray:
     return np.array([discounted_return(trajectory, gamma) for trajectory in group.trajectories], dtype=np.float32)
 
 
-def has_spread(returns: FloatArray) -> bool:
+def returns_differ(returns: FloatArray) -> bool:
     """Whether the members of a group differ, without which a group teaches nothing."""
     return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)
 
@@ -96,7 +96,7 @@ def token_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, Flo
 REWARDS = {"chunk": chunk_rewards, "step": step_rewards, "token": token_rewards}
 
 
-def executed_places(trajectory: Trajectory, num_columns: int) -> IntArray:
+def executed_steps(trajectory: Trajectory, num_columns: int) -> IntArray:
     """[T, 1 or K or K*D] how many executed steps each place of the decisions stands for: 0, 1, or all of a chunk."""
     executed = np.array([[t.num_executed] for t in trajectory.transitions])
     if num_columns == 1:
@@ -127,7 +127,7 @@ def trajectory_gae(trajectory: Trajectory, values: FloatArray, level: Level, gam
     The value that follows a decision's last executed step is the first one of the next decision.
     """
     rewards, discounts = REWARDS[level](trajectory, gamma)
-    places = executed_places(trajectory, values.shape[1]) > 0
+    places = executed_steps(trajectory, values.shape[1]) > 0
     if places.sum() != len(rewards):
         raise ValueError(
             f"{values.shape[1]} values a decision don't fit gae_level {level!r}, which has {len(rewards)} in this "
@@ -142,7 +142,7 @@ def trajectory_gae(trajectory: Trajectory, values: FloatArray, level: Level, gam
 def returns_to_go(trajectory: Trajectory, gamma: float) -> FloatArray:
     """[T, K] the discounted rewards from each executed step on (REINFORCE, Williams 1992; doi:10.1007/BF00992696)."""
     rewards, discounts = step_rewards(trajectory, gamma)
-    places = executed_places(trajectory, len(trajectory.transitions[0].rewards)) > 0
+    places = executed_steps(trajectory, len(trajectory.transitions[0].rewards)) > 0
     returns = np.zeros(places.shape, dtype=np.float32)
     # Without a critic, with nothing after the end and all of the future counted, GAE is the return.
     returns[places] = gae(rewards, discounts, np.zeros(len(rewards) + 1, dtype=np.float32), terminated=True, lam=1.0)

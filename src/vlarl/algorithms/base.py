@@ -9,14 +9,14 @@ from typing import ClassVar, Literal
 
 import torch
 
-from vlarl.algorithms.advantages import executed_places, has_spread, outcomes, penalize, whiten
+from vlarl.algorithms.advantages import executed_steps, outcomes, penalize, returns_differ, whiten
 from vlarl.config.schema import AlgorithmConfig, KlConfig
 from vlarl.policies.base import Scores
 from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True)
-class Setting:
+class AlgorithmContext:
     """What an algorithm knows of a run: its options, and how tokens make actions."""
 
     options: AlgorithmConfig
@@ -58,7 +58,7 @@ class Algorithm(ABC):
     normalization: ClassVar[Literal["none", "batch"]] = "none"  # what `normalize_advantages: auto` means
     lost_degrees: ClassVar[int] = 0  # of freedom, in the deviation that advantages are divided by
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: AlgorithmContext) -> None:
         self.setting = setting
         self.config = setting.options
         self.temperature = setting.temperature
@@ -77,7 +77,7 @@ class Algorithm(ABC):
         rewards. Whether a group has spread is asked of its rewards alone.
         """
         rated = groups if ref_kl is None else penalize(groups, ref_kl, kl_coef)
-        useful = [self.teaches(group) for group in groups]
+        useful = [self.has_learning_signal(group) for group in groups]
         trajectories = [t for group, kept in zip(groups, useful, strict=True) if kept for t in group.trajectories]
         if not trajectories:
             return []
@@ -90,7 +90,7 @@ class Algorithm(ABC):
             for trajectory, a, unscaled, value in zip(trajectories, advantages, raw, values, strict=True)
         ]
 
-    def teaches(self, group: TrajectoryGroup) -> bool:
+    def has_learning_signal(self, group: TrajectoryGroup) -> bool:
         """Whether a group has a learning signal; not if its members are compared and none was better.
 
         One member that is left of several has nothing to be compared with, unlike the only member of a group of one.
@@ -98,7 +98,7 @@ class Algorithm(ABC):
         if not self.compares_groups:
             return True
         is_remnant = len(group.trajectories) == 1 and group.num_left_out > 0
-        return not is_remnant and has_spread(outcomes(group, self.config.verifier_gamma))
+        return not is_remnant and returns_differ(outcomes(group, self.config.verifier_gamma))
 
     @classmethod
     def discount(cls, options: AlgorithmConfig) -> float:
@@ -121,6 +121,6 @@ class Algorithm(ABC):
         how, bound = self.config.normalize_advantages, self.config.advantage_clamp
         how = self.normalization if how == "auto" else how
         if how != "none":
-            places = [executed_places(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
+            places = [executed_steps(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
             raw = whiten(raw, places, shift_mean=how == "batch", lost_degrees=self.lost_degrees)
         return raw if bound is None else [a.clip(-bound, bound) for a in raw]

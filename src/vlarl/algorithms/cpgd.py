@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from vlarl.algorithms.base import Setting
+from vlarl.algorithms.base import AlgorithmContext
 from vlarl.algorithms.grpo import GRPO
 from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import bounded_exp, cpgd_loss
@@ -21,7 +21,7 @@ from vlarl.types import TrainBatch
 
 
 def clipped_gradient(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: Setting
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: AlgorithmContext
 ) -> Surrogate:
     """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the policy that acted."""
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)

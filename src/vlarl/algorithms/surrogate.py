@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlarl.algorithms.base import Algorithm, Loss, Setting
+from vlarl.algorithms.base import Algorithm, AlgorithmContext, Loss
 from vlarl.algorithms.kl import ESTIMATORS, k3
 from vlarl.algorithms.losses import (
     clipped_policy_loss,
@@ -31,11 +31,13 @@ class Surrogate:
     events: dict[str, torch.Tensor]  # metric -> [N, K*D] bool, where it happened
 
 
-Objective = Callable[[torch.Tensor, torch.Tensor, TrainBatch, Setting], Surrogate]
+Objective = Callable[[torch.Tensor, torch.Tensor, TrainBatch, AlgorithmContext], Surrogate]
 """(log-probs [N, K*D], old ones, batch with advantages of 0 where masked, setting) -> surrogate."""
 
 
-def clipped_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: Setting) -> Surrogate:
+def clipped_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: AlgorithmContext
+) -> Surrogate:
     """PPO's clipped surrogate, of the ratio at the configured level.
 
     Tokens that are not selected take part in the value of a ratio that several tokens share, not in its gradient.
@@ -54,7 +56,7 @@ def clipped_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: Tra
 
 
 def policy_loss(
-    scores: Scores, batch: TrainBatch, setting: Setting, kl_coef: float, objective: Objective = clipped_ratio
+    scores: Scores, batch: TrainBatch, setting: AlgorithmContext, kl_coef: float, objective: Objective = clipped_ratio
 ) -> Loss:
     """The surrogate, minus the entropy bonus, plus what the options ask for: executed tokens only, by their weights."""
     options, mask, weights = setting.options, batch.mask, batch.weights

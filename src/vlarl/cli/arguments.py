@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from vlarl.config.env_checks import check_suite
+from vlarl.config.rules.env import check_suite
 from vlarl.config.run_checkpoints import DEFAULT_ROOT
-from vlarl.config.spelling import suite_name
+from vlarl.config.source.spelling import suite_name
 from vlarl.errors import UsageError
 
 

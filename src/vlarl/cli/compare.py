@@ -27,8 +27,8 @@ def compare(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     from vlarl.cli.eval_display import comparison_lines, comparison_table
-    from vlarl.observability.comparison import compare as compare_records
-    from vlarl.observability.eval_dir import read_record
+    from vlarl.evaluation.compare import compare as compare_records
+    from vlarl.evaluation.record import read_record
     from vlarl.observability.terminal import printable
 
     folders = [_results(name, given.root, other) for name, other in ((given.a, given.b), (given.b, given.a))]
@@ -48,7 +48,7 @@ def _results(name: str, root: str, other: str) -> Path:
     run = find_run_folder(name, root)
     if run is None or (Path(name) / "results.json").is_file():
         return Path(name).expanduser()
-    from vlarl.observability.eval_dir import find_records
+    from vlarl.evaluation.record import find_records
 
     whole = [r.folder for r in find_records(run / "eval") if r.result.complete and r.settings.replay_of is None]
     folders = [folder for folder in whole if folder is not None]

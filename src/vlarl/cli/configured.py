@@ -14,29 +14,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, noted, nothing_left, opening_lines
 from vlarl.cli.runs import find_run
-from vlarl.config.aliases import ALIASES, alias_of, plain_name
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.flags import Flags, parse_flags
-from vlarl.config.load import COMMANDS as SCHEMAS
-from vlarl.config.load import load_config, to_yaml
 from vlarl.config.paths import brief, briefly
-from vlarl.config.presets import DEFAULT_PRESET, is_source, presets_of
 from vlarl.config.resume_command import refuse_without_callables, resume_command
 from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
 from vlarl.config.schema import Config
-from vlarl.config.start import Start, start_of
+from vlarl.config.source.aliases import ALIASES, alias_of, plain_name
+from vlarl.config.source.flags import Flags, parse_flags
+from vlarl.config.source.load import COMMANDS as SCHEMAS
+from vlarl.config.source.load import load_config, to_yaml
+from vlarl.config.source.presets import DEFAULT_PRESET, is_source, presets_of
+from vlarl.config.source.start import Start, start_of
 from vlarl.config.state_choice import Seen, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.preflight import refuse_early, refuse_missing, refuse_unready
+from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
 
 if TYPE_CHECKING:
     from vlarl.data.sft import FinetuneSummary
-    from vlarl.session import RunSummary
+    from vlarl.run.session import RunSummary
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 

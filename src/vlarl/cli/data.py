@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from vlarl.cli import arguments as args
-from vlarl.config.env_checks import check_task_ids
 from vlarl.config.known import GYM, KNOWN_SUITES, SUITES
 from vlarl.config.problems import ConfigError
+from vlarl.config.rules.env import check_task_ids
 from vlarl.config.schema import Camera
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
@@ -18,7 +18,7 @@ from vlarl.observability.terminal import printable
 if TYPE_CHECKING:
     from vlarl.data.inspection import DatasetSummary
     from vlarl.data.recording import TaskCount
-    from vlarl.data.rlds import RldsDataset
+    from vlarl.data.rlds.reader import RldsDataset
     from vlarl.envs.base import Demonstration
 
 STATISTICS = ("q01", "q99", "mean", "std", "min", "max")
@@ -50,7 +50,7 @@ def inspect(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
 
     from vlarl.data.inspection import contact_sheet, summarize
-    from vlarl.data.rlds import RldsDataset
+    from vlarl.data.rlds.reader import RldsDataset
 
     dataset = RldsDataset(given.path)
     print(printable("\n".join(_inspection_lines(dataset, summarize(dataset)))))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
-from vlarl.config.flags import model_path
-from vlarl.config.load import load_config
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
-from vlarl.config.start import start_of
+from vlarl.config.source.flags import model_path
+from vlarl.config.source.load import load_config
+from vlarl.config.source.start import start_of
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
@@ -145,7 +145,7 @@ def _train_options(given: Any) -> dict[str, Any]:
 
 def _rollout_batch(config: Config) -> int:
     """Observations in a pass of a rollout: as configured, or one of each environment."""
-    from vlarl.parts import num_envs
+    from vlarl.run.parts import num_envs
 
     episodes = config.rollout.num_groups * config.rollout.group_size
     return config.rollout.batch_size or min(num_envs(config.env, config.gym), episodes)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
-from vlarl.config.flags import parse_flags
 from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
-from vlarl.config.load import load_config
-from vlarl.config.presets import presets_of
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
+from vlarl.config.source.flags import parse_flags
+from vlarl.config.source.load import load_config
+from vlarl.config.source.presets import presets_of
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.config.words import counted, plural
 from vlarl.errors import UsageError, install_command
@@ -134,9 +134,9 @@ def _subject(config: Config) -> Iterator[Subject]:
     """The configured environment in this process, and the same once more in another one, or in another slot."""
     from vlarl.envs.build import build_factory, build_pool
     from vlarl.envs.check import SlotEnv, Subject
+    from vlarl.envs.process_pool import WorkerPool
     from vlarl.envs.tabletop.expert import SlotExpert
     from vlarl.envs.tabletop.pool import TabletopPool
-    from vlarl.envs.workers import WorkerPool
 
     facts = suite_facts(config.env, config.gym)
     reward: RewardMode = "dense" if facts is not None and facts.has_dense_reward else "sparse"

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from vlarl.config.paths import brief
 from vlarl.config.state_choice import in_ranges
 from vlarl.config.words import counted
+from vlarl.evaluation.compare import Comparison
+from vlarl.evaluation.record import EvalRecord, EvalSettings
 from vlarl.observability.clock import duration
-from vlarl.observability.comparison import Comparison
-from vlarl.observability.eval_dir import EvalRecord, EvalSettings
 from vlarl.observability.significance import wilson_interval
 from vlarl.types import EpisodeResult, EvalResult
 
@@ -87,8 +87,8 @@ def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
             f"{result.num_crashed} of {counted(len(result.episodes), 'episode')} could not be run, since the simulator "
             "failed, and count neither as won nor as lost."
         )
-    if redone := sum(e.redone for e in result.episodes):
-        lines.append(f"{counted(redone, 'time')} an episode was run again because its simulator had died.")
+    if num_retries := sum(e.num_retries for e in result.episodes):
+        lines.append(f"{counted(num_retries, 'time')} an episode was run again because its simulator had died.")
     lines += states_lines(settings) if with_states else []
     if not result.complete:
         lines.append(

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.aliases import ALIASES, plain_name
-from vlarl.config.eval_request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
-from vlarl.config.flags import BOOLEANS, MODELS, model_path, parse_flags
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import Located, as_hub_id, locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
+from vlarl.config.source.aliases import ALIASES, plain_name
+from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
+from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import DEFAULT_EPISODES
 from vlarl.config.training_data import TrainingData, run_of
 from vlarl.config.words import counted, plural
-from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
+from vlarl.evaluation.request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
-    from vlarl.observability.eval_dir import EvalRecord
+    from vlarl.evaluation.record import EvalRecord
 
 ABOUT = (
     "Measure how often a checkpoint succeeds on fixed initial states. Results go into a new folder: in the run's "
@@ -247,7 +247,7 @@ def _of_the_hub(checkpoint: str) -> TrainingData | None:
 
 def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     """Evaluate with a counter on stderr."""
-    from vlarl.observability.eval_dir import EvalDirectory, new_folder
+    from vlarl.evaluation.record import EvalDirectory, new_folder
 
     folder = out or new_folder(request.checkpoint, request.env.suite, datetime.now())
     EvalDirectory.refuse_existing(folder)
@@ -256,7 +256,7 @@ def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     print(line, file=sys.stderr, flush=True)
 
     from vlarl.cli.eval_display import EpisodeCounter
-    from vlarl.evaluation import run_evaluation  # after the line: torch takes seconds to load
+    from vlarl.evaluation.run import run_evaluation  # after the line: torch takes seconds to load
 
     with EpisodeCounter(name + request.env.suite) as counter:
         return run_evaluation(request, folder, counter)
@@ -271,8 +271,8 @@ def _print_result(record: EvalRecord) -> None:
 
 def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     from vlarl.cli.eval_display import closing_lines, comparison_lines, comparison_table
-    from vlarl.observability.comparison import compare
-    from vlarl.observability.eval_dir import EvalDirectory
+    from vlarl.evaluation.compare import compare
+    from vlarl.evaluation.record import EvalDirectory
 
     if out is not None:
         EvalDirectory.refuse_existing(out)
@@ -323,7 +323,7 @@ def _replay(located: Located, given: argparse.Namespace, options: dict[str, obje
 
 def _on_record(replay: EvalRecord) -> str:
     """Whether a replayed episode went as an earlier evaluation of the same checkpoint says."""
-    from vlarl.observability.eval_dir import find_records, results_root
+    from vlarl.evaluation.record import find_records, results_root
 
     (episode,) = replay.result.episodes
     ours = replay.settings

@@ -14,7 +14,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 
 from vlarl import __version__
-from vlarl.config.schema import PlaceConfig
+from vlarl.config.schema import RunFolderConfig
 from vlarl.config.words import counted
 from vlarl.errors import install_command
 from vlarl.observability.machine import available_cores
@@ -52,7 +52,7 @@ def check_installation() -> list[Check]:
         Check("ok", "vlarl", __version__),
         *_core_packages(),
         *_hardware(),
-        _runs_folder(Path(PlaceConfig().root)),
+        _runs_folder(Path(RunFolderConfig().root)),
         _ffmpeg(),
         *_extras(),
         *_vllm_builds(),

@@ -31,10 +31,10 @@ def merge(arguments: Sequence[str]) -> int:
     if located.note:
         print(located.note, file=sys.stderr, flush=True)
 
+    from vlarl.devices import choose_device
     from vlarl.export.card import Source, model_card
     from vlarl.export.hub import check_destination, push_folder
     from vlarl.export.merge import merge as run_merge
-    from vlarl.parts import choose_device
 
     if given.push_to_hub:
         check_destination(given.push_to_hub)

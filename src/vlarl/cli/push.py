@@ -28,10 +28,10 @@ def push(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     folder = _folder(given.checkpoint, given.root)
 
-    from vlarl.evaluation import fingerprint
+    from vlarl.evaluation.record import find_records, results_root
+    from vlarl.evaluation.run import fingerprint
     from vlarl.export.card import Source, model_card
     from vlarl.export.hub import CARD, check_destination, check_folder, check_name, push_folder, pushed_files
-    from vlarl.observability.eval_dir import find_records, results_root
 
     check_name(given.repository)
     check_folder(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from vlarl.config.problems import nearest, shown
 from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
-from vlarl.config.yaml_source import read_document
+from vlarl.config.source.yaml_file import read_document
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import END_OF_CONFIG
 

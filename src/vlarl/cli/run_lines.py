@@ -10,11 +10,11 @@ from pathlib import Path
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.paths import brief
-from vlarl.config.presets import is_preset
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import RunProgress
 from vlarl.config.schema import Config
-from vlarl.config.start import Start
+from vlarl.config.source.presets import is_preset
+from vlarl.config.source.start import Start
 from vlarl.config.suites import suite_facts
 from vlarl.config.training_data import training_data_of
 from vlarl.config.words import counted

@@ -31,7 +31,7 @@ LABEL = 11
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """Where a run stands. Times are unix seconds, durations seconds; None is unknown."""
 
     run: str
@@ -79,7 +79,7 @@ def status(arguments: Sequence[str]) -> int:
     return 0
 
 
-def standing(run: RunDirectory, now: float) -> Standing:
+def standing(run: RunDirectory, now: float) -> RunStatus:
     """What the files of a run say about it."""
     told = run.read_status()
     state = _state(run, told)
@@ -98,7 +98,7 @@ def standing(run: RunDirectory, now: float) -> Standing:
         # The iteration that is going on has used some of it already.
         left = max(0.0, (iterations - iteration) * iteration_s - (now - updated))
     rollout, val = _newest(rows, "rollout/success_rate"), _newest(rows, "val/success_rate")
-    return Standing(
+    return RunStatus(
         run=run.name,
         path=str(run.path),
         state=state,
@@ -183,7 +183,7 @@ def _as_json(content: object) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def _table(standings: Sequence[Standing], root: str, now: float) -> str:
+def _table(standings: Sequence[RunStatus], root: str, now: float) -> str:
     """One line per run; its name comes last, so that it need not be cut."""
     if not standings:
         return f"no runs in {root}/"
@@ -195,7 +195,7 @@ def _table(standings: Sequence[Standing], root: str, now: float) -> str:
     return "\n".join("  ".join([*(f"{c:<{w}}" for c, w in zip(row[:4], widths, strict=True)), row[4]]) for row in rows)
 
 
-def _described(s: Standing, now: float) -> list[str]:
+def _described(s: RunStatus, now: float) -> list[str]:
     """A run in words, a fact a line."""
     facts = [("run", brief(s.path)), ("state", s.state), ("iteration", f"{s.iteration} of {s.iterations}")]
     if s.state in ("running", "starting") and s.pid is not None:

@@ -124,7 +124,7 @@ def num_engines(config: Config) -> int:
     return config.vllm.num_engines or config.distributed.torch_num_engines
 
 
-def engine_memory_share(config: Config) -> float:
+def engine_memory_fraction(config: Config) -> float:
     """The part of a GPU's memory that a vLLM engine may fill: as configured, or nine tenths of its share of the GPU."""
     return config.vllm.gpu_memory_utilization or 0.9 * (config.distributed.engine_gpus or 1.0)
 

@@ -13,9 +13,9 @@ from vlarl.config.schema import (
     ModelConfig,
     NonNegativeFloat,
     NonNegativeInt,
-    PlaceConfig,
     PositiveFloat,
     PositiveInt,
+    RunFolderConfig,
     Section,
     Size,
     UnitInterval,
@@ -88,7 +88,7 @@ class StartConfig(ModelConfig):
 class FinetuneConfig(Section):
     """A supervised run: demonstrations in, checkpoint out."""
 
-    run: PlaceConfig = PlaceConfig()
+    run: RunFolderConfig = RunFolderConfig()
     policy: StartConfig = StartConfig()
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()

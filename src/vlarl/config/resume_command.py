@@ -18,7 +18,7 @@ from typing import Any
 from vlarl.config.callables import PREFIX, is_given
 from vlarl.config.paths import brief
 from vlarl.config.schema import Config
-from vlarl.config.yaml_source import read_document
+from vlarl.config.source.yaml_file import read_document
 from vlarl.errors import UsageError
 
 Sections = Mapping[str, Mapping[str, Any]]

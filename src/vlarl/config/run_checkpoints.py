@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BUILTIN_DECODERS
 from vlarl.config.paths import brief, expanded
-from vlarl.config.presets import presets_of
 from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
 from vlarl.config.schema import Config
+from vlarl.config.source.presets import presets_of
 from vlarl.config.training_data import local_folder, run_of
 from vlarl.errors import UsageError
 from vlarl.json_files import read_object

@@ -1,7 +1,7 @@
 """Every option of vlarl, by section, with its default and its meaning. Imports neither torch nor any simulator.
 
 A configuration is what a user writes; numbers that follow from it are computed by `vlarl.config.derive` and never
-stored back here. Rules that span several sections live in `vlarl.config.checks`.
+stored back here. Rules that span several sections live in `vlarl.config.rules.across`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Section(BaseModel):
         raise FrozenConfigError(f"{sections[0] if sections else ''}{name}", value)
 
 
-class PlaceConfig(Section):
+class RunFolderConfig(Section):
     """Where the run lives and what makes it repeatable."""
 
     name: str | None = None
@@ -67,7 +67,7 @@ class PlaceConfig(Section):
     """CPU threads of torch; by default one for each core."""
 
 
-class RunConfig(PlaceConfig):
+class RunConfig(RunFolderConfig):
     """Where the run lives, how long it takes and what makes it repeatable."""
 
     iterations: PositiveInt | None = 20
@@ -341,7 +341,7 @@ class AlgorithmConfig(Section):
     """Whether each executed token of a minibatch counts the same, or each episode in it."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    entropy_top_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    entropy_top_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of an update's tokens, those of the highest entropy, that the policy gradient is taken of, such as 0.2."""
     action_reconstruction_coef: NonNegativeFloat = 0.0
     """Weight of an auxiliary loss: the squared distance of the expected action to the one that was taken."""

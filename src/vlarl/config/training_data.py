@@ -22,8 +22,8 @@ from vlarl.config.finetune import DemoConfig
 from vlarl.config.known import BUILTIN_DECODERS, GYM, SUITES
 from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Config, EnvConfig, GymConfig
+from vlarl.config.source.yaml_file import read_document
 from vlarl.config.suites import StateProtocol, SuiteStates, suite_facts
-from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 
 FILE_NAME = "training_data.json"

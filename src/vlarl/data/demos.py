@@ -18,13 +18,13 @@ from vlarl.config.finetune import DemoConfig
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
 from vlarl.config.words import counted
 from vlarl.data.demo_set import DemoSet, from_demonstrations
-from vlarl.data.rlds_demos import RldsSource
+from vlarl.data.rlds.demos import RldsSource
 from vlarl.data.tabletop_demos import TABLETOP, generate_demos
 from vlarl.envs.base import Demonstration, EnvFactory, SuiteSpec
 from vlarl.envs.build import build_factory
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
-from vlarl.envs.workers import WorkerPool
 from vlarl.errors import VlarlError
 from vlarl.observability.capacity import default_processes, refuse_crowd
 from vlarl.observability.machine import available_cores

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 
 from vlarl.data.conventions import policy_actions
-from vlarl.data.rlds import RldsDataset
-from vlarl.data.rlds_demos import ACTION, INSTRUCTION, STATE, reached_goal
+from vlarl.data.rlds.demos import ACTION, INSTRUCTION, STATE, reached_goal
+from vlarl.data.rlds.reader import RldsDataset
 from vlarl.data.statistics import dataset_statistics
 
 SHEET_EPISODES, SHEET_FRAMES, SHEET_SIZE, SHEET_GAP = 8, 8, 128, 4  # rows, frames a row, pixels

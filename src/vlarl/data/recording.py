@@ -11,12 +11,12 @@ from typing import Protocol
 from vlarl.config.known import GYM
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
 from vlarl.data.demos import demonstration_tasks
-from vlarl.data.rlds_writer import RldsWriter
+from vlarl.data.rlds.writer import RldsWriter
 from vlarl.data.tabletop_demos import TabletopExperts
 from vlarl.envs.base import Demonstration, SuiteSpec
 from vlarl.envs.build import build_factory
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
-from vlarl.envs.workers import WorkerPool
 from vlarl.errors import UsageError, VlarlError
 from vlarl.types import Task
 

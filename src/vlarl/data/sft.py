@@ -20,15 +20,16 @@ from torch.nn import functional as F
 
 from vlarl.config.derive import default_run_name
 from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, StartConfig
-from vlarl.config.load import to_yaml
 from vlarl.config.paths import located
+from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
 from vlarl.data.batches import DemoBatches, Demonstrated
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources
-from vlarl.data.rlds_demos import RldsSource
+from vlarl.data.rlds.demos import RldsSource
 from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
+from vlarl.devices import choose_device
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.machine import available_cores
@@ -36,9 +37,8 @@ from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
-from vlarl.parts import choose_device
-from vlarl.policies import DTYPES, checkpoint_folder, load_configured
 from vlarl.policies.fresh import FRESH
+from vlarl.policies.load import DTYPES, checkpoint_folder, load_configured
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import has_component
 from vlarl.policies.tiny import IMAGE_SIZE, init_tiny, unit_statistics

@@ -17,7 +17,7 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x0
 SETTINGS = 4  # type of the frame that every HTTP/2 server answers with; gRPC, which Ray speaks, is HTTP/2
 
 
-def check_answers(address: str, timeout_s: float = ANSWER_S) -> None:
+def check_address(address: str, timeout_s: float = ANSWER_S) -> None:
     """Refuse an address, `auto` or host:port, that no Ray cluster answers at."""
     place = _host_and_port(address)
     if place is None:

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from vlarl.config.derive import num_engines
 from vlarl.config.schema import Config, DistributedConfig
-from vlarl.distributed.worker import Build, Host, Worker
+from vlarl.distributed.actor import Build, Host, Worker
 from vlarl.errors import UsageError, excerpt
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
@@ -50,7 +50,7 @@ RESERVE_S = 60.0  # for room that is there already
 
 
 @dataclass(frozen=True)
-class Room:
+class Resources:
     """What one worker takes."""
 
     cpus: float
@@ -66,13 +66,13 @@ class Demand:
     """The workers of a run by role, and the room that each takes."""
 
     learners_per_node: tuple[int, ...]
-    learner: Room
+    learner: Resources
     num_engines: int
-    engine: Room
+    engine: Resources
     num_envs: int
-    env: Room
+    env: Resources
     num_rewards: int
-    reward: Room
+    reward: Resources
     colocate: bool
 
     @classmethod
@@ -82,13 +82,13 @@ class Demand:
         share = d.engine_gpus if config.vllm.tensor_parallel_size == 1 else float(config.vllm.tensor_parallel_size)
         return cls(
             learners_per_node=d.learners_per_node,
-            learner=Room(cpus, d.learner_gpus if on_gpus else 0.0),
+            learner=Resources(cpus, d.learner_gpus if on_gpus else 0.0),
             num_engines=num_engines(config),
-            engine=Room(cpus, share if on_gpus else 0.0),
+            engine=Resources(cpus, share if on_gpus else 0.0),
             num_envs=num_env_workers,
-            env=Room(cpus, d.env_gpus if on_gpus else 0.0),
+            env=Resources(cpus, d.env_gpus if on_gpus else 0.0),
             num_rewards=d.num_reward_workers,
-            reward=Room(cpus, d.reward_gpus if on_gpus else 0.0),
+            reward=Resources(cpus, d.reward_gpus if on_gpus else 0.0),
             colocate=d.colocate,
         )
 
@@ -99,8 +99,8 @@ class Demand:
 
     def learner_bundle(self) -> dict[str, float]:
         """The room of one learner, with an engine in it where they are colocated."""
-        shared = self.engine if self.colocate else Room(0.0, 0.0)
-        return Room(self.learner.cpus + shared.cpus, self.learner.gpus + shared.gpus).bundle()
+        shared = self.engine if self.colocate else Resources(0.0, 0.0)
+        return Resources(self.learner.cpus + shared.cpus, self.learner.gpus + shared.gpus).bundle()
 
     def other_bundles(self) -> list[dict[str, float]]:
         """One bundle for each of the others: engines, environments, rewards."""
@@ -228,7 +228,7 @@ class Cluster:
             chosen[place] = max(fitting, key=lambda node: (free[node].get("GPU", 0.0), free[node].get("CPU", 0.0)))
         return [chosen[place] for place in range(len(demand.learners_per_node))]
 
-    def learner_places(self, demand: Demand) -> list[Place]:
+    def learner_placements(self, demand: Demand) -> list[Place]:
         """Where each learner goes, machine by machine."""
         return [
             (group, index)
@@ -236,11 +236,11 @@ class Cluster:
             for index in range(count)
         ]
 
-    def other_places(self, demand: Demand) -> tuple[list[Place], list[Place], list[Place]]:
+    def other_placements(self, demand: Demand) -> tuple[list[Place], list[Place], list[Place]]:
         """Where engines, environments and rewards go."""
         others = [(self._groups[-1], index) for index in range(len(demand.other_bundles()))]
         num_engines = 0 if demand.colocate else demand.num_engines
-        engines = self.learner_places(demand)[: demand.num_engines] if demand.colocate else others[:num_engines]
+        engines = self.learner_placements(demand)[: demand.num_engines] if demand.colocate else others[:num_engines]
         last = num_engines + demand.num_envs
         return engines, others[num_engines:last], others[last:]
 
@@ -248,7 +248,7 @@ class Cluster:
         self,
         name: str,
         build: Build,
-        room: Room,
+        room: Resources,
         place: Place | None = None,
         variables: Mapping[str, str] | None = None,
         timeout_s: float | None = None,

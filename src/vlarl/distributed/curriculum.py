@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vlarl.distributed.worker import Worker
+from vlarl.distributed.actor import Worker
 from vlarl.errors import WorkerLostError
 from vlarl.types import Observation, Task, Trajectory
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vlarl.config.derive import engine_memory_share
+from vlarl.config.derive import engine_memory_fraction
 from vlarl.config.schema import Config
+from vlarl.distributed.actor import Worker, get_all
 from vlarl.distributed.weights import engine_dtype
-from vlarl.distributed.worker import Worker, get_all
 from vlarl.errors import VlarlError, WorkerLostError
-from vlarl.parts import read_policy
-from vlarl.rollout.replica_engine import ReplicaEngine
+from vlarl.policies.load import load_acting_policy
+from vlarl.rollout.engines.replica import ReplicaEngine
 from vlarl.types import ActionTokens, PolicyInput
 
 log = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) ->
     """An engine of PyTorch; called over there."""
     device = torch.device("cuda" if on_gpu else "cpu")
     settings = config.policy.model_copy(update={"dtype": engine_dtype(config)})
-    policy = read_policy(config.model_copy(update={"policy": settings}), checkpoint, device)
+    policy = load_acting_policy(config.model_copy(update={"policy": settings}), checkpoint, device)
     return ReplicaEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
 
 
 def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
     """An engine of vLLM; called over there."""
     from vlarl.policies.fresh import FRESH, fresh_checkpoint
-    from vlarl.rollout.vllm_engine import VllmEngine, VllmOptions
+    from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
 
     settings, vllm = config.policy, config.vllm
     path: str | Path = checkpoint or settings.path
@@ -53,7 +53,7 @@ def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
         model_class=vllm.model_class,
         dtype=engine_dtype(config),
         enforce_eager=vllm.enforce_eager,
-        gpu_memory_utilization=engine_memory_share(config),
+        gpu_memory_utilization=engine_memory_fraction(config),
         tensor_parallel_size=vllm.tensor_parallel_size,
         max_num_seqs=vllm.max_num_seqs,
         max_model_len=vllm.max_model_len,

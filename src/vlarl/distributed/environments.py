@@ -23,11 +23,11 @@ import ray
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import suite_facts
-from vlarl.distributed.worker import Question, Worker
+from vlarl.distributed.actor import Question, Worker
 from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
 from vlarl.envs.build import build_factory, build_pool
+from vlarl.envs.env_process import Chunk, EnvRunner, Reset
 from vlarl.envs.guardian import Guardian
-from vlarl.envs.worker import Chunk, EnvRunner, Reset
 from vlarl.errors import WorkerLostError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
@@ -37,14 +37,14 @@ class Environments(Protocol):
 
     def spec(self) -> SuiteSpec: ...  # noqa: D102
 
-    def reset(self, slots: list[int], tasks: list[Task], film: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
 
-    def step(self, slots: list[int], actions: FloatArray, film: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
 
     def frame(self, slot: int) -> UInt8Array: ...  # noqa: D102
 
 
-class PoolShare:
+class PoolPart:
     """Slots of a pool that steps them together."""
 
     def __init__(self, env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode) -> None:
@@ -54,14 +54,14 @@ class PoolShare:
         """The suite."""
         return self._pool.spec
 
-    def reset(self, slots: list[int], tasks: list[Task], film: frozenset[int]) -> list[ChunkOutcome]:
+    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]:
         """Start each task in its slot."""
-        self._pool.send_reset(slots, tasks, film)
+        self._pool.send_reset(slots, tasks, record)
         return self._in_order(slots)
 
-    def step(self, slots: list[int], actions: FloatArray, film: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]:
         """Run one chunk in each slot."""
-        self._pool.send_chunk(slots, actions, film)
+        self._pool.send_chunk(slots, actions, record)
         return self._in_order(slots)
 
     def frame(self, slot: int) -> UInt8Array:
@@ -86,13 +86,13 @@ class Simulator:
         """The suite."""
         return self._factory.spec
 
-    def reset(self, slots: list[int], tasks: list[Task], film: frozenset[int]) -> list[ChunkOutcome]:
+    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]:
         """Start the task."""
-        return [self._outcome(Reset(tasks[0], bool(film)))]
+        return [self._outcome(Reset(tasks[0], bool(record)))]
 
-    def step(self, slots: list[int], actions: FloatArray, film: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]:
         """Run one chunk."""
-        return [self._outcome(Chunk(actions[0], bool(film)))]
+        return [self._outcome(Chunk(actions[0], bool(record)))]
 
     def frame(self, slot: int) -> UInt8Array:
         """A picture of it."""
@@ -106,7 +106,7 @@ class Simulator:
 class Share:
     """What one environment worker runs."""
 
-    part: type[PoolShare] | type[Simulator]
+    part: type[PoolPart] | type[Simulator]
     arguments: tuple[Any, ...]
     variables: dict[str, str]  # that its process is started with
 
@@ -120,7 +120,7 @@ class Share:
         return self.part(*self.arguments)
 
 
-def share_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) -> list[int]:
+def part_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) -> list[int]:
     """Slots of each worker: divided evenly, or one simulator each."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
@@ -128,13 +128,15 @@ def share_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int)
     return [len(part) for part in np.array_split(np.arange(num_envs), min(num_workers, num_envs))]
 
 
-def shares_of(env: EnvConfig, gym: GymConfig, sizes: Sequence[int], image_size: int, reward: RewardMode) -> list[Share]:
+def pool_parts(
+    env: EnvConfig, gym: GymConfig, sizes: Sequence[int], image_size: int, reward: RewardMode
+) -> list[Share]:
     """What each worker runs: a part of the pool, or a simulator."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
         factory = build_factory(env, gym, image_size, reward)
         return [Share(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
-    return [Share(PoolShare, (env, gym, size, image_size, reward), {}) for size in sizes]
+    return [Share(PoolPart, (env, gym, size, image_size, reward), {}) for size in sizes]
 
 
 class PoolGroup(AsyncPool):
@@ -153,21 +155,21 @@ class PoolGroup(AsyncPool):
         self._gone: dict[int, str] = {}  # slots whose episode ended with their worker, and why
         self._waiting: list[tuple[int, ChunkOutcome]] = []  # answers of such slots
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], film: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; film the named slots' first pictures."""
         for index, own in self._by_worker(slots):
             chosen = [tasks[place] for place in own]
             for place in own:
                 self._gone.pop(slots[place], None)
-            self._ask(index, "reset", [slots[place] for place in own], chosen, film)
+            self._ask(index, "reset", [slots[place] for place in own], chosen, record)
 
-    def send_chunk(self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
         """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
         self._waiting += [(slot, self._failed(slot, self._gone[slot])) for slot in slots if slot in self._gone]
         kept = [place for place, slot in enumerate(slots) if slot not in self._gone]
         slots, actions = [slots[place] for place in kept], actions[kept]
         for index, own in self._by_worker(slots):
-            self._ask(index, "step", [slots[place] for place in own], np.ascontiguousarray(actions[own]), film)
+            self._ask(index, "step", [slots[place] for place in own], np.ascontiguousarray(actions[own]), record)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
         """Answers of all workers that have answered everything: one at least, all of them in lock-step."""
@@ -195,12 +197,12 @@ class PoolGroup(AsyncPool):
             places.setdefault(self._owner[slot], []).append(place)
         return sorted(places.items())
 
-    def _ask(self, index: int, method: str, slots: list[int], content: Any, film: frozenset[int]) -> None:
+    def _ask(self, index: int, method: str, slots: list[int], content: Any, record: frozenset[int]) -> None:
         worker, first = self.workers[index], self._first[index]
         own = [slot - first for slot in slots]
-        filmed = frozenset(slot - first for slot in film if self._owner[slot] == index)
+        recorded = frozenset(slot - first for slot in record if self._owner[slot] == index)
         waiting = len(self._asked[index])  # it works on one question after the other
-        question = worker.ask(method, own, content, filmed, timeout_s=worker.timeout_s * (1 + waiting))
+        question = worker.ask(method, own, content, recorded, timeout_s=worker.timeout_s * (1 + waiting))
         self._asked[index].append((question, slots))
 
     def _ready(self) -> list[int]:

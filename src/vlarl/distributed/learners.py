@@ -29,18 +29,18 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.distributed.actor import Worker, get_all, share
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
-from vlarl.distributed.worker import Worker, get_all, share
 from vlarl.errors import ClusterError
-from vlarl.parts import build_policy
-from vlarl.policies import DTYPES
 from vlarl.policies.base import Policy
-from vlarl.rollout.engine import Engine
+from vlarl.policies.load import DTYPES
+from vlarl.rollout.engines.base import Engine
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
-from vlarl.training.ranks import Alone, ProcessGroup, Ranks
+from vlarl.training.prepare import load_trained_policy
+from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
 from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
 
@@ -105,14 +105,14 @@ class Rank:
     def join(self, address: str, port: int, checkpoint: Path | None) -> None:
         """Meet the other ranks and build the learner."""
         d = self.config.distributed
-        ranks: Ranks = Alone()
+        ranks: Ranks = SingleRank()
         if self.world_size > 1 or d.sharding != "none":
             deadline = timedelta(seconds=d.timeout_s)
             ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
         torch.manual_seed(self.config.run.seed)
         sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
         place = self.device if sharding.mode == "none" else torch.device("cpu")
-        policy = build_policy(self.config, policy_folder(checkpoint) if checkpoint else None, place)
+        policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, place)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl, policy)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
         self.sender = WeightSender(policy, ranks, self.config)

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from vlarl.config.schema import RewardConfig
-from vlarl.distributed.worker import Worker, get_all
+from vlarl.distributed.actor import Worker, get_all
 from vlarl.errors import VlarlError, WorkerFailedError, WorkerLostError
-from vlarl.rewards import Surroundings, build_bare_reward
+from vlarl.rewards import RewardContext, build_bare_reward
 from vlarl.rewards.base import Reward
 from vlarl.types import Trajectory
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class RewardPart:
     """A reward, over there."""
 
-    def __init__(self, config: RewardConfig, run: Surroundings) -> None:
+    def __init__(self, config: RewardConfig, run: RewardContext) -> None:
         self._reward = build_bare_reward(config, run)
 
     def facts(self) -> tuple[Literal["sparse", "dense"], int, bool]:

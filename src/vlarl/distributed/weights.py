@@ -22,14 +22,14 @@ from ray import exceptions
 from torch import nn
 
 from vlarl.config.schema import Config
-from vlarl.distributed.worker import DIED, Answer, Worker, share
+from vlarl.distributed.actor import DIED, Answer, Worker, share
 from vlarl.errors import UsageError
-from vlarl.policies import DTYPES
-from vlarl.rollout.weight_stream import ChangedWeights, WeightStream, bucket_message, buckets
+from vlarl.policies.load import DTYPES
 from vlarl.training.ranks import Ranks
+from vlarl.weights.stream import ChangedWeights, WeightStream, bucket_message, buckets
 
 if TYPE_CHECKING:
-    from vlarl.rollout.vllm_transfer import GpuWeightSender
+    from vlarl.weights.vllm_transfer import GpuWeightSender
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class WeightSender:
 
     def _between_gpus(self, engines: EngineCalls) -> GpuWeightSender:
         """vLLM's own sender, connected to these engines."""
-        from vlarl.rollout.vllm_transfer import GpuWeightSender
+        from vlarl.weights.vllm_transfer import GpuWeightSender
 
         if self._gpu is None or self._connected != engines.actors:
             backend = self._config.vllm.sync_backend

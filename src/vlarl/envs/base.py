@@ -57,11 +57,11 @@ class EnvPool(Protocol):
     num_envs: int
     lockstep: bool  # all slots answer together, and are to be sent their chunks together
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], film: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; film the named slots' first pictures."""
         ...
 
-    def send_chunk(self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
         """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
         ...
 
@@ -77,7 +77,7 @@ class EnvPool(Protocol):
         ...
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk in each slot as `send_chunk` does, and wait for all of them."""
         ...
@@ -100,18 +100,18 @@ class LockstepPool:
         self._answers: list[tuple[int, ChunkOutcome]] = []
 
     def send_reset(
-        self: _Answering, slots: Sequence[int], tasks: Sequence[Task], film: frozenset[int] = frozenset()
+        self: _Answering, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()
     ) -> None:
         """Start each task in its slot; film the named slots' first pictures."""
         observations = self.reset(slots, tasks)
         for slot, observation in zip(slots, observations, strict=True):
-            self._answers.append((slot, started(observation, (self.frame(slot),) if slot in film else ())))
+            self._answers.append((slot, started(observation, (self.frame(slot),) if slot in record else ())))
 
     def send_chunk(
-        self: _Answering, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+        self: _Answering, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> None:
         """Run one chunk in each slot, stopping a slot at its first end; film the named slots."""
-        self._answers += zip(slots, self.step_chunk(slots, actions, film), strict=True)
+        self._answers += zip(slots, self.step_chunk(slots, actions, record), strict=True)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
         """All answers, by slot."""
@@ -132,10 +132,10 @@ class AsyncPool:
         return [outcome.observation for outcome in outcomes]
 
     def step_chunk(
-        self: _Receiving, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+        self: _Receiving, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk in each slot and wait for all of them."""
-        self.send_chunk(slots, actions, film)
+        self.send_chunk(slots, actions, record)
         return self.receive_all(slots)
 
 

@@ -15,8 +15,8 @@ from vlarl.envs.base import EnvPool, Expert, SingleEnv, StepOutcome, SuiteSpec
 from vlarl.envs.build import build_factory
 from vlarl.envs.libero import LiberoFactory
 from vlarl.envs.libero.stock import restart, stock_env
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.envs.workers import WorkerPool
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
 CHUNK = 4

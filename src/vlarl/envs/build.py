@@ -6,8 +6,8 @@ from vlarl.config.known import GYM, KNOWN_SUITES
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import cameras_of
 from vlarl.envs.base import EnvFactory, EnvPool, RewardMode
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.pool import TabletopPool
-from vlarl.envs.workers import WorkerPool
 from vlarl.errors import UsageError
 
 
@@ -16,7 +16,7 @@ def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, r
     if env.suite.startswith("tabletop_"):
         return TabletopPool(env.suite, num_envs, image_size, cameras_of(env), reward, max_steps=env.max_steps)
     if env.suite == GYM and gym.batched:
-        from vlarl.envs.gym_vector import GymVectorPool
+        from vlarl.envs.gym.vector import GymVectorPool
 
         return GymVectorPool(gym, env, num_envs, image_size, reward)
     return WorkerPool(build_factory(env, gym, image_size, reward), num_envs, env.timeout_s, env.lockstep)
@@ -25,7 +25,7 @@ def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, r
 def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: RewardMode) -> EnvFactory:
     """What makes one environment of the configured suite, in a process of its own."""
     if env.suite == GYM:
-        from vlarl.envs.gym import gym_factory
+        from vlarl.envs.gym.env import gym_factory
 
         return gym_factory(gym, env, image_size, reward)
     if env.suite.startswith("libero_"):

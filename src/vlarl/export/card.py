@@ -21,8 +21,8 @@ from vlarl.config.state_choice import in_ranges, state_warnings
 from vlarl.config.training_data import TrainedOn, TrainingData, run_of, training_data_of
 from vlarl.config.words import counted, plural
 from vlarl.errors import install_command
+from vlarl.evaluation.record import EvalRecord
 from vlarl.json_files import read_object
-from vlarl.observability.eval_dir import EvalRecord
 from vlarl.observability.report.data import Evaluation, RunData, load_run
 from vlarl.observability.significance import wilson_interval
 from vlarl.policies.locate import BUILTIN

@@ -19,7 +19,7 @@ import torch
 from vlarl import __version__
 from vlarl.config.run_checkpoints import HUB_ID, locate_checkpoint
 from vlarl.errors import UsageError, VlarlError
-from vlarl.policies import DTYPES, checkpoint_folder, load_policy
+from vlarl.policies.load import DTYPES, checkpoint_folder, load_policy
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.config import read_json
 from vlarl.policies.openvla.policy import OpenVLAPolicy

@@ -25,7 +25,7 @@ def episode_row(episode: EpisodeResult) -> dict[str, Any]:
         "length": int(episode.length),
         "return": float(episode.episode_return) if math.isfinite(episode.episode_return) else None,
         "status": episode.status,
-        "redone": episode.redone,
+        "redone": episode.num_retries,
     }
 
 
@@ -40,5 +40,5 @@ def read_episode(row: Mapping[str, Any]) -> EpisodeResult:
         length=int(row["length"]),
         episode_return=math.nan if row["return"] is None else float(row["return"]),
         status=row["status"],
-        redone=int(row["redone"]),
+        num_retries=int(row["redone"]),
     )

@@ -61,7 +61,7 @@ class Video:
         return file.getvalue(), first.size
 
     def _painted(self, steps: Sequence[int]) -> list[UInt8Array]:
-        painter = CaptionPainter(self.instruction, self.outcome, len(self.frames) - 1, _film_size(self.frames[0]))
+        painter = CaptionPainter(self.instruction, self.outcome, len(self.frames) - 1, _video_size(self.frames[0]))
         return [painter.paint(self.frames[step], step) for step in steps]
 
 
@@ -71,7 +71,7 @@ def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, outc
         raise ValueError("a film needs at least one frame")
     import imageio.v2 as imageio
 
-    painter = CaptionPainter(instruction, outcome, len(frames) - 1, _film_size(frames[0]))
+    painter = CaptionPainter(instruction, outcome, len(frames) - 1, _video_size(frames[0]))
     # The suffix decides the container, so the temporary name keeps it.
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
@@ -147,7 +147,7 @@ class CaptionPainter:
             draw.text((x, last_line), self._word, font=self._small, fill=self._color, anchor="lm")
 
 
-def _film_size(frame: UInt8Array) -> tuple[int, int]:
+def _video_size(frame: UInt8Array) -> tuple[int, int]:
     height, width = frame.shape[:2]
     scale = -(-MIN_WIDTH // width) if width < MIN_WIDTH else 1
     return width * scale // 2 * 2, height * scale // 2 * 2

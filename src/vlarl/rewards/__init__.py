@@ -23,7 +23,7 @@ from vlarl.rewards.shaping import ShapedReward
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RewardContext:
     """What a reward must know of the run it is for."""
 
     device: torch.device
@@ -31,7 +31,7 @@ class Surroundings:
     bootstraps: bool  # whether a value stands for the rest of an episode that the time limit cut off
 
 
-def build_reward(config: RewardConfig, run: Surroundings) -> SafeReward:
+def build_reward(config: RewardConfig, run: RewardContext) -> SafeReward:
     """The configured reward, with its failures contained."""
     return contained(build_bare_reward(config, run), config)
 
@@ -41,12 +41,12 @@ def contained(reward: Reward, config: RewardConfig) -> SafeReward:
     return SafeReward(reward, config.retries, config.fallback, config.max_failure_rate)
 
 
-def build_bare_reward(config: RewardConfig, run: Surroundings) -> Reward:
+def build_bare_reward(config: RewardConfig, run: RewardContext) -> Reward:
     """The configured reward itself."""
     return _combined(config, run) if config.source == "combined" else _single(config.source, config, run)
 
 
-def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
+def _single(source: str, config: RewardConfig, run: RewardContext) -> Reward:
     """The named reward, the user's own `module:function`, or the function that was given in Python."""
     if source in REWARDS:
         return REWARDS[source](config, run)
@@ -54,7 +54,7 @@ def _single(source: str, config: RewardConfig, run: Surroundings) -> Reward:
     return FunctionReward(source, function, config.timeout_s)
 
 
-def _combined(config: RewardConfig, run: Surroundings) -> CombinedReward:
+def _combined(config: RewardConfig, run: RewardContext) -> CombinedReward:
     weights = config.weights or (1.0,) * len(config.sources)
     return CombinedReward(
         {source: _single(source, config, run) for source in config.sources},
@@ -63,12 +63,12 @@ def _combined(config: RewardConfig, run: Surroundings) -> CombinedReward:
     )
 
 
-def _shaped(config: RewardConfig, run: Surroundings) -> ShapedReward:
+def _shaped(config: RewardConfig, run: RewardContext) -> ShapedReward:
     gamma = run.discount if config.shaping_gamma is None else config.shaping_gamma
     return ShapedReward(gamma, config.shaping_scale, run.bootstraps)
 
 
-def _rules(config: RewardConfig, run: Surroundings) -> RulesReward:
+def _rules(config: RewardConfig, run: RewardContext) -> RulesReward:
     return RulesReward(
         config.success_value,
         config.failure_value,
@@ -79,13 +79,13 @@ def _rules(config: RewardConfig, run: Surroundings) -> RulesReward:
     )
 
 
-def _model(config: RewardConfig, run: Surroundings) -> Reward:
+def _model(config: RewardConfig, run: RewardContext) -> Reward:
     assert config.model is not None, "checked with the configuration"
     device = run.device if config.device is None else usable_device("reward.device", config.device)
     return load_reward_model(config.model, device, config.scoring, config.batch_size)
 
 
-def _remote(config: RewardConfig, run: Surroundings) -> RemoteReward:
+def _remote(config: RewardConfig, run: RewardContext) -> RemoteReward:
     assert config.url is not None, "checked with the configuration"
     return RemoteReward(
         config.url,
@@ -100,7 +100,7 @@ def _remote(config: RewardConfig, run: Surroundings) -> RemoteReward:
     )
 
 
-REWARDS: dict[str, Callable[[RewardConfig, Surroundings], Reward]] = {
+REWARDS: dict[str, Callable[[RewardConfig, RewardContext], Reward]] = {
     "sparse": lambda config, run: SparseReward(),
     "dense": lambda config, run: DenseReward(),
     "shaped": _shaped,

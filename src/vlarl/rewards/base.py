@@ -59,18 +59,18 @@ class ScoringReward(Reward):
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Pay each episode's scores: at its end, or decision by decision."""
-        pay = pay_decisions if self.scoring == "steps" else lambda t, scores: pay_at_the_end(t, sum(scores))
+        pay = reward_decisions if self.scoring == "steps" else lambda t, scores: reward_at_end(t, sum(scores))
         return [pay(t, scores) for t, scores in zip(trajectories, self.scores(trajectories), strict=True)]
 
 
-def pay_at_the_end(trajectory: Trajectory, reward: float) -> Trajectory:
+def reward_at_end(trajectory: Trajectory, reward: float) -> Trajectory:
     """The trajectory with one reward, on the last executed step."""
     rewards = [np.zeros_like(t.rewards) for t in trajectory.transitions]
     rewards[-1][trajectory.transitions[-1].num_executed - 1] = reward
     return trajectory.with_rewards(rewards)
 
 
-def pay_decisions(trajectory: Trajectory, scores: Sequence[float]) -> Trajectory:
+def reward_decisions(trajectory: Trajectory, scores: Sequence[float]) -> Trajectory:
     """The trajectory with one reward for each decision, on its last executed step."""
     rewards = [np.zeros_like(t.rewards) for t in trajectory.transitions]
     for transition, row, score in zip(trajectory.transitions, rewards, scores, strict=True):
@@ -78,7 +78,7 @@ def pay_decisions(trajectory: Trajectory, scores: Sequence[float]) -> Trajectory
     return trajectory.with_rewards(rewards)
 
 
-def pay_steps(trajectory: Trajectory, rewards: Sequence[float]) -> Trajectory:
+def reward_steps(trajectory: Trajectory, rewards: Sequence[float]) -> Trajectory:
     """The trajectory with one reward for each executed step, in their order."""
     rows, start = [], 0
     for transition in trajectory.transitions:

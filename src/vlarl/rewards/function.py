@@ -9,7 +9,7 @@ from typing import SupportsFloat
 from vlarl.config.reward_module import import_function
 from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError, excerpt, told
-from vlarl.rewards.base import Reward, RewardTimeoutError, pay_at_the_end
+from vlarl.rewards.base import Reward, RewardTimeoutError, reward_at_end
 from vlarl.types import Trajectory
 
 TIMEOUT_S = 300.0  # where reward.timeout_s is null: the first call may have a model to load
@@ -44,4 +44,4 @@ class FunctionReward(Reward):
         if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
             returned = excerpt(repr(reward), 200)
             raise VlarlError(f"reward.source: {self.source} returned {returned}; it must return a finite number.")
-        return pay_at_the_end(trajectory, float(reward))
+        return reward_at_end(trajectory, float(reward))

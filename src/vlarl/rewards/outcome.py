@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vlarl.rewards.base import Reward, pay_at_the_end
+from vlarl.rewards.base import Reward, reward_at_end
 from vlarl.types import Trajectory
 
 
@@ -15,7 +15,7 @@ class SparseReward(Reward):
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Pay for success alone, whatever the environment paid."""
-        return pay_at_the_end(trajectory, float(trajectory.success))
+        return reward_at_end(trajectory, float(trajectory.success))
 
 
 class DenseReward(Reward):

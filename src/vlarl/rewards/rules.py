@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from vlarl.rewards.base import Reward, pay_steps
+from vlarl.rewards.base import Reward, reward_steps
 from vlarl.types import Trajectory
 
 
@@ -38,7 +38,7 @@ class RulesReward(Reward):
         ends = np.cumsum([t.num_executed for t in trajectory.transitions]) - 1
         rewards[ends[idle_decisions(trajectory, self.idle_tolerance)]] -= self.idle_penalty
         rewards[-1] += self.success_value if trajectory.success else self.failure_value
-        return pay_steps(trajectory, rewards.tolist())
+        return reward_steps(trajectory, rewards.tolist())
 
 
 def idle_decisions(trajectory: Trajectory, tolerance: float) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vlarl.rewards.base import Reward, pay_steps
+from vlarl.rewards.base import Reward, reward_steps
 from vlarl.types import Trajectory
 
 
@@ -36,7 +36,7 @@ class ShapedReward(Reward):
             potential[-1] = 0.0
         rewards = shaping_terms(potential, self.gamma)
         rewards[-1] += float(trajectory.success)
-        return pay_steps(trajectory, rewards.tolist())
+        return reward_steps(trajectory, rewards.tolist())
 
 
 def shaping_terms(potential: NDArray[np.float64], gamma: float) -> NDArray[np.float64]:

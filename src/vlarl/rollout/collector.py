@@ -23,7 +23,7 @@ from vlarl.envs.base import EnvPool, fitting
 from vlarl.errors import VlarlError
 from vlarl.observability.log_file import current_log_file
 from vlarl.policies.base import Policy
-from vlarl.rollout.engine import Engine
+from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.tasks import derive_seed
 from vlarl.types import ChunkOutcome, FloatArray, IntArray, Observation, Task, Trajectory, Transition, UInt8Array
 
@@ -88,7 +88,7 @@ class _Running:
             success=outcome.success,
             policy_version=self.version,
             status="ok" if outcome.error is None else "crashed",
-            redone=self.started.attempt,
+            num_retries=self.started.attempt,
         )
         return Episode(trajectory, tuple(self.frames))
 
@@ -108,7 +108,7 @@ class Collector:
         self,
         tasks: Sequence[Task],
         temperature: float,
-        film: frozenset[int] = frozenset(),
+        record: frozenset[int] = frozenset(),
         on_episode: Callable[[int], None] = lambda done: None,
         on_end: Callable[[int, Episode], Episode] = lambda index, episode: episode,
     ) -> list[Episode]:
@@ -123,7 +123,7 @@ class Collector:
         ready: list[int] = []
         causes: list[str] = []
         while waiting or running:
-            self._start(waiting, running, film)
+            self._start(waiting, running, record)
             for slot, outcome in self.pool.receive():
                 episode = running[slot]
                 if outcome.error is None:
@@ -141,7 +141,7 @@ class Collector:
                 del running[slot]
             has_free_slot = waiting and len(running) < self.pool.num_envs
             if ready and not (self.pool.lockstep and has_free_slot):
-                self._decide(sorted(ready), running, temperature, film)
+                self._decide(sorted(ready), running, temperature, record)
                 ready = []
             on_episode(len(finished))
         episodes = [finished[index] for index in range(len(tasks))]
@@ -149,7 +149,7 @@ class Collector:
             raise self._none_could_be_run(len(episodes), causes[0])
         return episodes
 
-    def _start(self, waiting: deque[_Waiting], running: dict[int, _Running], film: frozenset[int]) -> None:
+    def _start(self, waiting: deque[_Waiting], running: dict[int, _Running], record: frozenset[int]) -> None:
         """Give waiting tasks to free slots, each one of the task that it ran last where there is one."""
         free = [slot for slot in range(self.pool.num_envs) if slot not in running][: len(waiting)]
         for slot in free:
@@ -159,7 +159,7 @@ class Collector:
             del waiting[place]
         if free:
             tasks = [running[slot].started.task for slot in free]
-            self.pool.send_reset(free, tasks, self._filmed(free, running, film))
+            self.pool.send_reset(free, tasks, self._recorded(free, running, record))
 
     def _try_again(self, episode: _Running, error: str, waiting: deque[_Waiting]) -> bool:
         """Put an episode whose simulator failed back in front of the others; False once it was tried often enough."""
@@ -182,7 +182,9 @@ class Collector:
             f"{first.rstrip('.')}.{told} {remedy}"
         )
 
-    def _decide(self, slots: list[int], running: dict[int, _Running], temperature: float, film: frozenset[int]) -> None:
+    def _decide(
+        self, slots: list[int], running: dict[int, _Running], temperature: float, record: frozenset[int]
+    ) -> None:
         """One decision in each of these slots: process, generate, decode, and off to the environments."""
         episodes = [running[slot] for slot in slots]
         inputs = self.policy.process([episode.observation for episode in episodes if episode.observation is not None])
@@ -192,7 +194,7 @@ class Collector:
         chosen = self.policy.codec.decode(token_ids) if tokens.actions is None else tokens.actions.numpy()
         for row, episode in enumerate(episodes):
             episode.token_ids, episode.engine_logprobs, episode.version = token_ids[row], logprobs[row], tokens.version
-        self.pool.send_chunk(slots, self.policy.unnormalize(chosen), self._filmed(slots, running, film))
+        self.pool.send_chunk(slots, self.policy.unnormalize(chosen), self._recorded(slots, running, record))
 
-    def _filmed(self, slots: list[int], running: dict[int, _Running], film: frozenset[int]) -> frozenset[int]:
-        return frozenset(slot for slot in slots if running[slot].started.index in film)
+    def _recorded(self, slots: list[int], running: dict[int, _Running], record: frozenset[int]) -> frozenset[int]:
+        return frozenset(slot for slot in slots if running[slot].started.index in record)

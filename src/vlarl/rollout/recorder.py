@@ -49,20 +49,20 @@ class EpisodeRecorder:
             with disk_errors(self._path):
                 self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def film_episodes(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Video]:
+    def write_videos(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Video]:
         """Write a video of every episode that carries frames, named by iteration, task, state and outcome."""
         videos: list[Video] = []
         for e in episodes:
             name = f"iter_{iteration:04d}_task{e.task.task_id:02d}_state{e.task.init_state:02d}_{e.outcome}"
-            path = self.film(name, e.frames, e.instruction, e.outcome, fps) if e.frames else None
+            path = self.write_video(name, e.frames, e.instruction, e.outcome, fps) if e.frames else None
             if path is not None:
                 videos.append(Video(path, e.frames, e.instruction, e.outcome, fps))
         return videos
 
-    def film(
+    def write_video(
         self, name: str, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10
     ) -> Path | None:
-        """Write a film; a machine that can't encode one gets a warning, since episodes are worth more than films."""
+        """Write a video; a machine that can't encode one gets a warning, since episodes are worth more than videos."""
         path = self._videos / f"{name}.mp4"
         try:
             write_video(path, frames, instruction, outcome, fps)

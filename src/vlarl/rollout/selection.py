@@ -25,7 +25,7 @@ class GroupSelection:
     def add(self, groups: Sequence[TrajectoryGroup], num_tried: int) -> int:
         """Take in what `num_tried` groups left; the number of fresh groups to try next, 0 for none."""
         self.num_tried += num_tried
-        self._useful += [group for group in groups if not self._is_active or self._teaches(group)]
+        self._useful += [group for group in groups if not self._is_active or self._has_learning_signal(group)]
         missing = self.config.num_groups - len(self._useful)
         if not self.config.refill or missing <= 0 or self._rounds == self.config.max_refills:
             return 0
@@ -53,7 +53,7 @@ class GroupSelection:
             "rollout/refill_rounds": float(self._rounds),
         }
 
-    def _teaches(self, group: TrajectoryGroup) -> bool:
+    def _has_learning_signal(self, group: TrajectoryGroup) -> bool:
         low, high = self.config.accuracy_bounds or (-math.inf, math.inf)
         rate = sum(t.success for t in group.trajectories) / len(group.trajectories)
         return low < rate < high and self._has_lesson(group)

@@ -24,7 +24,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/mean_length": sum(t.length for t in ran) / count,
         "rollout/num_trajectories": float(len(usable)),
         "rollout/num_crashed": float(len(trajectories) - len(ran)),
-        "rollout/redone_episodes": float(sum(t.redone for t in trajectories)),
+        "rollout/retried_episodes": float(sum(t.num_retries for t in trajectories)),
         "rollout/reward_failures": float(failures),
         "rollout/reward_failure_rate": failures / count,
         "rollout/collection_time": seconds,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from vlarl.config.schema import Config
 from vlarl.policies.base import Policy
-from vlarl.rollout.engine import Engine
+from vlarl.rollout.engines.base import Engine
 from vlarl.training.state import TrainerState
 from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
 

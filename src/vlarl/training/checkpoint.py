@@ -43,7 +43,7 @@ from vlarl.training.random_states import (
     random_states,
     restore_random_states,
 )
-from vlarl.training.ranks import Alone, Ranks, on_each, on_first
+from vlarl.training.ranks import Ranks, SingleRank, on_each, on_first
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
 
@@ -63,7 +63,7 @@ class CheckpointStore:
         self,
         folder: Path,
         keep: int,
-        ranks: Ranks = Alone(),  # noqa: B008 - it has no state
+        ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         generators: Generators = default_generators,
     ) -> None:
         self.folder = folder

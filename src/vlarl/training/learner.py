@@ -27,9 +27,9 @@ from vlarl.config.schema import Config
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Policy, Scores
 from vlarl.policies.distribution import token_entropy, token_logprobs
-from vlarl.rollout.engine import Engine
+from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.tasks import derive_seed
-from vlarl.training.batching import (
+from vlarl.training.batch import (
     mean_by_trajectory,
     microbatches,
     minibatches,
@@ -44,20 +44,20 @@ from vlarl.training.dropout import remove_dropout
 from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
 from vlarl.training.importance import corrects, importance_weights
-from vlarl.training.numbers import (
-    Numbers,
-    critic_metrics,
-    importance_numbers,
-    is_finite,
-    mean_of,
-    mismatch,
-    note,
-    numbers_of,
-)
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
-from vlarl.training.ranks import Alone, Ranks, spread
+from vlarl.training.ranks import Ranks, SingleRank, spread
 from vlarl.training.reference import reference_at_start, reference_here, with_logprobs
 from vlarl.training.swap import CRITIC
+from vlarl.training.update_metrics import (
+    MetricSums,
+    critic_metrics,
+    importance_sums,
+    is_finite,
+    mean_of,
+    metric_sums,
+    mismatch,
+    note,
+)
 from vlarl.types import (
     FloatArray,
     Observation,
@@ -81,7 +81,7 @@ class Learner:
         algorithm: Algorithm,
         config: Config,
         device: torch.device,
-        ranks: Ranks = Alone(),  # noqa: B008 - it has no state
+        ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         sharding: Sharding = Sharding(),  # noqa: B008 - frozen
     ) -> None:
         """A policy that is to be sharded may wait on the host; its parts go to the device."""
@@ -288,9 +288,9 @@ class Learner:
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "engine":
             return batch
-        selects = algorithm.entropy_top_share < 1
+        selects = algorithm.entropy_top_fraction < 1
 
-        def score(part: TrainBatch) -> tuple[Numbers, torch.Tensor, torch.Tensor | None]:
+        def score(part: TrainBatch) -> tuple[MetricSums, torch.Tensor, torch.Tensor | None]:
             logits = self.policy.score(part.inputs, part.token_ids).logits
             learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
             entropy = token_entropy(logits, self.algorithm.temperature).cpu() if selects else None
@@ -305,11 +305,11 @@ class Learner:
                     entropies[micro] = entropy
         if corrects(self.config):
             weights = importance_weights(batch, old_logprobs, algorithm.importance_cap)
-            note(metrics, [importance_numbers(weights, batch.mask, algorithm.importance_cap)])
+            note(metrics, [importance_sums(weights, batch.mask, algorithm.importance_cap)])
             batch = replace(batch, advantages=batch.advantages * weights)
         batch = replace(batch, old_logprobs=old_logprobs)
         if selects:
-            selected = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_share)
+            selected = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_fraction)
             batch = replace(batch, advantages=torch.where(selected, batch.advantages, 0.0), selected=selected)
         return batch
 
@@ -345,19 +345,19 @@ class Learner:
 
         return list(zip(pieces, spread(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
 
-    def _accumulate(self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, first: bool) -> list[Numbers]:
+    def _accumulate(self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, first: bool) -> list[MetricSums]:
         """Gradients of one minibatch, microbatch by microbatch; returns what all of them came to, on every rank."""
         for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=True)
         weight = value_weight(batch, rows)
 
-        def learn(part: TrainBatch) -> Numbers:
+        def learn(part: TrainBatch) -> MetricSums:
             scores = self._score(part, train_policy)
             loss = self.algorithm.loss(
                 scores, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
             )
             torch.autograd.backward(loss.total)
-            return numbers_of(loss, part, first)
+            return metric_sums(loss, part, first)
 
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         numbers = [numbers for _, numbers in self._each_microbatch(batch, rows, learn)]

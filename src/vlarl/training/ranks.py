@@ -49,7 +49,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """The only process."""
 
     rank = 0

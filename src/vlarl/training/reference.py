@@ -16,8 +16,8 @@ import torch
 
 from vlarl.algorithms.kl import ESTIMATORS
 from vlarl.config.schema import Config
-from vlarl.policies import checkpoint_folder, load_configured
 from vlarl.policies.base import Policy
+from vlarl.policies.load import checkpoint_folder, load_configured
 from vlarl.policies.openvla.adapters import is_adapter
 from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights

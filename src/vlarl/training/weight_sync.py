@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vlarl.rollout.engine import Engine
+from vlarl.rollout.engines.base import Engine
 from vlarl.training.base import Trainer
 
 

@@ -13,8 +13,9 @@ from PIL import Image
 
 from mutations import Mutation, instead, libero, method_result, oft, openvla, result, with_attribute
 from vlarl.envs.libero import env as libero_env
+from vlarl.images import crop, lanczos
 from vlarl.policies import distribution
-from vlarl.policies.openvla import config, images, processor
+from vlarl.policies.openvla import config, processor
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.processor import Processor
@@ -209,11 +210,11 @@ FRAMES = [
         ("TensorFlow's fast decoder", golden.check_resized, processor, "jpeg_round_trip", instead(plain_jpeg)),
         ("Lanczos", golden.check_resized, processor, "lanczos_resize", pil_resize(Image.Resampling.BICUBIC)),
         ("rounding once", golden.check_resized, processor, "lanczos_resize", pil_resize(Image.Resampling.LANCZOS)),
-        ("antialias", golden.check_resized, images, "_lanczos_taps", instead(without_antialias)),
+        ("antialias", golden.check_resized, lanczos, "_lanczos_taps", instead(without_antialias)),
         (
             "rounding, not cutting off",
             golden.check_resized,
-            images,
+            lanczos,
             "_to_uint8",
             instead(lambda values: np.clip(values, 0, 255).astype(np.uint8)),
         ),
@@ -223,8 +224,8 @@ FRAMES = [
             golden.check_cropped,
             processor,
             "center_crop",
-            instead(partial(images.center_crop, area=0.81)),
+            instead(partial(crop.center_crop, area=0.81)),
         ),
-        ("bytes by 255.5", golden.check_cropped, images, "FLOAT_TO_BYTE", instead(np.float32(255.0))),
+        ("bytes by 255.5", golden.check_cropped, crop, "FLOAT_TO_BYTE", instead(np.float32(255.0))),
     )
 ]

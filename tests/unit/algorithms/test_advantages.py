@@ -14,13 +14,13 @@ from vlarl.algorithms.advantages import (
     chunk_rewards,
     discounted_back,
     discounted_return,
-    executed_places,
+    executed_steps,
     gae,
     group_relative,
-    has_spread,
     leave_one_out,
     outcomes,
     penalize,
+    returns_differ,
     returns_to_go,
     step_rewards,
     throughout,
@@ -60,13 +60,13 @@ def test_a_baseline_is_the_groups_mean_and_for_single_episodes_the_batchs():
 def test_a_group_of_one_has_mean_zero_and_deviation_one():
     np.testing.assert_array_equal(group_relative(np.float32([0.25]), True), [0.25])
     np.testing.assert_array_equal(leave_one_out(np.float32([0.25])), [0.25])
-    assert has_spread(np.float32([0.0]))
+    assert returns_differ(np.float32([0.0]))
 
 
 def test_rounding_is_no_spread():
-    assert not has_spread(np.float32([0.7, 0.7, 0.7]))
-    assert not has_spread(np.float32([0.7, 0.7000001]))
-    assert has_spread(np.float32([0.7, 0.701]))
+    assert not returns_differ(np.float32([0.7, 0.7, 0.7]))
+    assert not returns_differ(np.float32([0.7, 0.7000001]))
+    assert returns_differ(np.float32([0.7, 0.701]))
 
 
 @settings(derandomize=True)
@@ -86,7 +86,7 @@ def test_permuting_a_group_permutes_its_advantages(returns, random):
 @given(st.floats(-4, 4, width=16), st.integers(2, 6))
 def test_equal_returns_have_no_advantage(value, size):
     returns = np.full(size, value, dtype=np.float32)
-    assert not has_spread(returns)
+    assert not returns_differ(returns)
     for advantages in (group_relative(returns, False), leave_one_out(returns), against_mean([returns])[0]):
         np.testing.assert_allclose(advantages, 0, atol=1e-5)
 
@@ -97,7 +97,7 @@ def test_groups_that_ended_alike_are_left_out_whatever_the_kl(trajectory, name):
     good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
     ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.7, 0.2, 0.3)]
     estimator = algorithm(name)
-    assert not estimator.teaches(alike) and estimator.estimate([alike], None, ref_kl[:2], 0.5) == []
+    assert not estimator.has_learning_signal(alike) and estimator.estimate([alike], None, ref_kl[:2], 0.5) == []
     estimates = estimator.estimate([alike, TrajectoryGroup((good, bad))], None, ref_kl, 0.01)
     assert [e.trajectory for e in estimates] == [good, bad]
     assert estimates[0].advantages[0, 0] > 0 > estimates[1].advantages[0, 0]
@@ -110,7 +110,7 @@ def test_what_is_left_of_a_group_has_nothing_to_be_compared_with(trajectory, nam
     good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
     pair = TrajectoryGroup((good, bad), num_left_out=1)  # two that differ can be compared, whoever is missing
     estimator = algorithm(name)
-    assert not estimator.teaches(left) and estimator.teaches(pair)
+    assert not estimator.has_learning_signal(left) and estimator.has_learning_signal(pair)
     assert estimator.estimate([left], None) == []
     ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.2, 0.3)]
     for penalty in (None, ref_kl):
@@ -124,14 +124,14 @@ def test_what_is_left_of_a_group_has_nothing_to_be_compared_with(trajectory, nam
 @pytest.mark.parametrize("name", COMPARING)
 def test_a_group_that_was_asked_for_with_one_member_keeps_it(trajectory, name):
     single = TrajectoryGroup((trajectory([[0, 5]]),))
-    assert algorithm(name).teaches(single) and len(algorithm(name).estimate([single], None)) == 1
+    assert algorithm(name).has_learning_signal(single) and len(algorithm(name).estimate([single], None)) == 1
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
 def test_methods_that_compare_nothing_learn_from_what_is_left(trajectory, name):
     left = TrajectoryGroup((trajectory([[0, 1]]),), num_left_out=3)
     values = [np.zeros((2, 1), dtype=np.float32)] if name == "ppo" else None
-    assert algorithm(name).teaches(left) and len(algorithm(name).estimate([left], values)) == 1
+    assert algorithm(name).has_learning_signal(left) and len(algorithm(name).estimate([left], values)) == 1
 
 
 @pytest.mark.parametrize("level", ["chunk", "step", "token"])
@@ -251,9 +251,9 @@ def test_steps_and_tokens_in_line(trajectory):
 
 def test_places_that_were_executed(trajectory):
     episode = trajectory([[0, 0, 0], [0, 0, 0]], num_executed=[3, 1], action_dim=2)
-    assert executed_places(episode, 1).tolist() == [[3], [1]]
-    assert executed_places(episode, 3).tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert executed_places(episode, 6).tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
+    assert executed_steps(episode, 1).tolist() == [[3], [1]]
+    assert executed_steps(episode, 3).tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert executed_steps(episode, 6).tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("terminated", [True, False])

@@ -6,8 +6,8 @@ import pytest
 
 from vlarl.algorithms import ALGORITHMS
 from vlarl.config import Config, ConfigError, FinetuneConfig, derive, load_config
-from vlarl.config.checks import check
 from vlarl.config.derive import clip_range, derived_lines, kl_estimator
+from vlarl.config.rules.across import check
 from vlarl.config.schema import AlgorithmName
 
 
@@ -62,10 +62,10 @@ def test_only_ppo_has_a_critic_to_train_first():
             "algorithm.dual_clip to null, or algorithm.name to grpo",
         ),
         (
-            {"algorithm__entropy_top_share": 0.2, "algorithm__old_logprobs": "engine"},
-            "algorithm.entropy_top_share = 0.2 with algorithm.old_logprobs = 'engine': the entropies come from the "
+            {"algorithm__entropy_top_fraction": 0.2, "algorithm__old_logprobs": "engine"},
+            "algorithm.entropy_top_fraction = 0.2 with algorithm.old_logprobs = 'engine': the entropies come from the "
             "learner's own pass before its first step; set algorithm.old_logprobs to learner, or "
-            "algorithm.entropy_top_share to 1",
+            "algorithm.entropy_top_fraction to 1",
         ),
         (
             {"algorithm__importance": "truncated", "algorithm__old_logprobs": "engine"},

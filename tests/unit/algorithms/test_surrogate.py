@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loss_problem import ACTOR, BINS, ROWS, STEPS, TEMPERATURE, TOKENS, compute, make, values_of, with_sequence_ratio
 
 from vlarl.algorithms import bin_values, build_algorithm
-from vlarl.algorithms.base import Setting
+from vlarl.algorithms.base import AlgorithmContext
 from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.surrogate import clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
@@ -167,7 +167,7 @@ def test_tokens_that_are_not_selected_have_no_policy_gradient_at_any_level(case)
 def test_a_shared_ratio_has_the_value_of_all_its_tokens_selected_or_not():
     logits, batch = make()
     logprobs = distribution.token_logprobs(logits, batch.places, TEMPERATURE)
-    setting = Setting(AlgorithmConfig(ratio_level="chunk"), KlConfig(), TEMPERATURE, action_dim=2)
+    setting = AlgorithmContext(AlgorithmConfig(ratio_level="chunk"), KlConfig(), TEMPERATURE, action_dim=2)
     old = torch.where(batch.mask, batch.old_logprobs.float(), logprobs)
     some = replace(batch, selected=batch.mask & (torch.arange(TOKENS) % 2 == 0))
     everything, part = (clipped_ratio(logprobs, old, b, setting).ratio for b in (batch, some))
@@ -314,6 +314,6 @@ def test_cpgds_drift_pulls_back_through_the_algorithm():
     batch = replace(batch, advantages=torch.ones_like(batch.advantages))
     logprobs = (batch.old_logprobs + 5.5).requires_grad_()
     options = AlgorithmConfig(name="cpgd", policy_drift_coef=1.0)
-    setting = Setting(options, KlConfig(), TEMPERATURE)
+    setting = AlgorithmContext(options, KlConfig(), TEMPERATURE)
     clipped_gradient(logprobs, batch.old_logprobs, batch, setting).loss.sum().backward()
     assert (logprobs.grad > 1).all()

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from vlarl.config.callables import GivenCallable, find_given, refuse_unsendable
-from vlarl.config.load import load_config, to_yaml
 from vlarl.config.schema import Config
+from vlarl.config.source.load import load_config, to_yaml
 from vlarl.errors import UsageError
 
 

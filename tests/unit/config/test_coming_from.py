@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from vlarl.config import Config, FinetuneConfig
-from vlarl.config.aliases import ALIASES, ELSEWHERE, NEEDLESS, TRANSLATED, alias_of, translation_of
 from vlarl.config.derive import Derived, derive
 from vlarl.config.describe import options
+from vlarl.config.source.aliases import ALIASES, ELSEWHERE, NEEDLESS, TRANSLATED, alias_of, translation_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 NAMED = (Path(__file__).parent / "seed_options.txt").read_text(encoding="utf-8").splitlines()

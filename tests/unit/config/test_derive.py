@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from vlarl.config import Derived, FinetuneConfig, derive, load_config
-from vlarl.config.derive import default_run_name, derive_finetune, derived_lines, engine_memory_share
+from vlarl.config.derive import default_run_name, derive_finetune, derived_lines, engine_memory_fraction
 
 OVERRIDES = {
     "run.iterations": 10,
@@ -109,9 +109,9 @@ def test_a_vllm_engine_fills_its_share_of_the_gpu_and_no_more():
     cluster = OVERRIDES | {"policy.path": "builtin:tiny-openvla", "distributed": CLUSTER, "vllm.num_engines": 1}
     shared = {"distributed.colocate": True, "distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4}
     alone, beside = load_config(overrides=cluster), load_config(overrides=cluster | shared)
-    assert engine_memory_share(alone) == pytest.approx(0.9) and engine_memory_share(beside) == pytest.approx(0.36)
+    assert engine_memory_fraction(alone) == pytest.approx(0.9) and engine_memory_fraction(beside) == pytest.approx(0.36)
     told = load_config(overrides=cluster | shared | {"vllm.gpu_memory_utilization": 0.25})
-    assert engine_memory_share(told) == 0.25
+    assert engine_memory_fraction(told) == 0.25
 
 
 def test_a_simulator_is_a_worker_of_its_own():

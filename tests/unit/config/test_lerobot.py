@@ -2,9 +2,9 @@
 
 import pytest
 
-from vlarl.config.flags import parse_flags
 from vlarl.config.run_checkpoints import other_model
 from vlarl.config.schema import Config
+from vlarl.config.source.flags import parse_flags
 
 
 @pytest.mark.parametrize(

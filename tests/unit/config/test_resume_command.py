@@ -7,8 +7,8 @@ import pytest
 
 import vlarl
 import vlarl.loop
-from vlarl.config.load import load_config, to_yaml
 from vlarl.config.resume_command import resume_command
+from vlarl.config.source.load import load_config, to_yaml
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import END_OF_CONFIG, RunDirectory
 

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vlarl.config.eval_request import eval_request
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.load import load_config, to_yaml
 from vlarl.config.run_checkpoints import (
     RunProgress,
     find_run_folder,
@@ -18,8 +16,10 @@ from vlarl.config.run_checkpoints import (
     run_progress,
 )
 from vlarl.config.schema import Config
+from vlarl.config.source.load import load_config, to_yaml
 from vlarl.errors import UsageError
-from vlarl.preflight import refuse_early
+from vlarl.evaluation.request import eval_request
+from vlarl.run.preflight import refuse_early
 
 
 @pytest.fixture

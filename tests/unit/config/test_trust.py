@@ -12,10 +12,10 @@ import pytest
 from vlarl.cli import configured, main
 from vlarl.cli import env as cli_env
 from vlarl.config import load_config, to_yaml
-from vlarl.config.eval_request import eval_request
 from vlarl.config.schema import Config
 from vlarl.config.trust import UntrustedError, effects_of, is_sealed, key_file, refuse_untrusted, seal_file, seals
 from vlarl.errors import UsageError
+from vlarl.evaluation.request import eval_request
 from vlarl.observability.run_dir import RunDirectory
 
 CODE = """

@@ -8,7 +8,7 @@ from PIL import Image
 
 from vlarl.cli.data import data
 from vlarl.data.recording import record
-from vlarl.data.rlds import RldsDataset
+from vlarl.data.rlds.reader import RldsDataset
 from vlarl.envs.base import Demonstration, SuiteSpec, TaskSpec
 from vlarl.errors import UsageError, VlarlError
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vlarl.data.rlds as rlds
+import vlarl.data.rlds.reader as rlds
 from vlarl.config.dataset_folder import find_dataset
-from vlarl.data.features import features_json, parse_features
-from vlarl.data.rlds import RldsDataset
-from vlarl.data.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, encode_example
-from vlarl.data.tfrecord import TFRecordFile, write_record
+from vlarl.data.rlds.features import features_json, parse_features
+from vlarl.data.rlds.reader import RldsDataset
+from vlarl.data.rlds.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, encode_example
+from vlarl.data.rlds.tfrecord import TFRecordFile, write_record
 from vlarl.errors import UsageError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "rlds"

@@ -12,10 +12,10 @@ from vlarl.data.batches import DemoBatches, Frames
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
 from vlarl.data.recording import open_experts, record
-from vlarl.data.rlds_demos import RldsSource
+from vlarl.data.rlds.demos import RldsSource
 from vlarl.data.sft import add_statistics, finetune
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.processor import Processor
 from vlarl.policies.tiny import init_tiny

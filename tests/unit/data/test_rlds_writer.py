@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from vlarl.data.conventions import policy_actions, recorded_actions
-from vlarl.data.rlds import RldsDataset
-from vlarl.data.rlds_writer import RldsWriter
-from vlarl.data.tf_example import Example
+from vlarl.data.rlds.reader import RldsDataset
+from vlarl.data.rlds.tf_example import Example
+from vlarl.data.rlds.writer import RldsWriter
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError
 from vlarl.types import Task

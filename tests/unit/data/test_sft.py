@@ -18,7 +18,7 @@ from vlarl.data.sft import FinetuneSummary, finetune, imitate, imitation_loss, s
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.errors import VlarlError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 

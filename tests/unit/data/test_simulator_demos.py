@@ -14,7 +14,7 @@ from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks
 from vlarl.data.sft import add_statistics, fresh_policy, imitate, refuse_other_robot
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError, VlarlError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.types import Task
 
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlarl.data.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, MalformedExampleError, encode_example
+from vlarl.data.rlds.tf_example import (
+    BYTES_LIST,
+    FLOAT_LIST,
+    INT64_LIST,
+    Example,
+    MalformedExampleError,
+    encode_example,
+)
 
 floats = st.lists(st.floats(width=32), max_size=20).map(lambda v: np.array(v, np.float32))
 integers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20).map(lambda v: np.array(v, np.int64))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlarl.data.tfrecord import BLOCK, TFRecordFile, crc32c, write_record
+from vlarl.data.rlds.tfrecord import BLOCK, TFRecordFile, crc32c, write_record
 from vlarl.errors import UsageError
 
 

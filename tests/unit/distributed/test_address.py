@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from vlarl.distributed.address import SETTINGS, check_answers
+from vlarl.distributed.address import SETTINGS, check_address
 from vlarl.errors import UsageError
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,7 +39,7 @@ def test_nothing_listens(listener):
     place = address(listener)
     listener.close()
     with pytest.raises(UsageError) as refused:
-        check_answers(place)
+        check_address(place)
     message = str(refused.value)
     assert f"distributed.address = {place}: nothing answers at {place}" in message and "refused" in message
     assert f"`ray start --head --port={place.split(':')[1]}`" in message and "leave distributed.address out" in message
@@ -47,40 +47,40 @@ def test_nothing_listens(listener):
 
 def test_what_takes_connections_and_says_nothing_is_given_up(listener):
     with pytest.raises(UsageError, match="nothing answers"):
-        check_answers(address(listener), timeout_s=0.3)
+        check_address(address(listener), timeout_s=0.3)
 
 
 @pytest.mark.parametrize("content", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"short"])
 def test_something_else_than_ray(listener, content):
     answer(listener, content)
     with pytest.raises(UsageError, match=r"is not a Ray cluster"):
-        check_answers(address(listener))
+        check_address(address(listener))
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
 def test_a_cluster_is_accepted(listener, form, monkeypatch):
     frame = bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
     answer(listener, frame)
-    check_answers(form.format(address(listener)))
+    check_address(form.format(address(listener)))
     monkeypatch.setenv("RAY_ADDRESS", form.format(address(listener)))
     answer(listener, frame)
-    check_answers("auto")
+    check_address("auto")
 
 
 def test_auto_means_what_ray_has_noted_down(listener, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    check_answers("auto")  # nothing is noted down: Ray says so itself, at once
+    check_address("auto")  # nothing is noted down: Ray says so itself, at once
     place = address(listener)
     listener.close()
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(place)
     with pytest.raises(UsageError, match=f"auto, which means {place}: nothing answers"):
-        check_answers("auto")
+        check_address("auto")
 
 
 @pytest.mark.parametrize("given", ["somewhere", "http://127.0.0.1:80", "host:port", "host:99999"])
 def test_an_address_that_is_none(monkeypatch, given):
     monkeypatch.setenv("RAY_ADDRESS", given)
     with pytest.raises(UsageError, match="RAY_ADDRESS = .*must be host:port"):
-        check_answers("auto")
+        check_address("auto")

@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 from types import SimpleNamespace
 
-from vlarl.distributed import worker
-from vlarl.distributed.worker import Host
+from vlarl.distributed import actor as worker
+from vlarl.distributed.actor import Host
 from vlarl.envs import process_log
 
 

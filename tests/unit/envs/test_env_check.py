@@ -21,8 +21,8 @@ from vlarl.cli import main
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import StepOutcome, SuiteSpec, TaskSpec, started
 from vlarl.envs.check import Finding, SlotEnv, Subject, check_env
-from vlarl.envs.gym import GymEnv
-from vlarl.envs.gym_vector import GymVectorPool
+from vlarl.envs.gym.env import GymEnv
+from vlarl.envs.gym.vector import GymVectorPool
 from vlarl.errors import UsageError
 from vlarl.types import ChunkOutcome, Observation, Task
 

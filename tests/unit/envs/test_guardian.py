@@ -15,7 +15,7 @@ from fakes.processes import MODULES
 from fakes.worker_envs import CountingFactory
 
 from vlarl.envs.guardian import Guardian, run_watched
-from vlarl.envs.workers import WorkerPool
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.types import Task
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +86,7 @@ def test_a_program_that_takes_too_long_ends_with_its_children(tmp_path):
 TRAINER = """
 import sys, numpy, threading
 from fakes.worker_envs import CountingFactory
-from vlarl.envs.workers import WorkerPool
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.types import Task
 
 def make():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from fakes.gym_envs import Reach
 
-from vlarl.config.load import load_config
 from vlarl.config.schema import Config
+from vlarl.config.source.load import load_config
 from vlarl.envs.build import build_pool
-from vlarl.envs.gym import gym_spec
+from vlarl.envs.gym.env import gym_spec
 from vlarl.errors import UsageError
 from vlarl.types import Task
 

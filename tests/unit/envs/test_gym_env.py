@@ -8,8 +8,8 @@ from fakes.gym_envs import HIGH, LOW, SIZE, Reach, Shown, drawn
 from gymnasium import spaces
 
 from vlarl.config.schema import GymConfig
-from vlarl.envs.gym import GymEnv
-from vlarl.envs.gym_reading import ActionMap, picture
+from vlarl.envs.gym.env import GymEnv
+from vlarl.envs.gym.reading import ActionMap, picture
 from vlarl.errors import UsageError
 from vlarl.types import Task
 
@@ -346,7 +346,7 @@ def test_an_environment_of_gymnasium_itself(monkeypatch):
         success="terminated",
         actions=(0, 1),
     )
-    from vlarl.envs.gym import GymFactory, gym_spec
+    from vlarl.envs.gym.env import GymFactory, gym_spec
 
     monkeypatch.setenv("MUJOCO_GL", "egl")
     spec = gym_spec(config, None)

@@ -9,10 +9,10 @@ import pytest
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import SuiteSpec
-from vlarl.envs.gym import GymFactory, gym_factory, gym_spec, render_variables
-from vlarl.envs.gym_probe import asked, probe
-from vlarl.envs.gym_source import make_env
-from vlarl.envs.workers import WorkerPool
+from vlarl.envs.gym.env import GymFactory, gym_factory, gym_spec, render_variables
+from vlarl.envs.gym.probe import asked, probe
+from vlarl.envs.gym.source import make_env
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.errors import UsageError
 from vlarl.types import Task
 

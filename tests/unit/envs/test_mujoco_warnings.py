@@ -10,7 +10,7 @@ UNSTABLE = """
 import logging, os, sys
 import gymnasium, numpy
 from vlarl.config.schema import GymConfig
-from vlarl.envs.gym_source import make_env
+from vlarl.envs.gym.source import make_env
 
 SCENE = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody></mujoco>"
 

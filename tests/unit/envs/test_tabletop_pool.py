@@ -122,14 +122,14 @@ def test_dense_rewards_telescope_to_the_change_of_progress():
 
 def test_filmed_slots_have_one_frame_a_step_and_others_none():
     actions, _, _ = expert_actions()
-    pool = TabletopPool(SUITE, 2, film_size=128)
+    pool = TabletopPool(SUITE, 2, video_size=128)
     pool.reset([0, 1], [task(), task(2)])
     chunk = np.repeat(np.concatenate([actions, idle(1, 2)[0]])[None], 2, axis=0)
-    filmed, other = pool.step_chunk([0, 1], chunk, film=frozenset({0}))
-    assert len(filmed.frames) == filmed.num_executed == len(actions)
+    recorded, other = pool.step_chunk([0, 1], chunk, record=frozenset({0}))
+    assert len(recorded.frames) == recorded.num_executed == len(actions)
     assert other.frames == ()
-    assert filmed.frames[0].shape == (128, 128, 3)
-    np.testing.assert_array_equal(filmed.frames[-1], pool.frame(0))
+    assert recorded.frames[0].shape == (128, 128, 3)
+    np.testing.assert_array_equal(recorded.frames[-1], pool.frame(0))
 
 
 @pytest.mark.parametrize("gym_id", GYM_IDS)

@@ -10,13 +10,13 @@ from fakes.hub import WRITER
 
 import vlarl
 from vlarl.cli import main
-from vlarl.config.load import to_yaml
 from vlarl.config.schema import Config
+from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
-from vlarl.evaluation import fingerprint
+from vlarl.evaluation.record import EvalDirectory, EvalRecord
+from vlarl.evaluation.run import fingerprint
 from vlarl.export.card import Source, model_card
 from vlarl.observability.episodes import episode_row
-from vlarl.observability.eval_dir import EvalDirectory, EvalRecord
 from vlarl.observability.files import write_atomically
 from vlarl.types import EvalResult
 

@@ -12,7 +12,7 @@ from vlarl.cli import main
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
 from vlarl.export.merge import logits_of, merge, probe_input, settle_config
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import stored_dtype

@@ -8,7 +8,7 @@ import torch
 
 from vlarl.cli import main
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 
 
 def save_adapter(folder: Path, size: float) -> Path:

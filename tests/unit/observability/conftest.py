@@ -44,7 +44,7 @@ def _frames(success: bool) -> tuple[np.ndarray, ...]:
     return tuple(frames)
 
 
-def _evaluation(won: int, filmed: int) -> list[EpisodeResult]:
+def _evaluation(won: int, recorded: int) -> list[EpisodeResult]:
     order = list(range(200))
     random.Random(3).shuffle(order)
     successes = set(order[:won])
@@ -55,7 +55,7 @@ def _evaluation(won: int, filmed: int) -> list[EpisodeResult]:
             i in successes,
             40,
             float(i in successes),
-            _frames(i in successes) if i < filmed else (),
+            _frames(i in successes) if i < recorded else (),
         )
         for i in range(200)
     ]
@@ -94,7 +94,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
                 share = i / ITERATIONS
                 episodes = _evaluation(round(BEFORE + (AFTER - BEFORE) * share**0.5), videos if i in (0, 20) else 0)
                 recorder.record(i, "eval", episodes)
-                recorder.film_episodes(i, episodes)
+                recorder.write_videos(i, episodes)
                 row["val/success_rate"] = sum(e.success for e in episodes) / len(episodes)
             sink.write(i, row)
         sink.close()

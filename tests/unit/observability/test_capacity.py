@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 from fakes.worker_envs import SPEC
 
-from vlarl import evaluation, parts
-from vlarl.config.eval_request import eval_request
 from vlarl.config.finetune import DemoConfig
-from vlarl.config.load import load_config
 from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.config.source.load import load_config
 from vlarl.data.demos import SimulatorSource
 from vlarl.errors import UsageError
+from vlarl.evaluation import run as evaluation
+from vlarl.evaluation.request import eval_request
 from vlarl.observability import capacity
 from vlarl.observability.capacity import fitting_envs, refuse_crowd, refuse_crowd_here
 from vlarl.observability.machine import available_memory
+from vlarl.run import parts
 
 GIB = 1 << 30
 

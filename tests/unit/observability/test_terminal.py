@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vlarl.cli import evaluate, main
 from vlarl.errors import UsageError
-from vlarl.observability.eval_dir import EvalDirectory
+from vlarl.evaluation.record import EvalDirectory
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla import adapters, lora
 from vlarl.policies.openvla.lora import LoraLinear
-from vlarl.rollout.weight_stream import policy_weights
 from vlarl.training.fsdp import _part_from_others
 from vlarl.training.optim import build_adamw
+from vlarl.weights.stream import policy_weights
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 

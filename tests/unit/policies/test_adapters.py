@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy

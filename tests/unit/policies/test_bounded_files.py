@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import read_config
 from vlarl.policies.openvla.limits import whole

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from vlarl.cli import main
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.description import describe_checkpoint
 from vlarl.policies.openvla.weights import read_component

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
 from vlarl.policies.openvla.memory import MemoryEstimate, Sizes, estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import Base, OpenVLAPolicy

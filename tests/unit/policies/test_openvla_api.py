@@ -16,13 +16,13 @@ from vlarl.api import evaluate
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
-from vlarl.launch import launch_here
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.config import NATIVE_KEY
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.regression_engine import RegressionEngine
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.regression import RegressionEngine
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.run.local import launch_here
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.float_error import FloatJudge, check_gradients, exactly, in_float64
 
-from vlarl.policies.openvla.attention import Sight, prepare
+from vlarl.policies.openvla.attention import AttentionMask, prepare
 from vlarl.policies.openvla.decoders import DECODERS, embed_prefix
 from vlarl.policies.openvla.language import build_language_model
 from vlarl.policies.openvla.model import OpenVLAModel
@@ -114,7 +114,7 @@ def test_any_queries_see_the_same(columns, padded, causal, flash_attn):
     q = torch.randn(2, 4, stop - start, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(2))
     seen = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool) if padded else None
-    sight = Sight(start, stop, 6, seen, causal)
+    sight = AttentionMask(start, stop, 6, seen, causal)
     eager = prepare("eager", sight, q.device)
     real = torch.ones(2, stop - start, dtype=torch.bool) if seen is None else seen[:, start:stop]
 
@@ -135,7 +135,7 @@ def test_flash_is_differentiable(flash_attn):
 
     def gradients(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         tensors = {part: tensor.to(dtype).requires_grad_() for part, tensor in zip("qkv", given.clone(), strict=True)}
-        mixed = prepare(name, Sight(0, 4, 4, seen, True), seen.device)(*tensors.values())
+        mixed = prepare(name, AttentionMask(0, 4, 4, seen, True), seen.device)(*tensors.values())
         mixed.transpose(1, 2)[seen].square().sum().backward()
         return {part: tensor.grad for part, tensor in tensors.items()}
 

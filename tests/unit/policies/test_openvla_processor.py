@@ -11,9 +11,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from vlarl.errors import UsageError
+from vlarl.images.bicubic import bicubic_resize
+from vlarl.images.crop import center_crop
+from vlarl.images.jpeg import jpeg_round_trip
+from vlarl.images.lanczos import lanczos_resize
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
-from vlarl.policies.openvla.images import ImagePipeline, bicubic_resize, center_crop, jpeg_round_trip, lanczos_resize
+from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.processor import Processor, preprocessor_config
 from vlarl.policies.tiny import init_tiny, tiny_config
 

@@ -14,10 +14,10 @@ from vlarl.config.training_data import FILE_NAME, TrainedOn, TrainingData, by_tr
 from vlarl.config.training_data import write_training_data as write
 from vlarl.data.sft import start
 from vlarl.export.merge import merge
-from vlarl.parts import build_policy
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.locate import hub_training_data
 from vlarl.training.checkpoint import CheckpointStore
+from vlarl.training.prepare import load_trained_policy
 
 CPU = torch.device("cpu")
 BASE = TrainedOn(by="finetune", suite="libero_goal", task_ids=(0,), states=(0, 1))
@@ -55,18 +55,18 @@ def test_a_checkpoint_that_does_not_say_is_named_in_those_that_come_from_it(base
 
 
 def test_a_run_adds_its_own_states_and_every_save_of_it_has_them(base, tmp_path):
-    policy = build_policy(configured(base), None, CPU)
+    policy = load_trained_policy(configured(base), None, CPU)
     expected = TrainingData((BASE, OWN), ("some/hub-id",))
     assert policy.training_data == expected
     store = CheckpointStore(tmp_path / "checkpoints", 2)
     for dtype in (None, torch.bfloat16):
         assert read_training_data(store.save_policy("best_return", policy, {}, dtype)) == expected
-    resumed = build_policy(configured(base), tmp_path / "checkpoints" / "best_return", CPU)
+    resumed = load_trained_policy(configured(base), tmp_path / "checkpoints" / "best_return", CPU)
     assert resumed.training_data == expected, "a resumed run is one run"
 
 
 def test_an_adapter_and_its_merge_say_what_both_were_trained_on(base, tmp_path):
-    policy = build_policy(configured(base, lora={"enabled": True, "rank": 2}), None, CPU)
+    policy = load_trained_policy(configured(base, lora={"enabled": True, "rank": 2}), None, CPU)
     policy.save(tmp_path / "adapter")
     expected = TrainingData((BASE, OWN), ("some/hub-id",))
     assert read_training_data(tmp_path / "adapter") == expected
@@ -83,7 +83,7 @@ def test_a_run_that_continues_an_adapter_adds_to_what_that_was_trained_on(base, 
     policy.prepare_training(ModelConfig(), LoraConfig(enabled=True, rank=2), seed=0)
     policy.save(tmp_path / "adapter")
     write(tmp_path / "adapter", TrainingData((ADAPTER,)))
-    continued = build_policy(configured(base, lora={"adapter": str(tmp_path / "adapter")}), None, CPU)
+    continued = load_trained_policy(configured(base, lora={"adapter": str(tmp_path / "adapter")}), None, CPU)
     assert continued.training_data == TrainingData((BASE, ADAPTER, OWN), ("some/hub-id",))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from vlarl.config.recipe import RecipeRule, parse_rule
-from vlarl.rewards.base import Reward, pay_at_the_end
+from vlarl.rewards.base import Reward, reward_at_end
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.outcome import DenseReward, SparseReward
 from vlarl.rewards.remote import RemoteReward
@@ -24,7 +24,7 @@ class Counting(Reward):
 
     def score(self, trajectory):
         self.asked.append(trajectory.task.task_id)
-        return pay_at_the_end(trajectory, 1.0)
+        return reward_at_end(trajectory, 1.0)
 
 
 def paid(trajectory) -> list[list[float]]:

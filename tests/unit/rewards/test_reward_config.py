@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from vlarl.algorithms import ALGORITHMS, build_algorithm
-from vlarl.config.load import load_config
 from vlarl.config.problems import ConfigError
-from vlarl.config.reward_checks import STEPWISE_METHODS
+from vlarl.config.rules.reward import STEPWISE_METHODS
 from vlarl.config.schema import AlgorithmConfig, RewardConfig
+from vlarl.config.source.load import load_config
 from vlarl.errors import UsageError
-from vlarl.rewards import Surroundings, build_reward
+from vlarl.rewards import RewardContext, build_reward
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.remote import RemoteReward
@@ -18,7 +18,7 @@ from vlarl.rewards.rules import RulesReward
 from vlarl.rewards.shaping import ShapedReward
 from vlarl.types import TrajectoryGroup
 
-RUN = Surroundings(torch.device("cpu"), discount=0.75, bootstraps=True)
+RUN = RewardContext(torch.device("cpu"), discount=0.75, bootstraps=True)
 
 
 def built(**options):

@@ -9,7 +9,7 @@ import torch
 
 from vlarl.errors import ClusterError, VlarlError
 from vlarl.interrupt import Interrupted
-from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError, pay_at_the_end
+from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError, reward_at_end
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.safe import RewardFailureError, SafeReward, is_device_fault
 from vlarl.rollout.statistics import rollout_metrics
@@ -36,7 +36,7 @@ class Scripted(Reward):
             if asked <= self.heals and not (self.on_cpu and is_device_fault(answer)):
                 raise answer
             answer = 1.0
-        return pay_at_the_end(trajectory, answer)
+        return reward_at_end(trajectory, answer)
 
     def move_to_cpu(self):
         moved, self.on_cpu = not self.on_cpu, True

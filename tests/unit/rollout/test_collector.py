@@ -13,9 +13,9 @@ from vlarl.errors import VlarlError
 from vlarl.observability.log_file import log_to_file
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.collector import Collector
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
 from vlarl.rollout.tasks import derive_seed
-from vlarl.rollout.torch_engine import TorchEngine
 from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task, TrajectoryGroup
 
 CHUNK = 2
@@ -45,7 +45,7 @@ class FakePool(LockstepPool):
         return [self._observe(slot) for slot in slots]
 
     def step_chunk(
-        self, slots: Sequence[int], actions: np.ndarray, film: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: np.ndarray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         outcomes = []
         for slot, chunk in zip(slots, actions, strict=True):
@@ -65,7 +65,7 @@ class FakePool(LockstepPool):
                     truncated=done and not crashed and task % 2 == 1,
                     success=done and not crashed and task % 2 == 0,
                     observation=self._observe(slot),
-                    frames=tuple(self.frame(slot) for _ in range(executed)) if slot in film else (),
+                    frames=tuple(self.frame(slot) for _ in range(executed)) if slot in record else (),
                     error="the simulator died" if crashed else None,
                 )
             )
@@ -183,14 +183,14 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
     assert [e.trajectory.status for e in episodes] == ["ok", "ok", "ok", "crashed", "ok", "ok"]
     assert [task for _, task in pool.resets].count(3) == 3, "two more attempts"
     crashed = episodes[3].trajectory
-    assert crashed.redone == 2
+    assert crashed.num_retries == 2
     assert not crashed.terminated and not crashed.truncated and not crashed.success
     metrics = rollout_metrics([e.trajectory for e in episodes], seconds=2.0)
     assert metrics["rollout/num_trajectories"] == 5 and metrics["rollout/num_crashed"] == 1
     assert metrics["rollout/success_rate"] == pytest.approx(3 / 5)
     assert metrics["rollout/mean_length"] == pytest.approx((5 + 1 + 2 + 3 + 4) / 5)
     assert metrics["rollout/mean_return"] == metrics["rollout/mean_length"]
-    assert metrics["rollout/redone_episodes"] == 2
+    assert metrics["rollout/retried_episodes"] == 2
     assert metrics["rollout/env_steps_per_s"] == pytest.approx((15 + 6) / 2)
     assert metrics["perf/decisions_per_s"] == pytest.approx((9 + 3) / 2)
 
@@ -243,15 +243,15 @@ def test_that_none_could_be_run_names_the_file_with_the_whole_text(tmp_path):
 
 def test_an_episode_is_run_again_and_becomes_the_same_one():
     class DyingOnce(FakePool):
-        def step_chunk(self, slots, actions, film=frozenset()):
-            outcomes = super().step_chunk(slots, actions, film)
+        def step_chunk(self, slots, actions, record=frozenset()):
+            outcomes = super().step_chunk(slots, actions, record)
             if self.crash and any(outcome.error for outcome in outcomes):
                 self.crash = set()
             return outcomes
 
     plain = Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(tasks(), 0.5)
     shaken = Collector(DyingOnce(2, LENGTHS, crash=[3]), FakePolicy(), FakeEngine()).collect(tasks(), 0.5)
-    assert [e.trajectory.redone for e in shaken] == [0, 0, 0, 1, 0, 0]
+    assert [e.trajectory.num_retries for e in shaken] == [0, 0, 0, 1, 0, 0]
     for ours, theirs in zip(plain, shaken, strict=True):
         assert ours.trajectory.status == theirs.trajectory.status == "ok"
         assert [t.token_ids.tolist() for t in ours.trajectory.transitions] == [
@@ -275,7 +275,7 @@ def test_an_episode_is_handed_over_as_soon_as_it_ends():
         return replace(episode, frames=())
 
     episodes = Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(
-        tasks(), 0.5, film=frozenset(range(6)), on_end=on_end
+        tasks(), 0.5, record=frozenset(range(6)), on_end=on_end
     )
     assert seen[0] == 1 and sorted(seen) == list(range(6))
     assert all(episode.frames == () for episode in episodes)
@@ -292,7 +292,7 @@ def test_crashed_episodes_leave_their_group(trajectory):
 
 def test_films_have_the_first_picture_and_one_for_each_step():
     pool = FakePool(2, LENGTHS)
-    episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5, film=frozenset({0, 3}))
+    episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5, record=frozenset({0, 3}))
     assert [len(e.frames) for e in episodes] == [6, 0, 0, 8, 0, 0]
     assert {int(frame.max()) for frame in episodes[3].frames} == {3}
 

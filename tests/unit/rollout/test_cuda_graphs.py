@@ -6,8 +6,8 @@ import pytest
 import torch
 from fakes.float_error import check_logprobs
 
-from vlarl.rollout.cuda_graphs import fill_up
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.cuda_graphs import fill_up
+from vlarl.rollout.engines.torch import TorchEngine
 
 INSTRUCTIONS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
 

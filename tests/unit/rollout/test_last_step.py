@@ -9,8 +9,8 @@ import torch
 from fakes.worker_envs import SPEC, CountingFactory
 
 from vlarl.envs.base import EnvPool
+from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop import ScriptedExpert, TabletopPool
-from vlarl.envs.workers import WorkerPool
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.statistics import rollout_metrics
 from vlarl.types import ActionTokens, EpisodeResult, Observation, PolicyInput, Task, Trajectory

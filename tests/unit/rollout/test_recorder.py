@@ -21,8 +21,10 @@ def _trajectory(status: str = "ok") -> Trajectory:
         seen, np.zeros(14, np.int64), np.zeros(14, np.float32), np.array([0.25, 0.5], np.float32), num_executed=2
     )
     task = Task("tabletop_spatial", task_id=3, init_state=31, seed=77, group=5, member=2)
-    redone = 2 if status == "crashed" else 0
-    return Trajectory(task, (step, step), seen, True, False, True, policy_version=6, status=status, redone=redone)  # type: ignore[arg-type]
+    num_retries = 2 if status == "crashed" else 0
+    return Trajectory(
+        task, (step, step), seen, True, False, True, policy_version=6, status=status, num_retries=num_retries
+    )  # type: ignore[arg-type]
 
 
 def _result(success: bool, frames: int = 0) -> EpisodeResult:
@@ -70,11 +72,11 @@ def test_a_return_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
 def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool, outcome: str) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
-        paths = [video.path for video in recorder.film_episodes(0, [_result(success, frames=7), _result(success)])]
+        paths = [video.path for video in recorder.write_videos(0, [_result(success, frames=7), _result(success)])]
     assert paths == [run.videos / f"iter_0000_task03_state31_{outcome}.mp4"]
-    with imageio.get_reader(paths[0], format="FFMPEG") as film:
-        meta = film.get_meta_data()
-        frames = list(film.iter_data())
+    with imageio.get_reader(paths[0], format="FFMPEG") as video:
+        meta = video.get_meta_data()
+        frames = list(video.iter_data())
     assert len(frames) == 7 + 10  # one second more at 10 frames a second
     assert meta["fps"] == 10 and meta["codec"] == "h264" and "yuv420p" in meta["pix_fmt"]
     assert frames[0].shape == (320 + caption_height(320), 320, 3)
@@ -91,9 +93,9 @@ def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool
 def test_odd_sizes_become_even(tmp_path: Path) -> None:
     path = tmp_path / "odd.mp4"
     write_video(path, [np.zeros((333, 401, 3), np.uint8)] * 2, "a very long instruction " * 20, "success", fps=5)
-    with imageio.get_reader(path, format="FFMPEG") as film:
-        assert film.get_meta_data()["size"] == (400, 332 + caption_height(400))
-        assert len(list(film.iter_data())) == 2 + 5
+    with imageio.get_reader(path, format="FFMPEG") as video:
+        assert video.get_meta_data()["size"] == (400, 332 + caption_height(400))
+        assert len(list(video.iter_data())) == 2 + 5
 
 
 def test_a_film_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
@@ -102,15 +104,15 @@ def test_a_film_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> 
     with pytest.raises(VlarlError, match="film.mp4"):
         write_video(tmp_path / "missing" / "film.mp4", frames, INSTRUCTION, "success")
     with EpisodeRecorder(run) as recorder:
-        assert recorder.film("missing/film", frames, INSTRUCTION, "success") is None
-        assert recorder.film("film", frames, INSTRUCTION, "crashed") == run.videos / "film.mp4"
+        assert recorder.write_video("missing/film", frames, INSTRUCTION, "success") is None
+        assert recorder.write_video("film", frames, INSTRUCTION, "crashed") == run.videos / "film.mp4"
 
 
 def test_a_film_of_an_episode_that_crashed_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
         crashed = replace(_result(success=False, frames=2), status="crashed")
-        (video,) = recorder.film_episodes(3, [crashed])
+        (video,) = recorder.write_videos(3, [crashed])
     assert video.path == run.videos / "iter_0003_task03_state31_crashed.mp4"
 
 

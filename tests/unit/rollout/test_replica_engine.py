@@ -6,10 +6,10 @@ import torch
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.replica_engine import ReplicaEngine
-from vlarl.rollout.torch_engine import TorchEngine
-from vlarl.rollout.weight_stream import WeightStream, bucket_message, buckets, policy_weights
+from vlarl.rollout.engines.replica import ReplicaEngine
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.weight_sync import publish_weights
+from vlarl.weights.stream import WeightStream, bucket_message, buckets, policy_weights
 
 CPU = torch.device("cpu")
 HALT = "the engine can't act"

@@ -10,7 +10,7 @@ ALL_WON, ALL_LOST, MIXED = (True,) * 8, (False,) * 8, (True, False) * 4
 ONE_LOST = (True,) * 7 + (False,)
 
 
-def has_spread(group: TrajectoryGroup) -> bool:
+def returns_differ(group: TrajectoryGroup) -> bool:
     return bool(group.returns.max() > group.returns.min())
 
 
@@ -28,7 +28,7 @@ def numbers(selection: GroupSelection) -> list[int]:
     return [group.trajectories[0].task.group for group in selection.kept]
 
 
-def select(has_lesson=has_spread, **options) -> GroupSelection:
+def select(has_lesson=returns_differ, **options) -> GroupSelection:
     return GroupSelection(RolloutConfig(num_groups=3, group_size=8, **options), has_lesson)
 
 

@@ -6,7 +6,7 @@ from fakes.float_error import check_logprobs
 
 from vlarl.errors import VlarlError
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.weight_sync import publish_weights
 
 CPU = torch.device("cpu")

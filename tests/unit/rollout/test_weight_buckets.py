@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from safetensors.torch import load
 
-from vlarl.rollout.weight_stream import WeightStream, buckets, unpacked
+from vlarl.weights.stream import WeightStream, buckets, unpacked
 
 
 def mixed() -> dict[str, torch.Tensor]:

@@ -7,9 +7,9 @@ from safetensors.torch import load
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.rollout.weight_stream import (
+from vlarl.weights.stream import (
     ChangedWeights,
     WeightStream,
     buckets,

@@ -10,7 +10,7 @@ from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.training.batching import build_batch
+from vlarl.training.batch import build_batch
 from vlarl.training.critic import values_per_decision
 from vlarl.training.learner import Learner
 from vlarl.types import TrainBatch, Trajectory

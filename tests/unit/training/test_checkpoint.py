@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from vlarl.algorithms import build_algorithm
 from vlarl.errors import DivergedError, UsageError, VlarlError
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import COUNTERS, TENSORS, CheckpointStore, restore

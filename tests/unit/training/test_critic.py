@@ -8,7 +8,7 @@ import torch
 from fakes.float_error import logit_judge
 
 from vlarl.config.schema import LoraConfig, PolicyConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.swap import trained_weights
 

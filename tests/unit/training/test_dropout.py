@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vlarl.config.schema import LoraConfig, PolicyConfig
-from vlarl.policies import load_policy
+from vlarl.policies.load import load_policy
 from vlarl.policies.tiny import init_tiny
 
 

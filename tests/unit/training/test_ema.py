@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.torch_engine import TorchEngine
+from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.ema import WeightAverage
 from vlarl.training.swap import trained_weights
 from vlarl.training.weight_sync import evaluated_weights

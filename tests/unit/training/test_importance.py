@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlarl.algorithms.base import Setting
+from vlarl.algorithms.base import AlgorithmContext
 from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.kl import k3
 from vlarl.algorithms.surrogate import clipped_ratio
@@ -84,7 +84,7 @@ def test_every_surrogate_and_its_gradient_are_in_proportion_to_the_advantage(obj
     shape = (40, 6)
     old, moves, advantages = (torch.randn(shape, generator=generator) for _ in range(3))
     weights = torch.rand(shape, generator=generator) * 2
-    setting = Setting(AlgorithmConfig(**options), KlConfig(), 1.0, action_dim=3)
+    setting = AlgorithmContext(AlgorithmConfig(**options), KlConfig(), 1.0, action_dim=3)
     outcomes = []
     for inside, outside in ((weights, 1.0), (1.0, weights)):
         logprobs = (old + 0.5 * moves).requires_grad_()
@@ -100,7 +100,7 @@ def test_every_surrogate_and_its_gradient_are_in_proportion_to_the_advantage(obj
 
 def test_the_drift_of_cpgd_is_not_weighted():
     logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    setting = Setting(AlgorithmConfig(name="cpgd", policy_drift_coef=0.3), KlConfig(), 1.0)
+    setting = AlgorithmContext(AlgorithmConfig(name="cpgd", policy_drift_coef=0.3), KlConfig(), 1.0)
     nothing_to_gain = clipped_gradient(logprobs, old, small_batch(torch.zeros(1, 2)), setting)
     torch.testing.assert_close(nothing_to_gain.loss, 0.3 * k3(old, logprobs))
 

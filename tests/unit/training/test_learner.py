@@ -338,7 +338,7 @@ def test_only_the_least_certain_tokens_are_learnt_from(act, teach, configure, bu
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
     batch = teach(policy, act(policy))
-    learner = build(policy, configure(algorithm={"entropy_top_share": 0.25}))
+    learner = build(policy, configure(algorithm={"entropy_top_fraction": 0.25}))
     prepared = learner._with_old_logprobs(batch, [torch.arange(6)], WeightedMeans())
     with torch.no_grad():
         entropy = token_entropy(policy.score(batch.inputs, batch.token_ids).logits, 1.0)
@@ -376,7 +376,7 @@ def test_the_schedule_counts_updates_and_not_rollouts(policy, configure, build):
 def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, teach, configure, build):
     """Whatever they compute with must follow each step, not each update."""
     from vlarl.config.schema import LoraConfig, PolicyConfig
-    from vlarl.policies import load_policy
+    from vlarl.policies.load import load_policy
     from vlarl.policies.tiny import init_tiny
 
     init_tiny("parallel", seed=3).save(tmp_path / "base")

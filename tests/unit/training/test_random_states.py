@@ -3,7 +3,7 @@
 import torch
 
 from vlarl.training.random_states import default_generators, own_keys, random_states, restore_random_states
-from vlarl.training.ranks import Alone
+from vlarl.training.ranks import SingleRank
 
 
 class FakeGenerator:
@@ -23,7 +23,7 @@ class FakeGenerator:
         self.seeded = seed
 
 
-class FakeRanks(Alone):
+class FakeRanks(SingleRank):
     """One rank of several, that knows what the others give."""
 
     def __init__(self, rank: int, everything: list[dict[str, torch.Tensor]]) -> None:
@@ -80,7 +80,7 @@ def test_an_older_checkpoint_has_the_first_ranks_state_alone():
 def test_torchs_generator_of_the_host_is_the_one_that_passes_draw_from():
     own = default_generators(torch.device("cpu"))
     assert own.keys() == {"cpu"}
-    states = random_states(own, Alone())
+    states = random_states(own, SingleRank())
     drawn = torch.rand(3)
     torch.rand(5)
     restore_random_states(own, states, 0, 0)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlarl.training.batching import uncounted, weighted
+from vlarl.training.batch import uncounted, weighted
 from vlarl.training.fsdp import sum_gradients
-from vlarl.training.ranks import Alone, on_first, spread
+from vlarl.training.ranks import SingleRank, on_first, spread
 
 
 class OneOf:
@@ -33,9 +33,9 @@ class OneOf:
 
 def test_one_process_works_on_every_piece_in_order():
     seen = []
-    assert spread([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, Alone()) == [10, 20, 30]
+    assert spread([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, SingleRank()) == [10, 20, 30]
     assert seen == [1, 2, 3]
-    assert spread([], 0, str, Alone()) == []
+    assert spread([], 0, str, SingleRank()) == []
 
 
 def test_ranks_take_turns_and_the_last_is_idle():
@@ -59,7 +59,7 @@ def test_what_rank_0_could_not_do_is_known_to_the_others():
     with pytest.raises(VlarlError, match="rank 0 failed: no space"):
         on_first(OneOf(1, [([], "no space"), ([None], None)]), lambda: None)
     with pytest.raises(OSError, match="no space"):  # as it was, where it happened
-        on_first(Alone(), lambda: (_ for _ in ()).throw(OSError("no space")))
+        on_first(SingleRank(), lambda: (_ for _ in ()).throw(OSError("no space")))
 
 
 def test_gradients_are_summed_in_buckets(monkeypatch):
@@ -76,7 +76,7 @@ def test_gradients_are_summed_in_buckets(monkeypatch):
         assert parameter.grad is None if value is None else torch.equal(parameter.grad, parameter * 0 + 2.0 * value)
     alone = torch.nn.Parameter(torch.zeros(1))
     alone.grad = torch.ones(1)
-    sum_gradients([alone], Alone())
+    sum_gradients([alone], SingleRank())
     assert alone.grad.item() == 1.0
 
 

@@ -9,8 +9,8 @@ from fakes.float_error import FloatJudge, logprob_judge
 
 from vlarl.algorithms.kl import k1, k3
 from vlarl.config.schema import LoraConfig, PolicyConfig
-from vlarl.policies import load_policy
 from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore, restore
@@ -149,7 +149,7 @@ def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, a
     stray(policy)
     groups = learner.with_reference([TrajectoryGroup(tuple(act(policy)))])
     from vlarl.algorithms.base import Estimate
-    from vlarl.training.batching import build_batch
+    from vlarl.training.batch import build_batch
 
     trajectories = groups[0].trajectories
     zeros = [np.zeros((len(t.transitions), 1), np.float32) for t in trajectories]

@@ -1,4 +1,4 @@
-"""`algorithm.entropy_top_share` through the learner: what is not selected has no policy gradient at any ratio level."""
+"""`algorithm.entropy_top_fraction` through the learner: what is not selected has no policy gradient at any ratio level."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_only_the_least_certain_tokens_are_moved(act, teach, configure, build, l
     policy = init_tiny("parallel", seed=3, chunk_length=2)
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
-    learner = build(policy, configure(algorithm={"entropy_top_share": 0.25, "ratio_level": level}))
+    learner = build(policy, configure(algorithm={"entropy_top_fraction": 0.25, "ratio_level": level}))
     batch, rows = teach(policy, act(policy)), torch.arange(6)
     score, seen = policy.score, []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from vlarl.training.ranks import Alone
+from vlarl.training.ranks import SingleRank
 from vlarl.training.shard_index import read_index
 from vlarl.training.shards import read_shards, stored_shapes, write_shards
 
@@ -48,7 +48,7 @@ def index_of(checkpoint) -> Metadata:
 def test_what_was_written_is_read(checkpoint):
     assert stored_shapes(checkpoint) == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
     read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    read_shards(read, checkpoint, Alone())
+    read_shards(read, checkpoint, SingleRank())
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -59,7 +59,7 @@ def test_an_index_that_calls_something_is_refused_by_its_name(checkpoint, functi
     with pytest.raises(OSError, match=rf"it would call \w+(\.\w+)*\.{function.__name__}"):
         stored_shapes(checkpoint)
     with pytest.raises(OSError, match="it would call"):
-        read_shards({"weights.a": torch.zeros(2, 3)}, checkpoint, Alone())
+        read_shards({"weights.a": torch.zeros(2, 3)}, checkpoint, SingleRank())
     assert not trap.exists()
 
 

@@ -19,7 +19,7 @@ from vlarl.errors import UsageError
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
 CAMERAS = {"agent": "agentview", "wrist": "robot0_eye_in_hand"}
-FILM_SIZE = 256
+VIDEO_SIZE = 256
 NUM_SETTLE_STEPS = 10
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # stand still, gripper open: objects come to rest
 
@@ -44,7 +44,7 @@ class LiberoEnv:
         self._assets = assets
         self._cameras = tuple(CAMERAS[camera] for camera in cameras)
         self._image_size = image_size
-        self._renderer = Renderer(max(image_size, FILM_SIZE), exact_pixels)
+        self._renderer = Renderer(max(image_size, VIDEO_SIZE), exact_pixels)
         self._physics: Physics | None = None
         self._scenes = SceneReader()
         self._task_id = -1
@@ -81,7 +81,7 @@ class LiberoEnv:
 
     def frame(self) -> UInt8Array:
         """A picture [H, W, 3] for videos, from the agent's camera."""
-        return self._draw(CAMERAS["agent"], FILM_SIZE)
+        return self._draw(CAMERAS["agent"], VIDEO_SIZE)
 
     def close(self) -> None:
         """Release the simulator and the OpenGL context."""

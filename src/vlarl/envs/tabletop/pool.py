@@ -30,7 +30,7 @@ class TabletopPool(LockstepPool):
         image_size: int = 64,
         cameras: Sequence[Camera] = ("agent",),
         reward: RewardMode = "sparse",
-        film_size: int = 256,
+        video_size: int = 256,
         max_steps: int | None = None,
     ) -> None:
         if tuple(cameras) not in (("agent",), ("agent", "wrist")):
@@ -44,7 +44,7 @@ class TabletopPool(LockstepPool):
         self.num_envs = num_envs
         self.world = TabletopWorld(num_envs)
         self._renderers = [Renderer(self.world, camera, image_size) for camera in cameras]
-        self._film = Renderer(self.world, "agent", film_size)
+        self._record = Renderer(self.world, "agent", video_size)
         self._dense = reward == "dense"
         self._instructions = [""] * num_envs
         self._running = np.zeros(num_envs, dtype=np.bool_)
@@ -66,7 +66,7 @@ class TabletopPool(LockstepPool):
             self._num_steps[slot] = 0
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, film: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk [len(slots), K, 7] in each slot, stopping a slot at its first end; film the named slots."""
         rows = np.asarray(slots, dtype=np.intp)
@@ -76,12 +76,12 @@ class TabletopPool(LockstepPool):
         num_executed = np.zeros(len(rows), dtype=np.int64)
         success = np.zeros(len(rows), dtype=np.bool_)
         truncated = np.zeros(len(rows), dtype=np.bool_)
-        frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in film}
+        frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in record}
         live = np.arange(len(rows))
         for k in range(actions.shape[1]):
             rewards[live, k], success[live], truncated[live] = self.step(rows[live], actions[live, k])
             num_executed[live] += 1
-            for slot in set(rows[live].tolist()) & film:
+            for slot in set(rows[live].tolist()) & record:
                 frames[slot].append(self.frame(slot))
             live = live[self._running[rows[live]]]
             if not len(live):
@@ -126,7 +126,7 @@ class TabletopPool(LockstepPool):
 
     def frame(self, slot: int) -> UInt8Array:
         """A large picture [H, W, 3] of a slot as it is now, for videos."""
-        picture: UInt8Array = self._film.render(np.array([slot]))[0]
+        picture: UInt8Array = self._record.render(np.array([slot]))[0]
         return picture
 
     def close(self) -> None:

@@ -2,6 +2,6 @@
 
 from vlarl.observability.report.charts import Line, curve_svg
 from vlarl.observability.report.page import write_report
-from vlarl.observability.report.picture import write_comparison, write_curve
+from vlarl.observability.report.readme_image import write_comparison, write_curve
 
 __all__ = ["Line", "curve_svg", "write_comparison", "write_curve", "write_report"]

@@ -19,7 +19,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """What queries see: the columns start .. stop of `size` ask, `seen` [B, size] are no padding (None: none is).
 
     Causal means that a column sees itself and those before it. Padding may stand anywhere but in the first column, and
@@ -32,9 +32,9 @@ class Sight:
     seen: torch.Tensor | None
     causal: bool
 
-    def narrowed(self, read: slice) -> Sight:
+    def narrowed(self, read: slice) -> AttentionMask:
         """The same for some of the queries."""
-        return Sight(self.start + read.start, self.start + read.stop, self.size, self.seen, self.causal)
+        return AttentionMask(self.start + read.start, self.start + read.stop, self.size, self.seen, self.causal)
 
     @property
     def sees_all(self) -> bool:
@@ -59,9 +59,9 @@ def check_attention(name: str) -> None:
         _flash_attn()
 
 
-def prepare(name: AttentionName, sight: Sight, device: torch.device) -> Attend:
+def prepare(name: AttentionName, sight: AttentionMask, device: torch.device) -> Attend:
     """The implementation of that name for one pass."""
-    prepared: dict[AttentionName, Callable[[Sight, torch.device], Attend]] = {
+    prepared: dict[AttentionName, Callable[[AttentionMask, torch.device], Attend]] = {
         "sdpa": _sdpa,
         "eager": _eager,
         "flash_attention_2": _Flash,
@@ -69,7 +69,7 @@ def prepare(name: AttentionName, sight: Sight, device: torch.device) -> Attend:
     return prepared[name](sight, device)
 
 
-def _sdpa(sight: Sight, device: torch.device) -> Attend:
+def _sdpa(sight: AttentionMask, device: torch.device) -> Attend:
     square = sight.seen is None and sight.causal and sight.stop - sight.start == sight.size
     mask = None if square else sight.mask(device)  # PyTorch's own causal flag takes the fast kernels
 
@@ -79,7 +79,7 @@ def _sdpa(sight: Sight, device: torch.device) -> Attend:
     return attend
 
 
-def _eager(sight: Sight, device: torch.device) -> Attend:
+def _eager(sight: AttentionMask, device: torch.device) -> Attend:
     """The formula as it is written, softmax in float32: to look into, and to compare others with."""
     mask = sight.mask(device)
 
@@ -99,7 +99,7 @@ class _Flash:
     """The flash-attn package. Its causal mask lets the last query see the last key, so keys after it are cut off; rows
     of different length go in one after the other, without their padding."""
 
-    def __init__(self, sight: Sight, _device: torch.device) -> None:
+    def __init__(self, sight: AttentionMask, _device: torch.device) -> None:
         self.causal = not sight.sees_all
         self.num_keys = sight.stop if self.causal else sight.size
         self.places: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 import torch
 from tokenizers import Tokenizer
 
+from vlarl.config.source.yaml_file import read_document
 from vlarl.config.training_data import TrainingData, training_data_of
-from vlarl.config.yaml_source import read_document
 from vlarl.errors import UsageError
 from vlarl.policies.checksums import verify_checksums
 from vlarl.policies.locate import checkpoint_folder

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vlarl.policies.openvla.attention import AttentionName, Sight, check_attention, prepare
+from vlarl.policies.openvla.attention import AttentionMask, AttentionName, check_attention, prepare
 from vlarl.policies.openvla.config import language_config
 
 
@@ -86,7 +86,7 @@ def run_layers(
     size = embeds.shape[1]
     cached = 0 if cache is None else cache.length
     _check_window(model.config, cached + size)
-    sight = Sight(cached, cached + size, cached + size, seen, causal)
+    sight = AttentionMask(cached, cached + size, cached + size, seen, causal)
     angles = model.model.rotary_emb(embeds, position_ids=positions)
     *body, last = model.model.layers
     hidden = embeds

@@ -11,16 +11,13 @@ import numpy as np
 import torch
 
 from vlarl.errors import UsageError
+from vlarl.images.bicubic import bicubic_resize
+from vlarl.images.crop import center_crop
+from vlarl.images.jpeg import jpeg_round_trip
+from vlarl.images.lanczos import lanczos_resize
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import INSTRUCTION, OpenVLAConfig
-from vlarl.policies.openvla.images import (
-    ImagePipeline,
-    bicubic_resize,
-    center_crop,
-    jpeg_round_trip,
-    lanczos_resize,
-    resize_strategy,
-)
+from vlarl.policies.openvla.images import ImagePipeline, resize_strategy
 from vlarl.types import Observation, PolicyInput, UInt8Array
 
 if TYPE_CHECKING:

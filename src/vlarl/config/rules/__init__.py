@@ -1,0 +1,1 @@
+"""Rules that options must follow together, by section."""

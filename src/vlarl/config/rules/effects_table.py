@@ -1,0 +1,433 @@
+"""When each option is read: one table for `vlarl train`, one for `vlarl finetune`.
+
+`ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only where something else
+is set, and the words that say what: `lora.rank has no effect without lora.enabled true`. An option may have several
+conditions; all of them must hold. What asks for something that holds anyway, such as env.lockstep on the tabletop, is
+read "always": it is not refused. A test fails for an option of the schemas that is in neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Generic, TypeVar
+
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import GROUP_METHODS, GYM
+from vlarl.config.rules.reward import READ_BY, used_kinds
+from vlarl.config.run_checkpoints import ADAPTER
+from vlarl.config.schema import Config
+from vlarl.config.suites import suite_facts
+from vlarl.config.training_data import local_folder
+
+AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
+
+OUTCOME_METHODS = (*GROUP_METHODS, "reinforce_baseline")  # discount the outcome of an episode
+STEP_METHODS = ("ppo", "reinforce", "reinforce_pp", "group_norm")  # discount from step to step
+STD_METHODS = ("grpo", "group_norm", "cpgd")
+
+
+@dataclass(frozen=True)
+class Condition(Generic[AnyConfig]):
+    """Options that are read only where `holds` is true."""
+
+    options: tuple[str, ...]  # section.field, or a pattern such as vllm.*
+    switches: tuple[str, ...]  # the options that `holds` looks at
+    holds: Callable[[AnyConfig], bool]
+    otherwise: str  # goes on after "has no effect", where it does not hold
+
+    def concerns(self, path: str) -> bool:
+        """Whether an option is one of those; a switch of its own section is not."""
+        return path not in self.switches and any(fnmatchcase(path, option) for option in self.options)
+
+
+def _paths(by_section: dict[str, str]) -> frozenset[str]:
+    """section.field for each name."""
+    return frozenset(f"{section}.{name}" for section, names in by_section.items() for name in names.split())
+
+
+FRESH_ADAPTER = ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules")
+INSIDE_TRAINER = (
+    "where environments run inside the trainer, as the tabletop does; simulator processes (libero_*, metaworld_*, gym) "
+    "and distributed.backend ray read it"
+)
+GPU_SHARES = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.env_gpus", "distributed.reward_gpus")
+CRITIC = (
+    "critic.*",
+    "algorithm.gae_level",
+    "algorithm.gae_lambda",
+    "algorithm.vf_coef",
+    "algorithm.cliprange_value",
+    "algorithm.value_init_steps",
+    "algorithm.critic_hidden",
+)
+
+
+def _in_processes(config: Config) -> bool:
+    """Whether each environment is a process of its own; an unknown suite is another rule's business."""
+    facts = suite_facts(config.env, config.gym)
+    return facts is None or facts.in_processes
+
+
+def _is_mujoco(config: Config) -> bool:
+    return config.env.suite.startswith(("libero_", "metaworld_"))
+
+
+def _renders_in_processes(config: Config) -> bool:
+    return _is_mujoco(config) or (config.env.suite == GYM and not config.gym.batched)
+
+
+def _on_gpus(config: Config) -> bool:
+    """Whether a GPU may be used: `auto` is not known before the run."""
+    return config.run.device != "cpu"
+
+
+def _weights_importance(config: Config) -> bool:
+    """As `training/importance.py` decides."""
+    algorithm = config.algorithm
+    by_itself = config.distributed.asynchronous and algorithm.old_logprobs == "learner"
+    return algorithm.importance == "truncated" or (algorithm.importance == "auto" and by_itself)
+
+
+def _is_builtin(path: str) -> bool:
+    return path.startswith(("builtin:", "init:"))
+
+
+def _is_adapter(path: str) -> bool:
+    """Whether a policy is an adapter on this machine; one of the hub is not known before it is downloaded."""
+    folder = local_folder(path)
+    return folder is not None and (folder / ADAPTER).is_file()
+
+
+def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
+    return Condition(
+        (f"reward.{option}",),
+        ("reward.source",) if option == "sources" else ("reward.source", "reward.sources"),
+        lambda c: not used_kinds(c.reward).isdisjoint(readers),
+        f"without reward.source {' or '.join(readers)}",
+    )
+
+
+MODEL: tuple[Condition[Any], ...] = (
+    Condition(
+        ("policy.base",),
+        ("policy.path",),
+        lambda c: not _is_builtin(c.policy.path),
+        "without an adapter as policy.path",
+    ),
+    Condition(
+        FRESH_ADAPTER,
+        ("policy.path",),
+        lambda c: not _is_adapter(c.policy.path),
+        "where policy.path is an adapter, whose own rank, scale and layers are kept",
+    ),
+    Condition(
+        FRESH_ADAPTER,
+        ("lora.enabled", "lora.adapter"),
+        lambda c: c.lora.enabled or c.lora.adapter is not None,
+        "without lora.enabled true",
+    ),
+    Condition(
+        FRESH_ADAPTER,
+        ("lora.adapter",),
+        lambda c: c.lora.adapter is None,
+        "with lora.adapter, whose rank, scale and layers are kept",
+    ),
+)
+"""What both commands say of the sections `policy` and `lora`."""
+
+TRAIN: tuple[Condition[Config], ...] = (
+    # env, gym
+    Condition(
+        ("env.timeout_s",),
+        ("env.suite", "gym.batched", "distributed.backend"),
+        lambda c: _in_processes(c) or c.distributed.backend == "ray",
+        INSIDE_TRAINER,
+    ),
+    Condition(
+        ("env.retries",),  # a batched environment of Gymnasium fails by slots, whose episodes are run again
+        ("env.suite", "distributed.backend"),
+        lambda c: _in_processes(c) or c.env.suite == GYM or c.distributed.backend == "ray",
+        INSIDE_TRAINER,
+    ),
+    Condition(
+        ("env.cameras",), ("env.suite",), lambda c: c.env.suite != GYM, "with env.suite gym, whose views are gym.images"
+    ),
+    Condition(
+        ("env.render", "env.render_gpu"),
+        ("env.suite", "gym.batched"),
+        _renders_in_processes,
+        "without a suite whose simulators render in processes of their own (libero_*, metaworld_*, gym)",
+    ),
+    Condition(
+        ("env.render_gpu",),
+        ("env.render",),
+        lambda c: c.env.render in ("auto", "egl"),
+        "without env.render egl",
+    ),
+    Condition(("env.exact_pixels",), ("env.suite",), _is_mujoco, "without a suite of MuJoCo (libero_*, metaworld_*)"),
+    Condition(
+        ("env.assets",), ("env.suite",), lambda c: c.env.suite.startswith("libero_"), "without a suite of LIBERO"
+    ),
+    Condition(("gym.*",), ("env.suite",), lambda c: c.env.suite == GYM, "without env.suite gym"),
+    # policy, lora
+    Condition(
+        ("policy.heads_device",),
+        ("algorithm.name", "policy.actions"),
+        lambda c: c.algorithm.name == "ppo" or c.policy.actions != "tokens",
+        "without a critic (algorithm.name ppo) or a regression head (policy.actions hybrid)",
+    ),
+    *MODEL,
+    # rollout, curriculum
+    Condition(
+        ("rollout.batch_size", "rollout.cuda_graphs", "distributed.torch_num_engines"),
+        ("vllm.num_engines",),
+        lambda c: c.vllm.num_engines == 0,
+        "with vLLM engines (vllm.num_engines)",
+    ),
+    Condition(
+        ("rollout.oversample", "rollout.refill", "rollout.accuracy_bounds"),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name in GROUP_METHODS,
+        f"without a method that compares groups (algorithm.name {', '.join(GROUP_METHODS)})",
+    ),
+    Condition(("rollout.max_refills",), ("rollout.refill",), lambda c: c.rollout.refill, "without rollout.refill true"),
+    Condition(
+        ("curriculum.weights",),
+        ("curriculum.mode",),
+        lambda c: c.curriculum.mode != "uniform",
+        "without curriculum.mode weighted or adaptive",
+    ),
+    Condition(
+        ("curriculum.tau", "curriculum.floor", "curriculum.skip_solved_above", "curriculum.start_from"),
+        ("curriculum.mode",),
+        lambda c: c.curriculum.mode == "adaptive",
+        "without curriculum.mode adaptive",
+    ),
+    Condition(
+        ("curriculum.ema_alpha",),
+        ("curriculum.mode",),
+        lambda c: c.curriculum.mode == "adaptive",
+        "on which tasks are trained without curriculum.mode adaptive",
+    ),
+    # reward
+    *(_of_reward(option, readers) for option, readers in READ_BY.items()),
+    Condition(
+        ("reward.idle_tolerance",),
+        ("reward.idle_penalty",),
+        lambda c: c.reward.idle_penalty > 0,
+        "without reward.idle_penalty above 0",
+    ),
+    Condition(
+        ("reward.length_limit",),
+        ("reward.length_penalty",),
+        lambda c: c.reward.length_penalty > 0,
+        "without reward.length_penalty above 0",
+    ),
+    # algorithm, critic, kl
+    Condition(CRITIC, ("algorithm.name",), lambda c: c.algorithm.name == "ppo", "without algorithm.name ppo"),
+    Condition(
+        ("algorithm.dual_clip",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name != "cpgd",
+        "with algorithm.name cpgd, whose gradient has no ratio to bound",
+    ),
+    Condition(
+        ("algorithm.policy_drift_coef",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name == "cpgd",
+        "without algorithm.name cpgd",
+    ),
+    Condition(
+        ("algorithm.normalize_std",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name in STD_METHODS,
+        f"without algorithm.name {' or '.join(STD_METHODS)}",
+    ),
+    Condition(
+        ("algorithm.verifier_gamma",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name in OUTCOME_METHODS,
+        "with an algorithm that discounts from step to step, by algorithm.gamma",
+    ),
+    Condition(
+        ("algorithm.gamma",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name in STEP_METHODS,
+        "with an algorithm that discounts the outcome of an episode, by algorithm.verifier_gamma",
+    ),
+    Condition(
+        ("algorithm.importance_cap",),
+        ("algorithm.importance", "algorithm.old_logprobs", "distributed.asynchronous"),
+        _weights_importance,
+        "without algorithm.importance truncated or distributed.asynchronous true",
+    ),
+    Condition(
+        ("algorithm.aux_loss_coef",),
+        (),
+        lambda _: False,
+        "without an auxiliary loss, which none of the supported models reports",
+    ),
+    Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
+    Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),
+    # eval, checkpoint, logging
+    Condition(("eval.use_ema",), ("ema.beta",), lambda c: c.ema.beta is not None, "without ema.beta"),
+    Condition(
+        ("checkpoint.best_return_*",),
+        ("checkpoint.best_return",),
+        lambda c: c.checkpoint.best_return,
+        "without checkpoint.best_return true",
+    ),
+    Condition(("logging.wandb_*",), ("logging.wandb",), lambda c: c.logging.wandb, "without logging.wandb true"),
+    # vllm, distributed
+    Condition(
+        ("vllm.*",), ("vllm.num_engines",), lambda c: c.vllm.num_engines > 0, "without vLLM engines (vllm.num_engines)"
+    ),
+    Condition(
+        ("vllm.num_engines", "distributed.*"),
+        ("distributed.backend",),
+        lambda c: c.distributed.backend == "ray",
+        "without distributed.backend ray",
+    ),
+    Condition(
+        ("distributed.cpu_offload", "distributed.compute_dtype"),
+        ("distributed.sharding",),
+        lambda c: c.distributed.sharding != "none",
+        "without distributed.sharding full or hybrid",
+    ),
+    Condition(
+        ("distributed.shard_group_size",),
+        ("distributed.sharding",),
+        lambda c: c.distributed.sharding == "hybrid",
+        "without distributed.sharding hybrid",
+    ),
+    Condition(
+        ("distributed.num_env_workers",),
+        ("env.suite", "gym.batched"),
+        lambda c: not _in_processes(c),
+        "with a suite whose simulators are a worker each; their number is env.num_envs",
+    ),
+    Condition((*GPU_SHARES, "vllm.gpu_memory_utilization"), ("run.device",), _on_gpus, "without a GPU (run.device)"),
+    Condition(
+        ("distributed.reward_gpus",),
+        ("distributed.num_reward_workers",),
+        lambda c: c.distributed.num_reward_workers > 0,
+        "without distributed.num_reward_workers above 0",
+    ),
+    Condition(
+        ("distributed.max_staleness",),
+        ("distributed.asynchronous",),
+        lambda c: c.distributed.asynchronous,
+        "without distributed.asynchronous true",
+    ),
+    Condition(
+        ("distributed.sync_checksum",),
+        ("vllm.sync_backend",),
+        lambda c: c.vllm.sync_backend == "object_store",
+        "without vllm.sync_backend object_store",
+    ),
+    Condition(
+        ("distributed.object_store_mb",),
+        ("distributed.address",),
+        lambda c: c.distributed.address is None,
+        "with distributed.address: a cluster that runs already has its object store",
+    ),
+)
+
+ALWAYS_TRAIN = _paths(
+    {
+        "run": "name root seed device num_threads iterations total_env_steps",
+        "env": "suite task_ids num_envs image_size max_steps protocol lockstep",
+        "policy": (
+            "path decoder unnorm_key actions chunk_length num_images use_proprio resize center_crop dtype "
+            "quantize attention gradient_checkpointing freeze"
+        ),
+        "lora": "enabled adapter",
+        "rollout": "num_groups group_size temperature",
+        "curriculum": "mode persist",
+        "reward": "source retries fallback max_failure_rate",
+        "algorithm": (
+            "name epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
+            "action_reconstruction_coef max_approx_kl old_logprobs importance normalize_advantages "
+            "advantage_clamp"
+        ),
+        "kl": "coef",
+        "optim": (
+            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches microbatch_size "
+            "rollouts_per_update sort_by_length"
+        ),
+        "ema": "beta",
+        "eval": "interval states_per_task temperature videos",
+        "checkpoint": "interval keep best_return",
+        "logging": "tensorboard wandb report trace",
+        "distributed": "backend",
+    }
+)
+
+
+def _plays(config: FinetuneConfig) -> bool:
+    return config.demos.path is None
+
+
+def _plays_tabletop(config: FinetuneConfig) -> bool:
+    return _plays(config) and any(suite.startswith("tabletop_") for suite in config.demos.suites)
+
+
+def _plays_simulators(config: FinetuneConfig) -> bool:
+    return _plays(config) and any(not suite.startswith("tabletop_") for suite in config.demos.suites)
+
+
+def _is_fresh(config: FinetuneConfig) -> bool:
+    return config.policy.path.startswith("init:")
+
+
+FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
+    Condition(
+        ("policy.resize", "policy.center_crop", "policy.attention", "policy.heads_device"),
+        ("policy.path",),
+        lambda c: not _is_fresh(c),
+        "with fresh weights (policy.path init:…)",
+    ),
+    Condition(
+        ("policy.heads_device",),
+        ("policy.actions",),
+        lambda c: c.policy.actions == "l1",
+        "without a regression head (policy.actions l1)",
+    ),
+    *MODEL,
+    Condition(
+        ("demos.suites", "demos.task_ids", "demos.episodes_per_task", "demos.action_noise", "demos.num_workers"),
+        ("demos.path",),
+        _plays,
+        "with demos.path, whose recorded episodes are imitated as they are",
+    ),
+    Condition(
+        ("demos.image_size",),
+        ("demos.path", "policy.path"),
+        lambda c: _plays(c) or _is_fresh(c),
+        "with demos.path, whose recorded images have their size",
+    ),
+    Condition(
+        ("demos.close_high", "demos.release_early"),
+        ("demos.suites", "demos.path"),
+        _plays_tabletop,
+        "without demonstrations of the tabletop (demos.suites)",
+    ),
+    Condition(
+        ("demos.hesitation",),
+        ("demos.suites", "demos.path"),
+        _plays_simulators,
+        "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
+    ),
+)
+
+ALWAYS_FINETUNE = _paths(
+    {
+        "run": "name root seed device num_threads",
+        "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
+        "lora": "enabled adapter",
+        "demos": "path only_successful",
+        "optim": "steps batch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval save_dtype",
+    }
+)

@@ -1,0 +1,55 @@
+"""Rules of `vlarl finetune` that span several options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import GYM, KNOWN_SUITES, SUITES
+from vlarl.config.problems import Problem, shown
+from vlarl.config.rules.env import check_suite, check_task_ids
+
+Problems = Iterator[Problem]
+
+PATCH_SIZE = 14  # of the built-in model's towers
+
+
+def check_demos(config: FinetuneConfig) -> Problems:
+    """Suites and their tasks exist and have experts, unless recordings are imitated instead."""
+    demos = config.demos
+    if demos.path is not None:
+        if demos.task_ids is not None:
+            remedy = "a recording is imitated whole; leave demos.task_ids out, or demos.path to have experts play"
+            yield Problem(f"demos.task_ids with demos.path = {shown(demos.path)}", remedy, ("demos.task_ids",))
+        return
+    for suite in demos.suites:
+        yield from check_suite(suite, "demos.suites")
+        if suite == GYM:
+            remedy = "your environment has no scripted expert; give demos.path, a folder of recorded episodes"
+            yield Problem(f"demos.suites = {shown(demos.suites)}", remedy, ("demos.suites", "demos.path"))
+        if suite in SUITES:
+            yield from check_task_ids(demos.task_ids, SUITES[suite], "demos.task_ids")
+    if not demos.suites or len(set(demos.suites)) < len(demos.suites):
+        known = ", ".join(suite for suite in KNOWN_SUITES if suite != GYM)
+        yield Problem(
+            f"demos.suites = {shown(demos.suites)}", f"name each suite once; known suites: {known}", ("demos.suites",)
+        )
+
+
+def check_fresh_images(config: FinetuneConfig) -> Problems:
+    """The size of a fresh model's images fits its patches."""
+    size = config.demos.image_size
+    if size is not None and size % PATCH_SIZE and config.policy.path.startswith("init:"):
+        near = max(1, round(size / PATCH_SIZE)) * PATCH_SIZE
+        subject = f"demos.image_size = {size} with policy.path = {shown(config.policy.path)}"
+        remedy = f"must be a multiple of {PATCH_SIZE}, the side of a patch; use {near}"
+        yield Problem(subject, remedy, ("demos.image_size", "policy.path"))
+
+
+def check_warmup(config: FinetuneConfig) -> Problems:
+    """The warm-up ends before the training does."""
+    optim = config.optim
+    if optim.warmup_steps > optim.steps:
+        subject = f"optim.warmup_steps = {optim.warmup_steps} with optim.steps = {optim.steps}"
+        paths = ("optim.warmup_steps", "optim.steps")
+        yield Problem(subject, "the warm-up would never end; set it to optim.steps or less", paths)

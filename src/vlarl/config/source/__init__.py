@@ -1,0 +1,1 @@
+"""Where a configuration comes from: defaults, presets, YAML files, flags and the names of other systems."""

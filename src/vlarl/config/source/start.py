@@ -1,0 +1,99 @@
+"""What the options of a command line go over: the preset or file that is named, or a preset that is chosen for them.
+
+policy.path of full size, such as 7B ──► the preset of LIBERO, for PPO or for the others; what describes its own
+                                         checkpoint is left out, as the files of the one that is named say it
+policy.path of a small model         ──► the default preset, the toy
+no policy.path                       ──► the preset of env.suite, where there is one; else the default preset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS
+from vlarl.config.paths import brief
+from vlarl.config.run_checkpoints import is_small_checkpoint
+from vlarl.config.schema import Config
+from vlarl.config.source.presets import DEFAULT_PRESET, find_source, is_preset
+from vlarl.config.source.spelling import respelled, suite_name
+from vlarl.config.source.yaml_file import Document, read_document
+
+FULL_SIZE, FULL_SIZE_PPO = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla"
+"""What LIBERO and models of 7B start from: adapters, bfloat16, layers computed again; one GPU has room for that."""
+
+OF_CHECKPOINT = ("policy.decoder", "policy.chunk_length", "policy.num_images", "policy.use_proprio")
+"""Options in which a preset describes its own checkpoint."""
+
+OF_LIBERO = ("policy.resize", "policy.center_crop")
+"""Those that describe the images of LIBERO's demonstrations."""
+
+OF_GROUPS = ("rollout.refill", "rollout.accuracy_bounds")
+"""Those that only methods which compare groups read."""
+
+DECODER_NOTE = (
+    "how the policy decodes is taken from its files, and those of an OpenVLA-OFT with action tokens don't say it: for "
+    "one of them add --policy.decoder parallel"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A preset or file, and how it came to be the start."""
+
+    source: str | Path
+    reason: str  # `named on the command line`, or `chosen because …`
+    left_out: tuple[str, ...] = ()  # options of the preset that don't fit what it was chosen for
+    note: str = ""  # what else to know of the choice
+
+    @property
+    def label(self) -> str:
+        """`preset tabletop_grpo`, `file mine.yaml`."""
+        return f"preset {self.source}" if is_preset(self.source) else f"file {brief(self.source)}"
+
+    @property
+    def lines(self) -> list[str]:
+        """What `--dry-run` says of it."""
+        return [f"starts from the {self.label}, {self.reason}", *([self.note] if self.note else [])]
+
+
+def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
+    """What these options go over."""
+    if source is not None:
+        return Start(source, "named on the command line")
+    suite, path = given.get("env.suite"), given.get("policy.path")
+    suite = suite_name(suite) if isinstance(suite, str) else ""
+    algorithm = respelled("algorithm.name", given.get("algorithm.name"), Config)
+    is_ppo = algorithm == "ppo"
+    full_size, by_algorithm = (FULL_SIZE_PPO, " and algorithm.name is ppo") if is_ppo else (FULL_SIZE, "")
+    left_out: tuple[str, ...] = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
+    if isinstance(path, str):
+        if is_small_checkpoint(path, str(given.get("run.root", Config().run.root))):
+            return Start(DEFAULT_PRESET, "chosen because policy.path is a small model")
+        reason = f"chosen because policy.path is taken for a 7B model{by_algorithm}"
+        if path in CHECKPOINT_SERIES[full_size].values():
+            return Start(full_size, reason, left_out)
+        left_out += OF_CHECKPOINT if not suite or suite.startswith("libero_") else OF_CHECKPOINT + OF_LIBERO
+        return Start(full_size, reason, left_out, "" if "policy.decoder" in given else DECODER_NOTE)
+    if suite.startswith("libero_"):
+        return Start(full_size, f"chosen because env.suite is {suite}{by_algorithm}", left_out)
+    if suite == "metaworld_mt10":
+        return Start("metaworld_grpo", f"chosen because env.suite is {suite}")
+    return Start(DEFAULT_PRESET, "which is the default")
+
+
+def read_start(start: Start, given: Mapping[str, object]) -> Document:
+    """The content of the file; in another suite of LIBERO, a preset starts from the checkpoint made for that one."""
+    document = read_document(find_source(start.source))
+    policy, suite = document.data.get("policy"), given.get("env.suite")
+    if not is_preset(start.source) or not isinstance(policy, dict):
+        return document
+    for option in start.left_out:
+        section, _, name = option.partition(".")
+        if isinstance(content := document.data.get(section), dict):
+            content.pop(name, None)
+    series = next((series for series in CHECKPOINT_SERIES.values() if policy.get("path") in series.values()), {})
+    if isinstance(suite, str) and (path := series.get(suite_name(suite))):
+        policy["path"] = path
+    return document

@@ -1,0 +1,1 @@
+"""Datasets in the RLDS layout: TFRecord files of episodes, read and written without TensorFlow."""

@@ -1,0 +1,307 @@
+"""A process that runs one environment: `main()`, with two inherited file descriptors, a connection and shared memory.
+
+    WorkerPool ── Reset, Chunk, Frame, Demonstrate ─────────► worker ──► SingleEnv
+               ◄── Answer ───────────────────────────────────
+               ◄══ shared memory: images and proprio of the newest observation
+
+The worker waits for a message, does it, answers, and waits again: one message at a time. It ends when the connection
+does. It is a program of its own, not a fork: whatever threads, locks and GPU contexts the trainer holds stay there, and
+a user's script is not run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
+from vlarl.envs.guardian import end_with_parent
+from vlarl.envs.signals import SignalError, UnreadableError, check_observation, check_reward
+from vlarl.errors import UsageError, excerpt, told
+from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+
+PARENT_CHECK_S = 2.0
+LENGTH = struct.Struct("!Q")  # in front of every answer: its size in bytes
+LONGEST_TRACEBACK = 16_000  # characters
+MEAN_PAUSE = 15  # steps that a hesitating expert stands still
+
+
+@dataclass(frozen=True)
+class Reset:
+    """Start a task."""
+
+    task: Task
+    record: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Run actions [K, D] up to the first end."""
+
+    actions: FloatArray
+    record: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A picture of now."""
+
+
+@dataclass(frozen=True)
+class Demonstrate:
+    """Let the expert play a task to its end, its actions shaken by noise, standing still now and then."""
+
+    task: Task
+    action_noise: float
+    hesitation: float  # share of the time that it stands still
+
+
+Message = Reset | Chunk | Frame | Demonstrate
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a message. Arrays of an observation are in the shared memory, its instruction is here."""
+
+    content: Any = None  # ChunkOutcome without an observation, a picture, or a Demonstration
+    instruction: str = ""
+    error: str | None = None  # what went wrong, and where: the environment is not to be trusted any more
+    refusal: str | None = None  # a message for the user: nothing that another attempt would mend
+
+
+def send_answer(connection: Connection, answer: Answer) -> None:
+    """Send an answer in a frame of its own: the trainer reads it with a deadline, which `Connection.recv` has not."""
+    content = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+    for part in (LENGTH.pack(len(content)), content):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(connection.fileno(), rest) :]
+
+
+class SharedObservation:
+    """The place of one observation in memory that two processes share."""
+
+    def __init__(self, memory: int, image_shape: tuple[int, int, int, int], proprio_dim: int) -> None:
+        self._bytes = mmap.mmap(memory, self.size(image_shape, proprio_dim))
+        num_image_bytes = int(np.prod(image_shape))
+        self._images = np.frombuffer(self._bytes, np.uint8, num_image_bytes).reshape(image_shape)
+        offset = _aligned(num_image_bytes)
+        self._proprio = np.frombuffer(self._bytes, np.float32, proprio_dim, offset)
+
+    @staticmethod
+    def size(image_shape: tuple[int, int, int, int], proprio_dim: int) -> int:
+        """Bytes of an observation."""
+        return _aligned(int(np.prod(image_shape))) + 4 * proprio_dim
+
+    def write(self, observation: Observation) -> None:
+        """Put an observation's arrays here; other shapes than the agreed ones are refused."""
+        for name, place, array in (
+            ("images", self._images, observation.images),
+            ("proprio", self._proprio, observation.proprio),
+        ):
+            if array.shape != place.shape or array.dtype != place.dtype:
+                raise ValueError(
+                    f"the environment's {name} are {array.dtype}{list(array.shape)}, and its factory promised "
+                    f"{place.dtype}{list(place.shape)}"
+                )
+            np.copyto(place, array)
+
+    def read(self, instruction: str) -> Observation:
+        """A copy of what is here."""
+        return Observation(self._images.copy(), self._proprio.copy(), instruction)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 64) * 64
+
+
+class EnvRunner:
+    """Runs one environment, which is made when it is first needed, and answers messages about it."""
+
+    def __init__(self, factory: EnvFactory) -> None:
+        self._factory = factory
+        self._limits = {task.task_id: task.max_steps for task in factory.spec.tasks}
+        self._env: SingleEnv | None = None
+        self._expert: Expert | None = None
+        self._num_steps = 0
+        self._limit = 0
+        self._episode = ""
+
+    @property
+    def env(self) -> SingleEnv:
+        """The environment."""
+        if self._env is None:
+            self._env = self._factory.build()
+        return self._env
+
+    def answer(self, message: Message) -> ChunkOutcome | UInt8Array | Demonstration:
+        """Do what a message asks; `SignalError` where the environment returned what can't be used."""
+        try:
+            match message:
+                case Reset():
+                    return self.reset(message.task, message.record)
+                case Chunk():
+                    return self.run_chunk(message.actions, message.record)
+                case Demonstrate():
+                    return self.demonstrate(message.task, message.action_noise, message.hesitation)
+                case Frame():
+                    return self.env.frame()
+        except (SignalError, UnreadableError) as error:
+            step = f"in step {self._num_steps}" if self._num_steps else "at the reset"
+            raise SignalError(f"{error}, {step} of episode {self._episode}") from error
+
+    def reset(self, task: Task, record: bool) -> ChunkOutcome:
+        """Start a task and look."""
+        self._start(task)
+        return started(self._observe(), (self.env.frame(),) if record else ())
+
+    def run_chunk(self, actions: FloatArray, record: bool) -> ChunkOutcome:
+        """Run actions [K, D] up to the first end, and look once, at the end."""
+        rewards = np.zeros(len(actions), np.float32)
+        frames: list[UInt8Array] = []
+        terminated = truncated = success = False
+        num_executed = 0
+        for action in actions:
+            rewards[num_executed], terminated, truncated, success = self._step(action)
+            num_executed += 1
+            if record:
+                frames.append(self.env.frame())
+            if terminated or truncated:
+                break
+        seen = self._observe()
+        return ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, tuple(frames))
+
+    def demonstrate(self, task: Task, action_noise: float, hesitation: float) -> Demonstration:
+        """Let the expert play a task to its end; what it intends is noted, what it does is shaken by noise.
+
+        For a share `hesitation` of the time it stands still, a while each, as people do at the controls.
+        """
+        self._start(task)
+        if self._expert is None:
+            self._expert = self._factory.build_expert(self.env)
+        self._expert.reset()
+        rng = np.random.default_rng(task.seed)
+        seen: list[Observation] = []
+        actions: list[FloatArray] = []
+        rewards: list[float] = []
+        ended = success = False
+        pause = 0
+        while not ended:
+            seen.append(self._observe())
+            if pause == 0 and actions and rng.random() < hesitation / ((1 - hesitation) * MEAN_PAUSE):
+                pause = int(rng.integers(1, 2 * MEAN_PAUSE))
+            action = self._expert.act() if pause == 0 else standing_still(actions[-1])
+            pause = max(0, pause - 1)
+            noise = rng.normal(0.0, action_noise, action.shape).astype(np.float32)
+            noise[-1] = 0.0  # the gripper's, which opens or closes
+            actions.append(action)
+            reward, terminated, truncated, success = self._step(action + noise)
+            rewards.append(reward)
+            ended = terminated or truncated
+        return Demonstration(
+            task=task,
+            instruction=seen[0].instruction,
+            images=np.stack([observation.images for observation in seen]),
+            proprio=np.stack([observation.proprio for observation in seen]),
+            actions=np.stack(actions),
+            rewards=np.array(rewards, np.float32),
+            success=success,
+        )
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._env is not None:
+            self._env.close()
+
+    def _start(self, task: Task) -> None:
+        self._num_steps, self._episode = 0, task.episode_id
+        self.env.reset(task)
+        self._limit = self._limits[task.task_id]
+
+    def _observe(self) -> Observation:
+        seen = self.env.observe()
+        check_observation(seen)
+        return seen
+
+    def _step(self, action: FloatArray) -> tuple[float, bool, bool, bool]:
+        """Reward, terminated, truncated and success of one step; the suite's time limit is kept here."""
+        self._num_steps += 1
+        step = self.env.step(action)
+        check_reward(step.reward)
+        truncated = not step.terminated and (step.truncated or self._num_steps >= self._limit)
+        return step.reward, step.terminated, truncated, step.success
+
+
+def standing_still(action: FloatArray) -> FloatArray:
+    """No movement, and the gripper as it was."""
+    return np.concatenate([np.zeros_like(action[:-1]), action[-1:]])
+
+
+_ELSEWHERE = Observation(np.zeros((0, 0, 0, 3), np.uint8), np.zeros(0, np.float32), "")
+
+
+def departing(content: ChunkOutcome | UInt8Array | Demonstration, shared: SharedObservation) -> Answer:
+    """An answer to be sent: an outcome's observation goes through the shared memory."""
+    if not isinstance(content, ChunkOutcome):
+        return Answer(content)
+    shared.write(content.observation)
+    return Answer(replace(content, observation=_ELSEWHERE), content.observation.instruction)
+
+
+def arrived(answer: Answer, shared: SharedObservation) -> ChunkOutcome:
+    """An answer's outcome with its observation, on the trainer's side."""
+    outcome: ChunkOutcome = answer.content
+    return replace(outcome, observation=shared.read(answer.instruction))
+
+
+def _follow_parent(parent: int) -> None:
+    """End with the trainer, however it ends: a simulator that hangs would not notice a closed connection."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve one environment until the connection closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer, which then closes its pool
+    logging.basicConfig(level=logging.WARNING)
+    connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
+    if sys.argv[3] == "1":
+        end_with_parent()
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    sys.path[:] = connection.recv()  # the trainer's, before its factory, which may be of a user's own module
+    factory: EnvFactory = connection.recv()
+    runner = EnvRunner(factory)
+    shared = SharedObservation(memory, factory.image_shape, factory.spec.proprio_dim)
+    while True:
+        try:
+            message = connection.recv()
+        except EOFError:
+            break
+        try:
+            answer = departing(runner.answer(message), shared)
+        except UsageError as error:
+            answer = Answer(refusal=str(error))
+        except SignalError as error:
+            answer = Answer(error=str(error))
+        except (Exception, SystemExit) as error:  # a process border: whatever a simulator raises is told to the trainer
+            trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
+            answer = Answer(error=f"the environment {told(error)}\n{trace}")
+        try:
+            send_answer(connection, answer)
+        except (BrokenPipeError, ConnectionResetError):
+            break
+    runner.close()

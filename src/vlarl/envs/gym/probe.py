@@ -1,0 +1,129 @@
+"""Tries out a Gymnasium environment: `python -m vlarl.envs.gym.probe FOLDER`, run by `gym_spec`.
+
+    gym_spec ── FOLDER/request ──► this process ──► the environment: made, reset, stepped once, closed
+             ◄── FOLDER/answer ───  its SuiteSpec, or the text of everything that is wrong
+
+gym_spec waits for the process to end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gymnasium
+import numpy as np
+
+from vlarl.config.problems import ConfigError, Problem
+from vlarl.config.schema import GymConfig
+from vlarl.deadline import TimedCaller
+from vlarl.envs.base import SuiteSpec
+from vlarl.envs.gym.reading import ActionMap, Find, Reader, Seen, Tasks, gym_suite, judged, picture, state
+from vlarl.envs.gym.source import make_env, raised
+from vlarl.errors import UsageError
+from vlarl.types import FloatArray
+
+Result = TypeVar("Result")
+CLOSE_S = 5.0
+
+
+def probe(env: gymnasium.Env[Any, Any], config: GymConfig, max_steps: int | None) -> SuiteSpec:
+    """Look at everything that a run will ask of an environment, and describe it as a suite."""
+    observation, info = asked(config, "reset", lambda: env.reset(seed=0, options=Tasks(config).options(0)))
+
+    def step(action: FloatArray) -> Find:
+        observation, _, _, _, info = env.step(action)
+        return Seen(observation, info, env.render).find
+
+    limit = max_steps or (env.spec.max_episode_steps if env.spec is not None else None)
+    return try_out(config, env.action_space, limit, Seen(observation, info, env.render).find, step)
+
+
+def try_out(
+    config: GymConfig,
+    space: gymnasium.Space[Any],
+    limit: int | None,
+    find: Find,
+    step: Callable[[FloatArray], Find],
+) -> SuiteSpec:
+    """The suite that an environment makes which was just reset, or a ConfigError with all that stands in the way.
+
+    `step` gives it an action and finds what it shows then.
+    """
+    problems: list[Problem] = []
+
+    def attempt(action: Callable[[], Result]) -> Result | None:
+        try:
+            return action()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    for path in config.images:
+        attempt(lambda path=path: asked(config, "render", lambda: picture(find("gym.images", path), path)))  # type: ignore[misc]
+    for path in config.proprio:
+        attempt(lambda path=path: state(find("gym.proprio", path), path))  # type: ignore[misc]
+    instruction = attempt(lambda: Tasks(config).instruction(0, find))
+    first = None if problems else Reader(config, image_size=1).read(find, instruction or "")
+    actions = attempt(lambda: ActionMap(space, config.actions))
+    if actions is not None:
+        idle = actions(np.zeros(actions.action_dim, np.float32))
+        found = asked(config, "step", lambda: step(idle))
+        attempt(lambda: judged(config.success, found, 0.0, False, False, "sparse"))
+    if limit is None:
+        problems.append(Problem("env.max_steps = null", "the environment has no time limit of its own; set one"))
+    if problems or first is None or actions is None or limit is None:
+        raise ConfigError(problems)
+    return gym_suite(config, limit, actions.action_dim, first)
+
+
+def asked(config: GymConfig, doing: str, action: Callable[[], Result]) -> Result:
+    """What an action of the user's environment gives; whatever it raises becomes a message for them."""
+    try:
+        return action()
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # the border to code that is not ours
+        raise raised(config, doing, error) from error
+
+
+def arrived(request: bytes) -> tuple[GymConfig, int | None]:
+    """What is asked for, whose environment may be a callable that was given in Python."""
+    try:
+        config, max_steps = pickle.loads(request)
+    except Exception as error:  # noqa: BLE001 - importing the user's module raises anything
+        raise UsageError(
+            f"the environment that was given in Python cannot be made in another process ({type(error).__name__}: "
+            f"{error}). Each environment runs in a process of its own: define the function in a module that can be "
+            'imported there, and put what the script runs under `if __name__ == "__main__":`.'
+        ) from error
+    return config, max_steps
+
+
+def main() -> None:
+    """Read the request, try the environment out, write the answer; then close it, which must not hold up a run."""
+    folder = Path(sys.argv[1])
+    request, search_path = pickle.loads((folder / "request").read_bytes())
+    sys.path.extend(path for path in search_path if path not in sys.path)
+    answer: SuiteSpec | str
+    env = None
+    try:
+        config, max_steps = arrived(request)
+        env = asked(config, "making it", lambda: make_env(config, max_steps))
+        answer = probe(env, config, max_steps)
+    except UsageError as error:
+        answer = str(error)
+    (folder / "answer").write_bytes(pickle.dumps(answer))
+    if env is not None:
+        with suppress(Exception, SystemExit):  # the user's code: a run has workers of its own, which say so
+            TimedCaller("close").call(env.close, CLOSE_S)
+    os._exit(0)  # whatever threads the environment has left
+
+
+if __name__ == "__main__":
+    main()

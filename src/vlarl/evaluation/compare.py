@@ -1,0 +1,115 @@
+"""Two evaluations side by side: the same episodes of both, and whether the difference is more than chance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vlarl.config.words import counted
+from vlarl.errors import UsageError
+from vlarl.evaluation.record import EvalRecord, summary
+from vlarl.observability.significance import mcnemar_p_value
+from vlarl.types import EpisodeResult, EvalResult
+
+SIGNIFICANT = 0.05
+
+Key = tuple[int, int, int]  # task, initial state, seed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Episodes that both evaluations ran, in the same order, and those that only one of them did."""
+
+    a: EvalResult
+    b: EvalResult
+    unpaired_a: tuple[str, ...]  # ids of episodes of A that B lacks, or that crashed in B; and the other way round
+    unpaired_b: tuple[str, ...]
+
+    @property
+    def only_a(self) -> int:
+        """Episodes that A won and B did not."""
+        return sum(a.success and not b.success for a, b in self._pairs)
+
+    @property
+    def only_b(self) -> int:
+        """Episodes that B won and A did not."""
+        return sum(b.success and not a.success for a, b in self._pairs)
+
+    @property
+    def p_value(self) -> float:
+        """Of McNemar's exact test: how often two equal policies would differ so much."""
+        return mcnemar_p_value(self.only_a, self.only_b)
+
+    @property
+    def _pairs(self) -> list[tuple[EpisodeResult, EpisodeResult]]:
+        return list(zip(self.a.episodes, self.b.episodes, strict=True))
+
+    def in_words(self) -> str:
+        """The outcome as a sentence."""
+        total, differ = len(self.a.episodes), self.only_a + self.only_b
+        if differ == 0:
+            return f"A and B ended alike on {'the one episode' if total == 1 else f'all {total} episodes'}."
+        counts = (("B", self.only_b), ("A", self.only_a))
+        first, second = sorted(counts, key=lambda count: -count[1])
+        verdict = f"{first[0]} is better" if self.p_value < SIGNIFICANT else "that may be chance"
+        episodes = f"{counted(differ, 'episode')} on which they differ ({total} compared)"
+        wins = f"{first[0]} wins {first[1]}, {second[0]} wins {second[1]}"
+        return f"{wins} of {episodes}: p = {_shown(self.p_value)}, {verdict}."
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything there is to say, for programs."""
+        a, b = self.a.by_task(), self.b.by_task()
+        return {
+            "episodes": len(self.a.episodes),
+            "both_won": self.a.won - self.only_a,
+            "only_a_won": self.only_a,
+            "only_b_won": self.only_b,
+            "neither_won": len(self.a.episodes) - self.a.won - self.only_b,
+            "p_value": self.p_value,
+            "in_words": self.in_words(),
+            "a": summary(self.a),
+            "b": summary(self.b),
+            "tasks": [
+                {"task_id": i, "instruction": a[i].episodes[0].instruction, "a": summary(a[i]), "b": summary(b[i])}
+                for i in a
+            ],
+            "unpaired_a": list(self.unpaired_a),
+            "unpaired_b": list(self.unpaired_b),
+        }
+
+
+def compare(a: EvalRecord, b: EvalRecord) -> Comparison:
+    """Pair the episodes of two evaluations by task, initial state and seed; UsageError where that means nothing."""
+    _refuse_unlike(a, b)
+    ours, theirs = _counted(a), _counted(b)
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        raise UsageError(
+            f"the two evaluations have no episode in common (seeds {a.settings.seed} and {b.settings.seed}, tasks "
+            f"{list(a.settings.task_ids)} and {list(b.settings.task_ids)}): evaluate both with the same --seed and "
+            "--tasks, or with --against."
+        )
+    return Comparison(
+        EvalResult(tuple(ours[key] for key in both)),
+        EvalResult(tuple(theirs[key] for key in both)),
+        tuple(ours[key].task.episode_id for key in sorted(ours.keys() - theirs.keys())),
+        tuple(theirs[key].task.episode_id for key in sorted(theirs.keys() - ours.keys())),
+    )
+
+
+def _counted(record: EvalRecord) -> dict[Key, EpisodeResult]:
+    return {(e.task.task_id, e.task.init_state, e.task.seed): e for e in record.result.counted}
+
+
+def _refuse_unlike(a: EvalRecord, b: EvalRecord) -> None:
+    for name in ("suite", "protocol", "temperature", "max_steps", "gym"):
+        ours, theirs = getattr(a.settings, name), getattr(b.settings, name)
+        if ours != theirs:
+            raise UsageError(
+                f"the two evaluations can't be compared: {name} is {ours} in A and {theirs} in B. Evaluate one of "
+                "them again as the other was, or both at once with `vlarl eval A --against B`."
+            )
+
+
+def _shown(p_value: float) -> str:
+    return f"{p_value:.1e}" if p_value < 1e-4 else f"{p_value:.4f}"

@@ -1,0 +1,279 @@
+"""Evaluation: how often a policy succeeds on fixed initial states. Used by the loop, by `vlarl eval` and from Python.
+
+api, cli ──► run_evaluation ──► evaluate_policy ◄── loop
+              EvalLedger: every episode on disk as it ends
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from vlarl import __version__
+from vlarl.config.known import GYM
+from vlarl.config.state_choice import state_warnings
+from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.devices import choose_device
+from vlarl.envs.base import SuiteSpec
+from vlarl.envs.build import build_pool
+from vlarl.errors import UsageError
+from vlarl.evaluation.record import EvalDirectory, EvalRecord, EvalSettings
+from vlarl.evaluation.request import EvalRequest, Videos
+from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.capacity import refuse_crowd
+from vlarl.observability.log_file import log_to_file
+from vlarl.observability.machine import describe_machine
+from vlarl.policies.load import checkpoint_folder, load_configured
+from vlarl.rollout.collector import Collector, Episode
+from vlarl.rollout.engines.base import Engine
+from vlarl.rollout.engines.regression import RegressionEngine
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
+from vlarl.run.parts import check_fit
+from vlarl.run.parts import num_envs as configured_num_envs
+from vlarl.types import EpisodeResult, EvalResult, Observation, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+OnResult = Callable[[EpisodeResult, int, int], None]
+"""Told of an episode as soon as it ends, of how many have ended, and of how many there are."""
+
+
+def run_evaluation(
+    request: EvalRequest, folder: Path | None = None, on_result: OnResult = lambda result, done, total: None
+) -> EvalRecord:
+    """Do what is asked. After a Ctrl-C the record holds what had ended until then, and is not complete."""
+    if folder is not None:
+        EvalDirectory.refuse_existing(folder)
+    device, settings = choose_device(request.device), request.policy
+    policy = load_configured(settings, request.checkpoint, device, settings.decoder, settings.actions)
+    policy.use_statistics(settings.unnorm_key, request.env.suite)
+    policy.eval()
+    env = request.env.model_copy(update={"cameras": cameras_of(request.env, policy.num_images)})
+    pool = build_pool(env, request.gym, _pool_size(request), env.image_size or policy.image_size, "sparse")
+    with closing(pool):
+        tasks = requested_tasks(request, pool.spec)
+        check_fit(policy, pool, tasks[0])
+        engine: Engine = RegressionEngine(policy, device) if policy.acts_by_regression else TorchEngine(policy, device)
+        collector = Collector(pool, policy, engine, env.retries)
+        ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
+
+        def on_end(result: EpisodeResult) -> EpisodeResult:
+            kept = ledger.take(result)
+            on_result(kept, len(ledger.ended), len(tasks))
+            return kept
+
+        with ledger, InterruptGuard() as guard:
+            try:
+                evaluate_policy(
+                    collector, tasks, request.temperature, ledger.num_videos, lambda done: guard.check(), on_end
+                )
+            except Interrupted:
+                log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
+    return ledger.record
+
+
+def evaluate_policy(
+    collector: Collector,
+    tasks: Sequence[Task],
+    temperature: float,
+    num_videos: int = 0,
+    on_episode: Callable[[int], None] = lambda done: None,
+    on_result: Callable[[EpisodeResult], EpisodeResult] = lambda result: result,
+    score: Callable[[list[Trajectory]], list[Trajectory]] | None = None,
+    with_images: int | None = None,
+) -> EvalResult:
+    """Run every task once and film some of them, spread over the tasks.
+
+    `on_result` is given each episode as soon as it ends, with its frames; what it returns is kept. `on_episode` is told
+    how many are done, and may raise to stop. With `score` returns are by it, and not by the environment. It is called
+    once, after all episodes, and given them without their images, since those of hundreds of episodes take memory; or
+    for every `with_images` episodes that have ended, which still have theirs then.
+    """
+    instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
+    results: dict[int, EpisodeResult] = {}
+    unscored: dict[int, Trajectory] = {}
+
+    def pay(score: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+        places = sorted(unscored)
+        for index, paid in zip(places, score([unscored.pop(index) for index in places]), strict=True):
+            results[index] = replace(results[index], episode_return=paid.env_return, reward_error=paid.reward_error)
+
+    def on_end(index: int, episode: Episode) -> Episode:
+        trajectory = episode.trajectory
+        seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
+        told = seen[0] if seen else instructions[trajectory.task.task_id]
+        results[index] = on_result(EpisodeResult.of(trajectory, told, episode.frames))
+        if score is not None:
+            unscored[index] = trajectory if with_images else without_images(trajectory)
+            if len(unscored) == with_images:
+                pay(score)
+        # The pictures of hundreds of episodes would fill the memory, and nobody trains on them.
+        return Episode(replace(without_images(trajectory), transitions=()))
+
+    collector.collect(tasks, temperature, spread(len(tasks), num_videos), on_episode, on_end)
+    if score is not None and unscored:
+        pay(score)
+    return EvalResult(tuple(results[index] for index in range(len(tasks))))
+
+
+def without_images(trajectory: Trajectory) -> Trajectory:
+    """The episode without what was seen, which takes most of its memory."""
+
+    def blank(observation: Observation) -> Observation:
+        return replace(observation, images=observation.images[:0].copy())
+
+    transitions = tuple(replace(t, observation=blank(t.observation)) for t in trajectory.transitions)
+    return replace(trajectory, transitions=transitions, final_observation=blank(trajectory.final_observation))
+
+
+def spread(num_tasks: int, num_videos: int) -> frozenset[int]:
+    """Places of the filmed episodes, evenly over the list."""
+    count = min(num_videos, num_tasks)
+    return frozenset(i * num_tasks // count for i in range(count)) if count else frozenset()
+
+
+class EvalLedger:
+    """Keeps the episodes of an evaluation as they end, on disk if a folder is named.
+
+    Use it as a context manager: however the block ends, results.json says what has been measured until then.
+    """
+
+    def __init__(self, settings: EvalSettings, tasks: Sequence[Task], videos: Videos, folder: Path | None) -> None:
+        self.ended: dict[str, EpisodeResult] = {}  # by id
+        self._settings = settings
+        self._tasks = tasks
+        self._videos = videos
+        self._folder = folder
+        self._directory: EvalDirectory | None = None
+        self._recorder: EpisodeRecorder | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> EvalLedger:
+        if self._folder is not None:
+            with ExitStack() as stack:
+                self._directory = EvalDirectory.create(self._folder)
+                self._directory.write(self.record)
+                stack.enter_context(log_to_file(self._directory.log_file))
+                self._recorder = stack.enter_context(EpisodeRecorder(self._directory))
+                self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if error is not None:
+                log.error("the evaluation stopped", exc_info=error)
+            if self._directory is not None:
+                self._directory.write(self.record)
+
+    @property
+    def num_videos(self) -> int:
+        """How many episodes have to be filmed; whether one failed is known when it has ended."""
+        if self._folder is None:
+            return 0
+        return self._videos if isinstance(self._videos, int) else len(self._tasks)
+
+    @property
+    def record(self) -> EvalRecord:
+        """What has been measured so far, in the order of the tasks."""
+        episodes = tuple(self.ended[t.episode_id] for t in self._tasks if t.episode_id in self.ended)
+        result = EvalResult(episodes, complete=len(episodes) == len(self._tasks))
+        return EvalRecord(self._settings, len(self._tasks), result, self._folder)
+
+    def take(self, result: EpisodeResult) -> EpisodeResult:
+        """Write an episode down, film and all, and return it without its frames."""
+        if self._recorder is not None:
+            self._recorder.record(0, "eval", [result])
+            if result.frames and not (self._videos == "failures" and result.outcome == "success"):
+                name = f"{result.task.episode_id}_{result.outcome}"
+                self._recorder.write_video(name, result.frames, result.instruction, result.outcome)
+        kept = replace(result, frames=())
+        self.ended[result.task.episode_id] = kept
+        return kept
+
+
+def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
+    """The episodes that a request asks for."""
+    task = request.replay
+    if task is None:
+        return tasks_from_states(spec, request.env.task_ids, request.init_states, request.seed)
+    chosen_task_ids(spec, [task.task_id])
+    states = {*spec.train_states, *spec.eval_states, *spec.benchmark_states}
+    if task.init_state not in states:
+        known = f"its states are {min(states)} to {max(states)}"
+        raise UsageError(f"{task.episode_id}: {spec.name} has no initial state {task.init_state}; {known}.")
+    return [task]
+
+
+def _pool_size(request: EvalRequest) -> int:
+    """Environments side by side: no more than there are episodes, since a simulator takes seconds to start."""
+    facts = suite_facts(request.env, request.gym)
+    assert facts is not None, "a checked request names a suite that exists"
+    tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
+    episodes = 1 if request.replay else tasks * len(request.init_states)
+    size = min(configured_num_envs(request.env, request.gym), episodes)
+    if request.env.num_envs is not None:
+        refuse_crowd(request.env.suite, size)
+    return size
+
+
+def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:
+    states = sorted({task.init_state for task in tasks})
+    episodes = [(task.task_id, task.init_state) for task in tasks]
+    training, gym_env = request.training, request.gym.env
+    trained = {
+        state for task, state in episodes if training is not None and state in training.states(spec.name, gym_env, task)
+    }
+    warnings = state_warnings(training, spec.name, gym_env, episodes)
+    is_known = bool(trained) or not warnings  # a checkpoint may tell of some of its training alone
+    return EvalSettings(
+        checkpoint=request.checkpoint,
+        fingerprint=fingerprint(checkpoint_folder(request.checkpoint)),
+        suite=spec.name,
+        protocol=request.env.protocol,
+        task_ids=tuple(sorted({task.task_id for task in tasks})),
+        states_per_task=len(states),
+        max_steps=request.env.max_steps or max(task.max_steps for task in spec.tasks),
+        num_trained_states=len(trained) if is_known else None,
+        temperature=request.temperature,
+        seed=request.seed,
+        replay_of=None if request.replay is None else request.replay.episode_id,
+        env=request.env.model_dump(mode="json"),
+        gym=request.gym.model_dump(mode="json") if spec.name == GYM else {},
+        policy=request.policy.model_dump(mode="json", exclude={"path"}),
+        vlarl=__version__,
+        machine=describe_machine(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        init_states=tuple(states),
+        training_data_from=None if training is None else training.said_by,
+        warnings=warnings,
+    )
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of a checkpoint's files: their names and sizes, and samples spread over each, whatever their size."""
+    digest = hashlib.sha256()
+    kinds = ("*.safetensors", "*.pt", "config.json", "adapter_config.json")
+    found = (path for kind in kinds for path in folder.glob(kind) if path.name != "trainer.safetensors")
+    for path in sorted(path for path in found if path.is_file()):
+        size = path.stat().st_size
+        starts = {sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1) for sample in range(SAMPLES)}
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in sorted(starts):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Image operations, to the pixel as the original data pipelines do them."""

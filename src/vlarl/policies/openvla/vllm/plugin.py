@@ -1,0 +1,27 @@
+"""What vLLM is told about vlarl's models, in every process that it starts (entry point `vllm.general_plugins`).
+
+Names only: nothing heavy is imported before vLLM asks for it.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "VlarlOpenVLAForActionPrediction"
+CONFIG_FORMAT = "vlarl"
+BYTES_BACKEND = "vlarl_bytes"
+
+
+def register() -> None:
+    """Register the model class, the reader of its config.json and the weight transfer; once is enough."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.config import register_config_parser
+
+    if ARCHITECTURE in ModelRegistry.get_supported_archs():
+        return
+    from vlarl.policies.openvla.vllm.config import OpenVLAConfigParser
+
+    ModelRegistry.register_model(ARCHITECTURE, "vlarl.policies.openvla.vllm.model:VlarlOpenVLA")
+    register_config_parser(CONFIG_FORMAT)(OpenVLAConfigParser)
+    WeightTransferEngineFactory.register_engine(
+        BYTES_BACKEND, "vlarl.weights.vllm_transfer", "BytesWeightTransferEngine"
+    )

@@ -1,0 +1,1 @@
+"""Engines: what samples decisions for a batch of inputs."""

@@ -1,0 +1,1 @@
+"""A run: its parts, how they are put together, and its session."""

@@ -1,0 +1,66 @@
+"""The parts of a run in this process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from vlarl.algorithms import build_algorithm
+from vlarl.config.schema import Config
+from vlarl.devices import choose_device
+from vlarl.envs.build import build_pool
+from vlarl.rewards import build_reward
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.run.parts import (
+    Parts,
+    build_sampler,
+    check_fit,
+    env_with_cameras,
+    num_envs,
+    reward_context,
+    warn_of_untrained_tokens,
+)
+from vlarl.training.checkpoint import CheckpointStore, policy_folder
+from vlarl.training.learner import Learner
+from vlarl.training.prepare import load_trained_policy
+
+
+def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
+    """Build everything in this process."""
+    device = choose_device(config.run.device)
+    torch.manual_seed(config.run.seed)
+    reward = build_reward(config.reward, reward_context(config, device))
+    policy = load_trained_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
+    if checkpoint is None:
+        warn_of_untrained_tokens(config)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
+    # Rendered at the size that the policy reads, nothing has to be resized in between.
+    image_size = config.env.image_size or policy.image_size
+    with ExitStack() as stack:
+        env = env_with_cameras(config, policy)
+        pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward)
+        stack.callback(pool.close)  # its processes must not outlive a run that is refused
+        eval_tasks = evaluation_tasks(
+            pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
+        )
+        check_fit(policy, pool, eval_tasks[0])
+        parts = Parts(
+            policy=policy,
+            pool=pool,
+            engine=engine,
+            collector=Collector(pool, policy, engine, config.env.retries),
+            sampler=build_sampler(config, pool.spec, is_new=checkpoint is None),
+            reward=reward,
+            algorithm=algorithm,
+            learner=Learner(policy, algorithm, config, device),
+            eval_tasks=eval_tasks,
+            open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
+            close=pool.close,
+        )
+        stack.pop_all()
+    return parts

@@ -1,0 +1,113 @@
+"""What a run is made of, and how each part is made from a configuration.
+
+local.py puts them together in this process, cluster.py on the workers of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vlarl.algorithms import ALGORITHMS
+from vlarl.algorithms.base import Algorithm
+from vlarl.config.known import BATCHED_ENVS, GYM
+from vlarl.config.schema import Config, EnvConfig, GymConfig
+from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.envs.base import EnvPool, SuiteSpec
+from vlarl.errors import UsageError
+from vlarl.observability.capacity import default_processes
+from vlarl.policies.base import Policy
+from vlarl.policies.fresh import FRESH
+from vlarl.policies.load import checkpoint_folder
+from vlarl.policies.openvla.checkpoint import has_untrained_tokens
+from vlarl.rewards import RewardContext
+from vlarl.rewards.safe import SafeReward
+from vlarl.rollout.collector import Collector
+from vlarl.rollout.curriculum import read_curriculum
+from vlarl.rollout.engines.base import Engine
+from vlarl.rollout.tasks import Sampler, TaskSampler
+from vlarl.training.base import Store, Trainer
+from vlarl.types import Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. The policy reads observations and codes actions; it need not have weights."""
+
+    policy: Policy
+    pool: EnvPool
+    engine: Engine
+    collector: Collector
+    sampler: Sampler
+    reward: SafeReward
+    algorithm: Algorithm
+    learner: Trainer
+    eval_tasks: list[Task]
+    open_store: Callable[[Path], Store]  # of the folder for checkpoints
+    close: Callable[[], None]  # ends everything that was started
+
+
+def num_envs(env: EnvConfig, gym: GymConfig) -> int:
+    """How many environments run side by side: as configured, or what suits the suite."""
+    facts = suite_facts(env, gym)
+    if env.num_envs is not None:
+        return env.num_envs
+    if facts is None or not facts.in_processes:
+        return BATCHED_ENVS
+    return default_processes(env.suite)
+
+
+def env_with_cameras(config: Config, policy: Policy) -> EnvConfig:
+    """The environments with as many cameras as the policy reads."""
+    return config.env.model_copy(update={"cameras": cameras_of(config.env, policy.num_images)})
+
+
+def reward_context(config: Config, device: torch.device) -> RewardContext:
+    """What a reward must know of the run."""
+    kind = ALGORITHMS[config.algorithm.name]
+    return RewardContext(device, kind.discount(config.algorithm), bootstraps=kind.needs_critic)
+
+
+def warn_of_untrained_tokens(config: Config) -> None:
+    """Say that RL would start from action tokens that were never trained: those of a checkpoint with an L1 head."""
+    path = config.policy.path
+    if path in FRESH or not has_untrained_tokens(checkpoint_folder(path)):
+        return
+    log.warning(
+        "policy.path = %r: its regression head was trained and its action tokens were not. RL samples action tokens, "
+        "so it hardly ever succeeds at first. Take a checkpoint that was fine-tuned with action tokens, "
+        "or train them first: vlarl finetune --policy.path %s --policy.actions tokens",
+        path,
+        path,
+    )
+
+
+def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
+    """The task sampler as configured; a new run may begin with what an earlier one learnt about the tasks."""
+    sampler = TaskSampler(config, spec)
+    if is_new and config.curriculum.start_from is not None:
+        sampler.restore(read_curriculum(Path(config.curriculum.start_from), spec.name))
+    return sampler
+
+
+def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
+    """Let the policy read one observation: what does not fit is refused before the run starts."""
+    if policy.action_dim != pool.spec.action_dim:
+        remedy = "choose a checkpoint made for this suite"
+        if pool.spec.name == GYM and pool.spec.action_dim < policy.action_dim:
+            chosen = " ".join(str(index) for index in range(pool.spec.action_dim))
+            remedy += f", or say which of the policy's dimensions the environment takes, such as --gym.actions {chosen}"
+        raise UsageError(
+            f"policy.path: the policy's actions have {policy.action_dim} dimensions, those of {pool.spec.name} have "
+            f"{pool.spec.action_dim}; {remedy}."
+        )
+    try:
+        policy.process(pool.reset([0], [task]))
+    except ValueError as error:
+        raise UsageError(f"policy.path: the policy can't read what {pool.spec.name} shows it: {error}") from error

@@ -1,0 +1,87 @@
+"""What a run would be refused for, looked at before anything is made, loaded or announced.
+
+    refuse_early     --dry-run, too: names, paths and memory; loads no torch, and runs nothing of the user's
+    refuse_missing   before a run says that it begins: the same, packages and simulators
+    refuse_unready   before its folder is made: the same, the reward's code and the device, which may take long to load
+
+Each check is that of the part that it belongs to, which makes it again when it is built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from vlarl.config.callables import is_given
+from vlarl.config.dataset_folder import find_dataset
+from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import KNOWN_REWARDS
+from vlarl.config.reward_module import import_function, refuse_missing_module
+from vlarl.config.rules.reward import used_rewards
+from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
+from vlarl.config.schema import Config
+from vlarl.errors import MissingExtraError
+from vlarl.observability.capacity import refuse_crowd_here
+from vlarl.observability.run_dir import RunDirectory
+
+
+def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
+    """Refuse a run whose name is taken, or that names files which are not there.
+
+    A run that is not new has its folder already, and its weights in it.
+    """
+    if is_new:
+        if config.run.name is not None:
+            RunDirectory.refuse_existing(config.run.root, config.run.name)
+        for section, field in OPTIONS:
+            name = getattr(getattr(config, section), field, None)
+            if name is not None and not name.startswith("init:"):
+                checkpoint_here(name, config.run.root)
+    if isinstance(config, FinetuneConfig):
+        if config.demos.path is not None:
+            find_dataset(Path(config.demos.path))
+        return
+    refuse_crowd_here(config)
+    for source in _own_rewards(config):
+        refuse_missing_module(source)
+    if is_new and config.curriculum.start_from is not None:
+        from vlarl.rollout.curriculum import read_curriculum  # loads numpy
+
+        read_curriculum(Path(config.curriculum.start_from), config.env.suite)
+
+
+def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None:
+    """Refuse what needs a package or a simulator that is not installed, too."""
+    refuse_early(config, is_new)
+    if isinstance(config, FinetuneConfig):
+        return
+    for package, extra, is_needed in (
+        ("ray", "cluster", config.distributed.backend == "ray"),
+        ("wandb", "wandb", config.logging.wandb),
+    ):
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, extra)
+    if config.env.suite.startswith(("libero_", "metaworld_")):
+        from vlarl.envs.build import refuse_missing_simulator  # loads numpy
+
+        refuse_missing_simulator(config.env)
+
+
+def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None:
+    """Refuse what the code of the user, or the device, can't do, too."""
+    refuse_missing(config, is_new)
+    is_here = isinstance(config, FinetuneConfig) or config.distributed.backend == "local"
+    if isinstance(config, Config):
+        for source in _own_rewards(config):
+            import_function(source)
+    if is_here and config.run.device not in ("auto", "cpu"):
+        from vlarl.devices import usable_device  # loads torch, which takes seconds
+
+        usable_device("run.device", config.run.device)
+
+
+def _own_rewards(config: Config) -> list[str]:
+    """The rewards that this process imports by name: workers of a cluster import their own."""
+    if config.distributed.backend == "ray" and config.distributed.num_reward_workers:
+        return []
+    return [name for name in used_rewards(config.reward) if name not in KNOWN_REWARDS and not is_given(name)]

@@ -1,0 +1,434 @@
+"""The memory of a run: counters, metrics, episodes, films, checkpoints, status and display.
+
+The loop says what happened; the session writes it into the run directory, and knows where a resumed run goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
+from vlarl.config.derive import total_iterations
+from vlarl.config.paths import brief
+from vlarl.config.resume_command import resume_command
+from vlarl.config.run_checkpoints import resumable_checkpoints
+from vlarl.config.schema import Config
+from vlarl.config.secrets import public
+from vlarl.config.words import counted
+from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, excerpt, told
+from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.clock import Stopwatch
+from vlarl.observability.files import full_disk, is_full, write_atomically
+from vlarl.observability.machine import gpu_peak_gib
+from vlarl.observability.metrics import MetricLogger, Sink
+from vlarl.observability.progress import Progress
+from vlarl.observability.report import write_report
+from vlarl.observability.run_dir import RunDirectory, RunState
+from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.observability.trace import NoTrace
+from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.training.base import Store, Trainer
+from vlarl.training.best_return import BestReturn
+from vlarl.training.state import TrainerState
+from vlarl.types import EpisodeResult, EvalResult, Rollout, UpdateResult
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to."""
+
+    run_dir: Path
+    success_before: float | None  # of the evaluation before the first update
+    success_after: float | None  # of the newest evaluation after an update; None: there was none
+    report: Path | None
+    interrupted: bool
+
+
+class Session:
+    """Use as a context manager around the loop: however the block ends, what was learnt is saved and said.
+
+    A run that fails saves as Ctrl-C does, with two exceptions. In the middle of an update the learner's weights are
+    those of no iteration, and a learner that is lost can't save: then the last checkpoint stays the newest one. In all
+    cases the error says which iteration the run resumes from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        learner: Trainer,
+        store: Store,
+        state: TrainerState,
+        lock: IO[str],
+        trace: NoTrace,
+        created: bool = False,
+        opening: Sequence[str] = (),
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
+    ) -> None:
+        """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
+        it away again if it can't begin; `opening`: lines to show first."""
+        self.config = config
+        self._lock = lock
+        self.trace = trace
+        self._created = created
+        self._opening = opening
+        self.callbacks = callbacks
+        self.directory = directory
+        self.learner = learner
+        self.state = state
+        self.interrupted = False
+        self.store = store
+        self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
+        self._saved = state.iteration  # of the newest checkpoint; 0 where there is none that anything was learnt for
+        self._updating = False  # whether the learner is, or was left, in the middle of an update
+        self._best = BestReturn(
+            config.checkpoint.best_return_ema_alpha,
+            config.checkpoint.best_return_min_delta,
+            config.checkpoint.best_return_patience,
+        )
+        self._stack = ExitStack()
+        self._watch = self.stopwatch()
+        self._started = self._iteration_started = time.monotonic()
+
+    def __enter__(self) -> Session:
+        try:
+            self._open()
+        except UsageError:  # such as W&B without a login: what is refused leaves nothing behind
+            if self._created:
+                self.directory.remove()
+            raise
+        return self
+
+    def _open(self) -> None:
+        directory, logging_config = self.directory, self.config.logging
+        with ExitStack() as stack:
+            stack.enter_context(self._lock)
+            stack.enter_context(self.trace)
+            stack.enter_context(directory.log_to_file())
+            sinks: list[Sink] = [JsonlSink(directory.metrics_file)]
+            if logging_config.tensorboard:
+                written = self.state.iteration - bool(self.unfinished)
+                sinks.append(TensorBoardSink(directory.tensorboard, resume_after=written or None))
+            if logging_config.wandb:
+                sinks.append(self._wandb())
+            self.metrics = stack.enter_context(MetricLogger(sinks))
+            self.recorder = stack.enter_context(EpisodeRecorder(directory))
+            self.progress = stack.enter_context(Progress(self.total_iterations, start=self.state.iteration))
+            self.guard = stack.enter_context(InterruptGuard(self.progress.note))
+            self._write_status("running")
+            for line in self._opening:
+                self.progress.note(line)
+            self._stack = stack.pop_all()
+
+    def _wandb(self) -> WandbSink:
+        c = self.config.logging
+        return WandbSink(
+            self.directory.path, c.wandb_project, self.directory.name, c.wandb_entity, c.wandb_group, c.wandb_mode,
+            public(self.config),
+        )  # fmt: skip
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with self._stack:
+            if error is None:
+                self._write_status("finished")
+            elif isinstance(error, Interrupted):
+                self.progress.note("interrupted: saving")
+                self._write_status("interrupted")  # first, so that it holds even if the user won't wait for the save
+                try:
+                    self.save_checkpoint()
+                except DivergedError as diverged:
+                    self._fail(diverged)
+                self.interrupted = True
+            elif isinstance(error, KeyboardInterrupt):
+                self._write_status("interrupted", "stopped at once, after a second Ctrl-C")
+            else:
+                self._fail(error)
+        return isinstance(error, Interrupted)
+
+    def _fail(self, error: BaseException) -> None:
+        """Save what there is to save, say that the run failed, and add to the error how the run resumes."""
+        logging.getLogger(__name__).error("the run failed", exc_info=error)
+        reason = excerpt(f"{type(error).__name__}: {error}")
+        self._say_failed(reason)
+        remedy = f"{self._save_after(error)}{self._resumes_from(isinstance(error, DivergedError))}"
+        self._say_failed(f"{reason} {remedy}")
+        if isinstance(error, SystemExit):  # of a user's callback, reward or environment
+            text = f"code that the run calls {told(error)}; let it return, or raise what is wrong."
+            raise VlarlError(f"{text}\n{remedy}") from error
+        if isinstance(error, OSError) and is_full(error):
+            raise VlarlError(f"{full_disk(error.filename or self.directory.path)}\n{remedy}") from error
+        if isinstance(error, VlarlError):
+            kind = UsageError if isinstance(error, UsageError) else VlarlError  # others take more than a text
+            raise kind(f"{error}\n{remedy}") from error
+        error.add_note(remedy)
+
+    def _say_failed(self, message: str) -> None:
+        """Write the status; the error that ended the run must not be lost over a disk that is full."""
+        try:
+            self._write_status("failed", message)
+        except VlarlError as failure:
+            logging.getLogger(__name__).error("the status could not be written", exc_info=failure)
+
+    def _save_after(self, error: BaseException) -> str:
+        """Save what the last whole update left, where that is still there; otherwise say why not."""
+        if self._resumable.iteration == self._saved:
+            return ""
+        if self._updating:
+            return "It failed in the middle of an update, so there is no newer state to save. "
+        if _is_of_learner(error):
+            return "The learners can't save any more. "
+        if isinstance(error, DivergedError):
+            return "The weights that diverged were not saved. "
+        self.progress.note("failed: saving the last whole iteration")
+        try:
+            self.save_checkpoint()
+        except Exception as failure:  # the error that ended the run must not be lost over one of saving
+            logging.getLogger(__name__).error("the state could not be saved", exc_info=failure)
+            return f"The last whole iteration, {self._resumable.iteration}, could not be saved ({failure}). "
+        return ""
+
+    def _resumes_from(self, diverged: bool = False) -> str:
+        """Where a run that failed resumes, and how; what diverged may have begun to before its newest checkpoint."""
+        if self._saved == 0:
+            return f"There is no checkpoint yet: `{resume_command(self.directory.path)}` starts again at iteration 1."
+        return (
+            f"The newest checkpoint is of iteration {self._saved}, in {brief(self.directory.checkpoints)}: resume from "
+            f"it with `{resume_command(self.directory.path)}`."
+        ) + (self._earlier_checkpoints() if diverged else "")
+
+    def _earlier_checkpoints(self) -> str:
+        """What to do about a divergence, with the checkpoints that there are."""
+        found = resumable_checkpoints(self.directory.path)
+        earlier = [name for name in sorted(found, key=found.__getitem__) if 0 <= found[name] < self._saved]
+        if not earlier:
+            return " Lower optim.lr there."
+        return (
+            f" Lower optim.lr there. If it diverges again, go back to an earlier checkpoint with "
+            f"`{resume_command(self.directory.path, start=earlier[-1])}`; there {'is' if len(found) == 1 else 'are'} "
+            f"{', '.join(found)}."
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had all its iterations, or all its environment steps."""
+        limit, budget = self.config.run.iterations, self.config.run.total_env_steps
+        return (limit is not None and self.state.iteration >= limit) or (
+            budget is not None and self.state.env_steps >= budget
+        )
+
+    @property
+    def total_iterations(self) -> int:
+        """How many iterations the run takes, as far as its environment steps tell by now."""
+        done = self.state.iteration
+        return total_iterations(self.config, done, self.state.env_steps) or done + 1
+
+    @property
+    def iterations_ahead(self) -> Iterable[int]:
+        """The iterations that are left; without end where environment steps end the run."""
+        following = self.state.iteration + 1
+        limit = self.config.run.iterations
+        return itertools.count(following) if limit is None else range(following, limit + 1)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been learnt yet."""
+        return self.state.iteration == 0
+
+    @property
+    def unfinished(self) -> dict[str, float]:
+        """The row of the iteration that an earlier session updated in and failed to finish; empty where it did not."""
+        return self.state.unfinished
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the iteration that was just counted ends with an evaluation."""
+        interval = self.config.eval.interval
+        return self.finished or (interval > 0 and self.state.iteration % interval == 0)
+
+    @property
+    def update_due(self) -> bool:
+        """Whether enough rollouts are gathered to learn from; at the end, whatever is there."""
+        return self.finished or self.state.iteration % self.config.optim.rollouts_per_update == 0
+
+    @property
+    def videos_due(self) -> int:
+        """How many episodes of the evaluation at hand are filmed: some of the first one and of the last one."""
+        return self.config.eval.videos if self.is_new or self.finished else 0
+
+    def stopwatch(self, track: str = "loop") -> Stopwatch:
+        """Measures what is no part of the iteration at hand, and draws it on the timeline."""
+        return Stopwatch(self.trace, track)
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Count the block's seconds under `time/<name>` of this iteration, and draw it on the timeline."""
+        return self._watch.timed(name)
+
+    def seconds(self, name: str) -> float:
+        """What has been counted under this name in this iteration."""
+        return self._watch.seconds[name]
+
+    def start_iteration(self) -> int:
+        """The number of the iteration that begins now; it counts once its rollout is recorded."""
+        self._watch, self._iteration_started = self.stopwatch(), time.monotonic()
+        return self.state.iteration + 1
+
+    def watch_rollout(self, total: int) -> Callable[[int], None]:
+        """What the collector tells about its progress; stops the rollout when the user asked to."""
+
+        def on_episode(done: int) -> None:
+            self.guard.check()
+            self.progress.rollout(done, total)
+
+        return on_episode
+
+    def record_rollout(self, rollout: Rollout) -> dict[str, float]:
+        """Note the episodes and the curriculum down, and keep the policy that earned them if none did better.
+
+        Returns the metrics that the rollout adds to this iteration's row.
+        """
+        iteration, trajectories = rollout.iteration, rollout.trajectories
+        self._watch.seconds |= rollout.seconds
+        self.recorder.record(iteration, "rollout", trajectories)
+        if self.config.checkpoint.best_return and self._best.improved(self.state, trajectories, iteration):
+            returns = [t.env_return for t in trajectories if t.status == "ok"]
+            with self.timed("checkpoint"):
+                self.store.save_policy("best_return", self.learner.policy, self._best_metadata(returns))
+        self.state = replace(
+            self.state,
+            iteration=iteration,
+            episodes=self.state.episodes + len(trajectories),
+            env_steps=self.state.env_steps + sum(t.length for t in trajectories),
+            sampler=rollout.sampler_state,
+        )
+        if self.config.curriculum.persist:
+            content = {"iteration": iteration, **rollout.curriculum}
+            write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
+        for trajectory in trajectories:
+            told = EpisodeResult.of(trajectory, trajectory.final_observation.instruction)
+            self.callbacks.episode(EpisodeRecord(iteration, "rollout", told, trajectory))
+        return rollout.metrics
+
+    def start_update(self) -> None:
+        """Note that the learner changes its weights now: until `record_update` they are those of no iteration."""
+        self._updating = True
+
+    def refuse_update(self) -> None:
+        """Note that the learner took no step: its weights still are those of the last whole iteration."""
+        self._updating = False
+
+    def record_update(self, result: UpdateResult) -> dict[str, float]:
+        """Count the optimizer steps; the metrics that the update adds to this iteration's row."""
+        self._updating = False
+        self.state = replace(self.state, optimizer_steps=self.state.optimizer_steps + result.num_optimizer_steps)
+        counts = {"optimizer_steps": result.num_optimizer_steps, "skipped_steps": result.num_skipped_steps}
+        return {f"train/{name}": float(value) for name, value in (result.metrics | counts).items()}
+
+    def keep(self, metrics: dict[str, float]) -> None:
+        """Note that the policy has learnt from the rollout: from here on the iteration is saved if the run fails.
+
+        `metrics` are its row so far. A resumed run makes the evaluation that is due and completes the row.
+        """
+        if not self.learner.gathered:
+            self._resumable = replace(self.state, unfinished=metrics)
+
+    def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
+        warm_up = self.config.algorithm.value_init_steps  # of the critic alone
+        return {
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ema_return": self.state.ema_return,
+            "current_return": sum(returns) / len(returns),
+            "training_step": self.learner.version,  # updates behind the policy; a stale one's return is its elder's
+            "policy_updates": max(self.learner.version - warm_up, 0),  # as Learner.update counts them
+            "global_step": self.state.env_steps,
+            "run_id": self.directory.name,
+            "model_path": self.config.policy.path,
+        }
+
+    def record_evaluation(self, result: EvalResult) -> dict[str, float]:
+        """Note an evaluation down: episodes, films, and the metrics it adds to this iteration's row.
+
+        Episodes that crashed are counted apart: they say nothing about the policy.
+        """
+        iteration = self.state.iteration
+        self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
+        self.metrics.show(iteration, self.recorder.write_videos(iteration, result.episodes))
+        for episode in result.episodes:
+            self.callbacks.episode(EpisodeRecord(iteration, "eval", replace(episode, frames=())))
+        if result.num_crashed:
+            of = counted(len(result.episodes), "evaluated episode")
+            self.progress.note(f"{result.num_crashed} of {of} could not be run")
+        if result.num_unscored:
+            of = counted(len(result.counted), "evaluated episode")
+            self.progress.note(f"the reward failed on {result.num_unscored} of {of}")
+        self.progress.evaluation(iteration, result.success_rate, len(result.counted))
+        return {
+            "val/success_rate": result.success_rate,
+            "val/mean_reward": result.mean_return,
+            "val/mean_length": result.mean_length,
+            "val/crashed": float(result.num_crashed),
+            "val/reward_failures": float(result.num_unscored),
+        }
+
+    def end_iteration(self, metrics: dict[str, float]) -> None:
+        """Write the iteration's row, then its checkpoint if one is due: what the checkpoint counts is on disk."""
+        iteration, interval = self.state.iteration, self.config.checkpoint.interval
+        now = time.monotonic()
+        times = self._watch.seconds | {"iteration": now - self._iteration_started, "total": now - self._started}
+        row = metrics | {f"time/{name}": seconds for name, seconds in times.items()}
+        if (peak := gpu_peak_gib()) is not None:
+            row["perf/gpu_peak_gib"] = peak
+        self.metrics.log(iteration, row)
+        self.state = replace(self.state, unfinished={})
+        if iteration > 0:
+            self.progress.expect(self.total_iterations)
+            self.progress.iteration(iteration, row)
+        if not self.learner.gathered:
+            self._resumable = replace(self.state)
+        if self.finished:
+            self.store.save("final", self.learner, self.state)
+            self._saved = iteration
+        elif interval > 0 and self._resumable.iteration // interval > self._saved // interval:
+            self.save_checkpoint()
+        self._write_status("running")
+        self.callbacks.iteration(IterationRecord(iteration, row, self.directory.path))
+
+    def save_checkpoint(self) -> None:
+        """Save a periodic checkpoint of where the last update left the run.
+
+        Rollouts that have been gathered since are not saved: they follow from the weights and the seeds, and a run that
+        goes on from here collects the same ones again.
+        """
+        self.store.save(f"step_{self._resumable.iteration:06d}", self.learner, self._resumable)
+        self._saved = self._resumable.iteration
+
+    def summary(self) -> RunSummary:
+        """What the run came to, with its report written."""
+        report = write_report(self.directory.path) if self.config.logging.report else None
+        rows = [row for row in self.directory.read_metrics() if "val/success_rate" in row]
+        before = next((row["val/success_rate"] for row in rows if not row.get("iteration")), None)
+        after = next((row["val/success_rate"] for row in reversed(rows) if row.get("iteration")), None)
+        return RunSummary(self.directory.path, before, after, report, self.interrupted)
+
+    def _write_status(self, state: RunState, message: str = "") -> None:
+        self.directory.write_status(state, self.state.iteration, self.total_iterations, message)
+
+
+def _is_of_learner(error: BaseException | None) -> bool:
+    """Whether a learner was lost, be it behind another error."""
+    while error is not None:
+        if isinstance(error, WorkerLostError) and error.worker.startswith("learner"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,39 @@
+"""A policy that is ready to be trained."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from vlarl.config.schema import Config
+from vlarl.config.training_data import by_training
+from vlarl.errors import UsageError
+from vlarl.policies.base import Policy
+from vlarl.policies.load import load_acting_policy
+from vlarl.training.swap import trained_weights
+
+log = logging.getLogger(__name__)
+
+
+def load_trained_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
+    """The policy as configured, ready to train; `checkpoint` holds weights to go on from."""
+    settings = config.policy
+    policy = load_acting_policy(config, checkpoint, device)
+    # A checkpoint to go on from brings its adapters, whatever adapters the run began with.
+    lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
+    policy.prepare_training(settings, lora, config.run.seed)
+    policy.training_data = policy.training_data.plus([by_training(config.env, config.gym)])
+    if settings.actions == "hybrid":
+        log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
+    refuse_untrainable(policy, config)
+    return policy
+
+
+def refuse_untrainable(policy: Policy, config: Config) -> None:
+    """Refuse a policy of which nothing but the critic would learn."""
+    if not trained_weights(policy):
+        raise UsageError(
+            f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."
+        )

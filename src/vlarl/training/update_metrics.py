@@ -1,0 +1,93 @@
+"""What a microbatch adds to the metrics of an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vlarl.algorithms.base import Loss
+from vlarl.algorithms.kl import k3
+from vlarl.algorithms.losses import masked_sum
+from vlarl.observability.metrics import WeightedMeans
+from vlarl.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class MetricSums:
+    """Sums with how many things they are over, and maxima; plain numbers, which ranks can tell each other."""
+
+    sums: dict[str, tuple[float, int]]
+    maxima: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0  # the microbatch's part of the loss
+
+
+def note(metrics: WeightedMeans, numbers: Iterable[MetricSums]) -> None:
+    """Take the numbers of microbatches into the metrics, one after the other."""
+    for one in numbers:
+        for name, (total, weight) in one.sums.items():
+            metrics.add(name, total, weight)
+        for name, value in one.maxima.items():
+            metrics.max(name, value)
+
+
+def is_finite(numbers: Iterable[MetricSums]) -> bool:
+    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all."""
+    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in numbers)
+
+
+def mean_of(numbers: Sequence[MetricSums], name: str) -> float:
+    """The mean of one of the sums over a whole minibatch; 0 over nothing."""
+    totals, counts = zip(*(one.sums[name] for one in numbers), strict=True)
+    return float(sum(totals) / max(sum(counts), 1))
+
+
+def metric_sums(loss: Loss, part: TrainBatch, first: bool) -> MetricSums:
+    """What a microbatch's loss says; `first`: nothing has moved yet, so the ratio must be 1."""
+    num_tokens, num_decisions = int(part.mask.sum()), len(part)
+    sums = {name: (float(total), num_tokens) for name, total in loss.token_sums.items()}
+    sums |= {name: (float(total), num_decisions) for name, total in loss.decision_sums.items()}
+    maxima = {"ratio_max": float(loss.maxima["ratio_max"])}
+    if first:
+        maxima["ratio_first_minibatch_error"] = float(loss.maxima["ratio_error"])
+    return MetricSums(sums, maxima, float(loss.total.detach()))
+
+
+def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> MetricSums:
+    """How far the engine's log-probs (the batch's old ones, so far) are from the learner's: KL(engine || learner)."""
+    gap = torch.where(part.mask, learner_logprobs - part.old_logprobs, 0.0)
+    kl = masked_sum(k3(part.old_logprobs, learner_logprobs), part.mask)
+    return MetricSums(
+        {"engine_mismatch_kl": (float(kl), int(part.mask.sum()))}, {"engine_logprob_error": float(gap.abs().max())}
+    )
+
+
+def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> MetricSums:
+    """The mean importance weight of the marked tokens, and how many of them are at the cap."""
+    num_tokens, capped = int(mask.sum()), masked_sum((weights >= cap).float(), mask)
+    return MetricSums(
+        {
+            "importance_mean": (float(masked_sum(weights, mask)), num_tokens),
+            "importance_capped": (float(capped), num_tokens),
+        }
+    )
+
+
+def critic_metrics(batch: TrainBatch) -> dict[str, float]:
+    """What is known of the critic from the batch as a whole; nothing without one."""
+    if batch.returns is None or batch.old_values is None:
+        return {}
+    counted = batch.value_mask
+    return {"explained_variance": explained_variance(batch.returns[counted], batch.old_values[counted])}
+
+
+def explained_variance(returns: torch.Tensor, values: torch.Tensor) -> float:
+    """How much of the returns' variance the critic foresaw: 1 is all of it, 0 no more than their mean would.
+
+    NaN where the returns don't vary, or there are fewer than two.
+    """
+    if len(returns) < 2 or (variance := returns.var()) == 0:
+        return math.nan
+    return float(1 - (returns - values).var() / variance)

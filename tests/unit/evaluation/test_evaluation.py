@@ -1,0 +1,284 @@
+"""Evaluation: by a collector written by hand, and with a small policy on the tabletop."""
+
+import gc
+import json
+import shutil
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from fakes.eval_records import SETTINGS, episode
+
+import vlarl.evaluation.run
+from vlarl.api import evaluate
+from vlarl.config import load_config, to_yaml
+from vlarl.envs.base import SuiteSpec, TaskSpec
+from vlarl.envs.tabletop.pool import TabletopPool
+from vlarl.errors import UsageError
+from vlarl.evaluation.record import read_record
+from vlarl.evaluation.request import eval_request
+from vlarl.evaluation.run import EvalLedger, evaluate_policy, fingerprint, run_evaluation, spread
+from vlarl.policies.load import checkpoint_folder
+from vlarl.rewards.base import reward_at_end
+from vlarl.rollout.collector import Episode
+from vlarl.types import EpisodeResult, EvalResult, Task
+
+SPEC = SuiteSpec("fake", tuple(TaskSpec(i, f"do {i}", 9) for i in range(3)), (0,), (1,), (1,))
+FRAMES = (np.zeros((64, 64, 3), np.uint8),) * 2
+
+
+class FakeCollector:
+    """Episodes end in the reverse order of the tasks; that of task i succeeds if i is even; some crash."""
+
+    def __init__(self, trajectory: Callable, crash: Sequence[int] = ()) -> None:
+        self.pool = SimpleNamespace(spec=SPEC)
+        self.trajectory, self.crash = trajectory, crash
+        self.kept: list[Episode] = []
+        self.record: frozenset[int] = frozenset()
+
+    def collect(self, tasks, temperature, record, on_episode, on_end):
+        self.record = record
+        for index in reversed(range(len(tasks))):
+            i = tasks[index].task_id
+            whole = replace(self.trajectory([[0.0], [1.0]], success=i % 2 == 0), task=tasks[index], num_retries=i)
+            ended = replace(whole, status="crashed", transitions=()) if i in self.crash else whole
+            self.kept.append(on_end(index, Episode(ended, FRAMES if index in record else ())))
+            on_episode(len(self.kept))
+        return self.kept[::-1]
+
+
+TASKS = [Task("fake", i, 1, seed=i) for i in range(3)]
+
+
+def test_results_are_in_the_order_of_the_tasks_and_crashes_are_counted_apart(trajectory):
+    done: list[int] = []
+    result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append)
+    assert [(e.instruction, e.outcome, e.num_retries) for e in result.episodes] == [
+        ("open the drawer", "success", 0),  # as the policy was told
+        ("open the drawer", "failure", 1),
+        ("do 2", "crashed", 2),  # before it was told anything
+    ]
+    assert (result.won, result.success_rate, result.num_crashed) == (1, 0.5, 1)
+    assert (result.mean_length, result.mean_return, done) == (2.0, 1.0, [1, 2, 3])
+    assert result.per_task() == {0: (1, 1), 1: (0, 1), 2: (0, 0)}
+
+
+def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
+    seen: list[tuple[int, int]] = []
+
+    def on_result(result: EpisodeResult) -> EpisodeResult:
+        seen.append((result.task.task_id, len(result.frames)))
+        return replace(result, frames=())
+
+    collector = FakeCollector(trajectory)
+    result = evaluate_policy(collector, TASKS, 0.0, num_videos=2, on_result=on_result)
+    assert collector.record == {0, 1} and seen == [(2, 0), (1, 2), (0, 2)]
+    assert all(e.frames == () for e in result.episodes)
+    assert all(k.frames == () and k.trajectory.transitions == () for k in collector.kept)
+    assert all(k.trajectory.final_observation.images.size == 0 for k in collector.kept)
+    recorded = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, num_videos=3)
+    assert [len(e.frames) for e in recorded.episodes] == [2, 2, 2], "the loop films from what is returned"
+
+
+def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory):
+    calls, done = [], []
+
+    def score(trajectories):
+        assert len(done) == 3, "all episodes have ended"
+        calls.append([(t.task.task_id, t.final_observation.images.size > 0) for t in trajectories])
+        assert all(t.observation.images.size == 0 for e in trajectories for t in e.transitions)
+        scored = [t if t.status == "crashed" else reward_at_end(t, 0.25 + t.task.task_id) for t in trajectories]
+        return [scored[0], replace(scored[1], status="reward_failed", reward_error="ValueError: no"), scored[2]]
+
+    result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score)
+    assert calls == [[(0, False), (1, False), (2, False)]]
+    assert [e.episode_return for e in result.episodes[:2]] == [0.25, 1.25]
+    assert (result.mean_return, result.num_unscored, result.num_crashed) == (0.25, 1, 1)
+    assert (result.won, len(result.counted)) == (1, 2), "an episode without a reward still succeeds or fails"
+
+
+def test_a_reward_that_reads_images_scores_episodes_as_they_end_and_their_images_are_dropped(trajectory):
+    calls, seen = [], []
+
+    def score(trajectories):
+        gc.collect()
+        assert all(image() is None for image in seen), "images of the episodes before are kept"
+        calls.append([t.task.task_id for t in trajectories])
+        for whole in trajectories:
+            assert whole.final_observation.images.size and all(t.observation.images.size for t in whole.transitions)
+            seen.extend(weakref.ref(t.observation.images) for t in whole.transitions)
+        return [reward_at_end(whole, 0.25 + whole.task.task_id) for whole in trajectories]
+
+    result = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, score=score, with_images=2)
+    assert calls == [[1, 2], [0]], "in the order in which they end, the rest at last"
+    assert [e.episode_return for e in result.episodes] == [0.25, 1.25, 2.25]
+
+
+def test_films_are_spread_over_the_tasks():
+    assert spread(200, 4) == {0, 50, 100, 150} and spread(3, 99) == {0, 1, 2} and spread(3, 0) == frozenset()
+
+
+def test_a_rate_of_nothing_is_not_a_number():
+    assert np.isnan(EvalResult((episode(0, 1, None),)).success_rate)
+
+
+@pytest.mark.parametrize(
+    ("videos", "films"), [("all", "FSC"), ("failures", "FC"), (1, "FSC"), (0, "FSC")]
+)  # a number: whatever brings frames was meant to be filmed
+def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, films):
+    ended = [replace(episode(0, s, success), frames=FRAMES) for s, success in enumerate((False, True, None))]
+    tasks = [e.task for e in reversed(ended)]
+    with EvalLedger(SETTINGS, tasks, videos, tmp_path / "x") as ledger:
+        assert json.loads((tmp_path / "x" / "results.json").read_text())["complete"] is False
+        for count, result in enumerate(ended, start=1):
+            assert ledger.take(result).frames == ()
+            assert len((tmp_path / "x" / "episodes.jsonl").read_text().splitlines()) == count
+    names = {
+        "F": "s000-0000000000000007_failure",
+        "S": "s001-0000000000000007_success",
+        "C": "s002-0000000000000007_crashed",
+    }
+    written = {path.name for path in (tmp_path / "x" / "videos").iterdir()}
+    assert written == {f"tabletop_spatial-t00-{names[record]}.mp4" for record in films}
+    assert ledger.record.result.complete
+    assert [e.task for e in ledger.record.result.episodes] == tasks, "in the order of the tasks"
+    assert ledger.num_videos == (videos if isinstance(videos, int) else 3)
+
+
+def test_however_an_evaluation_ends_its_folder_says_what_was_measured(tmp_path):
+    ended, missing = episode(0, 1, True), episode(0, 2, True)
+    tasks = [ended.task, missing.task]
+    with pytest.raises(ZeroDivisionError), EvalLedger(SETTINGS, tasks, 0, tmp_path / "x") as ledger:
+        ledger.take(ended)
+        raise ZeroDivisionError
+    content = json.loads((tmp_path / "x" / "results.json").read_text())
+    assert (content["complete"], content["total"]["won"], len(content["episodes"])) == (False, 1, 1)
+    assert "ZeroDivisionError" in (tmp_path / "x" / "eval.log").read_text()
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with EvalLedger(SETTINGS, [episode(0, 1, True).task], "all", None) as ledger:
+        ledger.take(episode(0, 1, True))
+    assert ledger.record.result.complete and ledger.num_videos == 0 and list(tmp_path.iterdir()) == []
+
+
+BUILTIN = "builtin:tiny-oft"  # turns the stove on (task 3), and can't put the bowl on the plate (task 0)
+
+
+def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
+    told: list[tuple[str, str]] = []
+    settings = {"suite": "tabletop_goal", "tasks": [3, 0], "episodes": 2, "device": "cpu"}
+    result = evaluate(
+        BUILTIN, **settings, out=tmp_path / "x", videos=1, on_episode=lambda e: told.append((e.phase, e.result.outcome))
+    )
+    assert [(e.task.task_id, e.task.init_state, e.outcome, e.length) for e in result.episodes] == [
+        (3, 30, "success", 7),
+        (3, 31, "success", 7),
+        (0, 30, "failure", 32),
+        (0, 31, "failure", 32),
+    ]
+    assert sorted(told) == [("eval", "failure")] * 2 + [("eval", "success")] * 2
+    record = read_record(tmp_path / "x")
+    assert sorted(record.result.episodes, key=result.episodes.index) == list(result.episodes)
+    kept = record.settings
+    assert (kept.suite, kept.protocol, kept.temperature, kept.task_ids) == ("tabletop_goal", "benchmark", 0.0, (0, 3))
+    assert (kept.max_steps, kept.num_trained_states, kept.init_states) == (32, 0, (30, 31))
+    assert (kept.training_data_from, kept.warnings) == (f"{BUILTIN}/training_data.json", ())
+    assert kept.fingerprint == fingerprint(checkpoint_folder(BUILTIN))
+    assert len(list((tmp_path / "x" / "videos").iterdir())) == 1
+    assert (tmp_path / "x" / "eval.log").is_file()
+    assert evaluate(BUILTIN, **settings, num_envs=2) == result, (
+        "no matter how many run side by side, nor what is filmed"
+    )
+
+    wanted = result.episodes[1]
+    request = eval_request(BUILTIN, {}, videos="all", device="cpu", episode=wanted.task.episode_id)
+    replay = run_evaluation(request, tmp_path / "again")
+    assert replay.result.episodes == (wanted,) and replay.settings.replay_of == wanted.task.episode_id
+    assert [path.name for path in (tmp_path / "again" / "videos").iterdir()] == [
+        f"{wanted.task.episode_id}_success.mp4"
+    ]
+
+
+class WatchedPool(TabletopPool):
+    """Knows whether it was closed, and how many environments it was made with."""
+
+    made: list["WatchedPool"] = []
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_closed = False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def pools(monkeypatch) -> list[WatchedPool]:
+    monkeypatch.setattr(WatchedPool, "made", [])
+
+    def build(env, gym, num_envs, image_size, reward):
+        return WatchedPool(env.suite, num_envs, image_size, env.cameras, reward)
+
+    monkeypatch.setattr(vlarl.evaluation.run, "build_pool", build)
+    return WatchedPool.made
+
+
+def test_ctrl_c_keeps_what_has_ended_and_leaves_nothing_running(checkpoint, tmp_path, pools):
+    def on_result(result: EpisodeResult, done: int, total: int) -> None:
+        if done == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    given = {"env.task_ids": (0, 1), "env.num_envs": 2}
+    record = run_evaluation(eval_request(checkpoint, given, states_per_task=2), tmp_path / "x", on_result)
+    assert not record.result.complete and (len(record.result.episodes), record.num_planned) == (2, 4)
+    assert read_record(tmp_path / "x").result == record.result
+    assert [pool.is_closed for pool in pools] == [True]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "interrupted after 2 of 4 episodes" in (tmp_path / "x" / "eval.log").read_text()
+
+
+def test_a_request_that_is_refused_closes_its_pool_and_makes_no_folder(checkpoint, tmp_path, pools):
+    for episode_id, message in (
+        ("tabletop_spatial-t00-s077-0000000000000001", "has no initial state 77; its states are 0 to 49"),
+        ("tabletop_spatial-t10-s030-0000000000000001", r"has no task \[10\]"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run_evaluation(eval_request(checkpoint, {}, episode=episode_id), tmp_path / "x")
+    assert [(pool.num_envs, pool.is_closed) for pool in pools] == [(1, True)] * 2, "one episode needs one environment"
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(UsageError, match="exists already"):
+        evaluate(checkpoint, out=tmp_path)
+
+
+@pytest.mark.parametrize(("trained", "seen"), [("disjoint", 0), ("benchmark", 2)])
+def test_states_that_the_run_trained_on_are_counted(checkpoint, tmp_path, trained, seen):
+    run = tmp_path / "runs" / "first"
+    shutil.copytree(checkpoint, run / "checkpoints" / "final")
+    (run / "config.yaml").write_text(to_yaml(load_config(overrides={"env.protocol": trained})))
+    request = eval_request(
+        run / "checkpoints" / "final", {"env.task_ids": (0,), "env.protocol": "disjoint"}, states_per_task=2
+    )
+    settings = run_evaluation(request).settings
+    assert (settings.init_states, settings.num_trained_states) == ((30, 31), seen)
+    assert [warning.partition(" begin")[0] for warning in settings.warnings] == (["2 of 2 episodes"] if seen else [])
+
+
+def test_a_fingerprint_tells_weights_apart_and_leaves_the_trainers_files_out(checkpoint, tmp_path):
+    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    assert fingerprint(copy) == fingerprint(checkpoint)
+    (copy / "trainer.safetensors").write_bytes(b"moments")
+    assert fingerprint(copy) == fingerprint(checkpoint)
+    (weights,) = copy.glob("model*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert fingerprint(copy) != fingerprint(checkpoint)

@@ -1,0 +1,39 @@
+"""JPEG as TensorFlow decodes it; the golden RLDS data holds it to the last bit (tests/golden/test_rlds_golden.py)."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlarl.images.jpeg import decode_image, encode_jpeg
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    rows, columns = np.mgrid[0:height, 0:width]
+    picture = np.stack([rows * 4, columns * 4, 255 - rows * 2 - columns], axis=2)
+    return np.clip(picture, 0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(32, 48), (31, 47), (17, 16), (1, 1), (2, 3)])
+def test_any_size_comes_back_nearly(size):
+    decoded = decode_image(encode_jpeg(smooth(*size)))
+    assert decoded.shape == (*size, 3) and decoded.dtype == np.uint8
+    assert np.abs(decoded.astype(int) - smooth(*size)).max() <= 8
+
+
+@pytest.mark.parametrize("options", [{"subsampling": "4:4:4"}, {"subsampling": "4:2:2"}])
+def test_other_chroma_is_read_as_pillow_does(options):
+    file = io.BytesIO()
+    Image.fromarray(smooth(24, 24)).save(file, "JPEG", quality=95, **options)
+    np.testing.assert_array_equal(decode_image(file.getvalue()), np.asarray(Image.open(file)))
+
+
+def test_other_formats_and_greys_are_read_too():
+    file = io.BytesIO()
+    Image.fromarray(smooth(9, 9)).save(file, "PNG")
+    np.testing.assert_array_equal(decode_image(file.getvalue()), smooth(9, 9))
+    file = io.BytesIO()
+    Image.fromarray(smooth(8, 8)[:, :, 0]).save(file, "JPEG", quality=100)
+    grey = decode_image(file.getvalue())
+    assert grey.shape == (8, 8, 3) and (grey[:, :, 0] == grey[:, :, 2]).all()

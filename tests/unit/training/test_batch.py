@@ -1,0 +1,190 @@
+"""Batches: which tokens count and how much, that every row is used once, and which go together."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from vlarl.algorithms.base import Estimate
+from vlarl.policies.tiny import init_tiny
+from vlarl.training.batch import (
+    build_batch,
+    mean_by_trajectory,
+    microbatches,
+    minibatches,
+    observations_with_last,
+    value_weight,
+    weighted,
+    whole_minibatches,
+)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return init_tiny("parallel", seed=0, chunk_length=3)
+
+
+def test_rows_keep_their_order_and_tokens_past_the_end_are_masked(policy, trajectory):
+    first = trajectory([[0] * 3, [0] * 3], num_executed=[3, 1], seed=1)
+    second = trajectory([[0] * 3], num_executed=[2], seed=2)
+    estimates = [
+        Estimate(first, np.float32([[0.5], [-1]]), np.float32([[1], [2]]), np.float32([[3], [4]])),
+        Estimate(second, np.float32([[7]]), np.float32([[5]]), np.float32([[6]])),
+    ]
+    batch = build_batch(estimates, policy)
+    assert batch.mask.sum(dim=1).tolist() == [21, 7, 14]
+    assert batch.mask.tolist() == [[t < n for t in range(21)] for n in (21, 7, 14)]
+    assert batch.advantages[:, 0].tolist() == [0.5, -1, 7]
+    assert (batch.advantages == batch.advantages[:, :1]).all() and batch.advantages.shape == (3, 21)
+    assert batch.returns.tolist() == [[1], [2], [5]] and batch.old_values.tolist() == [[3], [4], [6]]
+    assert batch.trajectory.tolist() == [0, 0, 1]
+    assert batch.value_mask.tolist() == [[True]] * 3
+    assert batch.weights is None and batch.ref_logprobs is None
+    taken = [*first.transitions, *second.transitions]
+    np.testing.assert_array_equal(batch.token_ids.numpy(), np.stack([t.token_ids for t in taken]))
+    np.testing.assert_array_equal(batch.old_logprobs.numpy(), np.stack([t.engine_logprobs for t in taken]))
+    assert (batch.token_ids - batch.places == policy.codec.first_id).all()
+    assert batch.places.min() >= 0 and batch.places.max() < 256
+    alone = policy.process([taken[1].observation])
+    row = batch.inputs.rows(torch.tensor([1]))
+    assert torch.equal(row.input_ids, alone.input_ids) and torch.equal(row.pixels, alone.pixels)
+    assert torch.equal(row.proprio, alone.proprio)
+
+
+def test_without_a_critic_there_are_no_value_targets(policy, trajectory):
+    batch = build_batch([Estimate(trajectory([[0] * 3]), np.float32([1]))], policy)
+    assert batch.returns is None and batch.old_values is None
+    assert batch.rows(torch.tensor([0])).returns is None
+
+
+@pytest.mark.parametrize(("num_rows", "parts"), [(10, 1), (10, 3), (7, 7), (2, 5)])
+def test_minibatches_use_every_row_once(num_rows, parts):
+    shares = minibatches(num_rows, parts, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(shares).tolist()) == list(range(num_rows))
+    sizes = [len(s) for s in shares]
+    assert len(shares) == min(num_rows, parts) and max(sizes) - min(sizes) <= 1
+    again = minibatches(num_rows, parts, torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(shares, again, strict=True))
+
+
+def test_minibatches_are_shuffled():
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.cat(minibatches(50, 2, generator)).tolist() for _ in range(2))
+    assert first != sorted(first) and first != second
+
+
+def test_microbatches_keep_order_and_lose_nothing():
+    rows = torch.tensor([5, 2, 9, 4, 1])
+    assert [m.tolist() for m in microbatches(rows, 2)] == [[5, 2], [9, 4], [1]]
+
+
+@pytest.fixture
+def three_episodes(policy, trajectory):
+    """Episodes of 3, 1 and 2 decisions with 6, 1 and 4 executed steps; numbers say where they come from."""
+    episodes = [
+        trajectory([[0] * 3] * 3, num_executed=[3, 1, 2], seed=1),
+        trajectory([[0] * 3], num_executed=[1], seed=2),
+        trajectory([[0] * 3] * 2, num_executed=[3, 1], seed=3),
+    ]
+
+    def build(columns: int):
+        counts = [len(e.transitions) for e in episodes]
+        numbers = [np.float32([[10 * t + v for v in range(columns)] for t in range(count)]) for count in counts]
+        return build_batch([Estimate(e, n, n, n) for e, n in zip(episodes, numbers, strict=True)], policy)
+
+    return build
+
+
+@pytest.mark.parametrize("columns", [1, 3, 21])
+def test_advantages_of_chunks_steps_or_tokens_reach_their_tokens(three_episodes, columns):
+    batch = three_episodes(columns)
+    assert batch.advantages.shape == (6, 21) and batch.returns.shape == batch.old_values.shape == (6, columns)
+    assert batch.advantages[1].tolist() == [10 + token // (21 // columns) for token in range(21)]
+    executed = torch.tensor([3, 1, 2, 1, 3, 1])  # steps
+    per_step = max(columns // 3, 1)
+    counted = executed * per_step if columns > 1 else torch.ones(6)
+    assert batch.value_mask.sum(dim=1).tolist() == counted.tolist()
+    assert value_weight(batch, torch.tensor([0, 2])) == pytest.approx(1 / float(counted[0] + counted[2]))
+
+
+def test_weights_are_those_of_the_minibatch_alone(three_episodes):
+    batch, rows = three_episodes(1), torch.tensor([5, 0, 4])
+    by_token = weighted(batch, rows, "token_mean").weights
+    assert by_token[rows].sum() == pytest.approx(1.0) and by_token[[1, 2, 3]].abs().sum() == 0
+    assert by_token[0, 0] == pytest.approx(1 / 49) and by_token[5].tolist() == pytest.approx([1 / 49] * 7 + [0] * 14)
+    by_episode = weighted(batch, rows, "sequence_mean").weights
+    assert by_episode[0].tolist() == pytest.approx([1 / 2 / 21] * 21)  # two episodes, 21 and 28 tokens
+    assert by_episode[5].tolist() == pytest.approx([1 / 2 / 28] * 7 + [0] * 14)
+    assert weighted(batch, rows[:0], "token_mean").weights.sum() == 0
+    assert value_weight(batch, rows[:0]) == 1.0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_minibatches_of_whole_trajectories_split_none(three_episodes, parts):
+    trajectory = three_episodes(1).trajectory
+    shares = whole_minibatches(trajectory, parts, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(shares).tolist()) == list(range(6)) and len(shares) == min(parts, 3)
+    members = [set(trajectory[rows].tolist()) for rows in shares]
+    assert sum(len(m) for m in members) == 3, "a trajectory is in one minibatch only"
+    for rows in shares:
+        for number in set(trajectory[rows].tolist()):
+            inside = [row for row in rows.tolist() if trajectory[row] == number]
+            assert inside == sorted(inside), "its decisions stay in order"
+
+
+def test_the_mean_of_a_trajectory_counts_its_executed_tokens():
+    x = torch.tensor([[1.0, 2.0], [6.0, float("nan")], [5.0, 7.0], [0.0, 0.0]])
+    mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
+    means = mean_by_trajectory(x, mask, torch.tensor([4, 4, 9, 11]))
+    assert means.tolist() == [3.0, 3.0, 6.0, 0.0]
+
+
+def test_sorting_by_length_saves_padding_and_loses_no_row(policy, trajectory):
+    episodes = [trajectory([[0] * 3] * 5, seed=seed) for seed in range(8)]  # prompts of three lengths in turn
+    batch = build_batch([Estimate(e, np.zeros((5, 1), np.float32)) for e in episodes], policy)
+    lengths = batch.inputs.attention_mask.sum(dim=1)
+    rows = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+
+    def padding(parts) -> int:
+        return sum(int((~batch.rows(part).inputs.attention_mask).sum()) for part in parts)
+
+    mixed, alike = microbatches(rows, 8), microbatches(rows, 8, lengths)
+    assert sorted(torch.cat(alike).tolist()) == list(range(40)) and [len(p) for p in alike] == [8] * 5
+    assert all(lengths[a].max() <= lengths[b].min() for a, b in zip(alike, alike[1:], strict=False))
+    share = [padding(parts) / (padding(parts) + int(lengths.sum())) for parts in (mixed, alike)]
+    assert share[0] > 0.3 and share[1] < 0.1, share
+
+
+def test_reference_logprobs_become_a_column(policy, trajectory):
+    episode = trajectory([[0] * 3] * 2)
+    noted = tuple(replace(t, ref_logprobs=t.engine_logprobs - 1) for t in episode.transitions)
+    batch = build_batch([Estimate(replace(episode, transitions=noted), np.zeros((2, 1), np.float32))], policy)
+    torch.testing.assert_close(batch.ref_logprobs, batch.old_logprobs - 1)
+    assert batch.rows(torch.tensor([1])).ref_logprobs.shape == (1, 21)
+
+
+def test_the_last_observation_follows_the_decisions(trajectory):
+    episode = trajectory([[0], [0]])
+    assert observations_with_last(episode) == [
+        episode.transitions[0].observation,
+        episode.transitions[1].observation,
+        episode.final_observation,
+    ]
+
+
+def test_a_pinned_batch_is_the_same_batch(three_episodes, monkeypatch):
+    pinned = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # the real one needs a GPU
+    batch = weighted(three_episodes(3), torch.arange(6), "token_mean")
+    copied = batch.pinned().to("cpu")
+    assert len(pinned) == 9 + 4, "every column, and all four of the inputs"
+    for name in ("token_ids", "advantages", "mask", "trajectory", "returns", "old_values", "weights"):
+        assert torch.equal(getattr(copied, name), getattr(batch, name)), name
+    assert torch.equal(copied.inputs.pixels, batch.inputs.pixels)
+    assert copied.ref_logprobs is None and copied.sequence_log_ratio is None
