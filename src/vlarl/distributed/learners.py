@@ -42,7 +42,7 @@ from vlarl.training.learner import Learner
 from vlarl.training.prepare import load_trained_policy
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
-from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, UpdateResult
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ class Rank:
         values = self.learner.values(trajectories)
         return values if self.rank == 0 else None
 
-    def reference_logprobs(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup] | None:
-        """The groups with the reference's log-probs, and the learner's where they are needed, from rank 0."""
-        groups = self.learner.with_reference(groups)
-        return groups if self.rank == 0 else None
+    def reference_logprobs(self, trajectories: Sequence[Trajectory]) -> list[Trajectory] | None:
+        """The trajectories with the reference's log-probs, and the learner's where they are needed, from rank 0."""
+        scored = self.learner.with_reference(trajectories)
+        return scored if self.rank == 0 else None
 
     def use_average(self, wanted: bool) -> None:
         """Put the averages in the weights' place, or the weights back."""
@@ -175,7 +175,6 @@ class LearnerGroup:
         self.workers = list(workers)
         self.config = config
         self.policy = policy
-        self.gathered: list[TrajectoryGroup] = []
         self.version = 0
         self.kl_coef = config.kl.coef
         self.average = None if config.ema.beta is None else RankAverages(self)
@@ -228,12 +227,12 @@ class LearnerGroup:
         values: list[FloatArray] = self.everybody("values", share(list(trajectories)))
         return values
 
-    def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
-        of the reward; as they are where there is no reference."""
+    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
+        part of the reward; as they are where there is no reference."""
         if self.config.kl.coef == 0:
-            return list(groups)
-        scored: list[TrajectoryGroup] = self.everybody("reference_logprobs", share(list(groups)))
+            return list(trajectories)
+        scored: list[Trajectory] = self.everybody("reference_logprobs", share(list(trajectories)))
         return scored
 
     def publish(self, engine: Engine) -> None:

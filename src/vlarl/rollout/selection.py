@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): which groups are trained on, and how many fresh ones replace the rest."""
+"""Dynamic sampling (DAPO, arXiv:2503.14476): which groups are trained on, and how many new ones replace the rest."""
 
 from __future__ import annotations
 
@@ -6,38 +6,44 @@ import math
 from collections.abc import Callable, Sequence
 
 from vlarl.config.schema import RolloutConfig
-from vlarl.types import TrajectoryGroup
+from vlarl.types import Trajectory, group_members
 
 
 class GroupSelection:
-    """The groups of one iteration. Unless refilling, oversampling or bounds are asked for, all of them are kept."""
+    """The groups of one iteration. Unless refilling, oversampling or bounds are configured, all of them are kept."""
 
-    def __init__(self, config: RolloutConfig, has_lesson: Callable[[TrajectoryGroup], bool]) -> None:
-        """`has_lesson` is the algorithm's word on a group: whether its episodes differ in what they earned."""
+    def __init__(self, config: RolloutConfig, has_learning_signal: Callable[[Sequence[Trajectory]], bool]) -> None:
+        """`has_learning_signal` is the algorithm's: whether the members of a group differ in their returns."""
         self.config = config
-        self.num_tried = 0  # groups that were rolled out, whatever came of them
+        self.num_tried = 0  # groups that were rolled out, with whatever result
+        self.kept: list[Trajectory] = []  # of the first `num_groups` groups that have a learning signal
         self._is_active = config.refill or config.oversample > 1 or config.accuracy_bounds is not None
-        self._has_lesson = has_lesson
-        self._useful: list[TrajectoryGroup] = []
+        self._has_learning_signal = has_learning_signal
+        self._num_useful = 0
         self._rounds = 0
         self._num_refilled = 0
 
-    def add(self, groups: Sequence[TrajectoryGroup], num_tried: int) -> int:
-        """Take in what `num_tried` groups left; the number of fresh groups to try next, 0 for none."""
-        self.num_tried += num_tried
-        self._useful += [group for group in groups if not self._is_active or self._has_learning_signal(group)]
-        missing = self.config.num_groups - len(self._useful)
+    def add(self, trajectories: Sequence[Trajectory]) -> int:
+        """Take in the episodes of whole groups, crashed ones among them; how many new groups to try next, 0 for none.
+
+        An episode that crashed or could not be scored is missing from its group, which is smaller then, or gone.
+        """
+        self.num_tried += len(trajectories) // self.config.group_size
+        usable = [trajectory for trajectory in trajectories if trajectory.status == "ok"]
+        for indices in group_members(usable):
+            members = [usable[index] for index in indices]
+            if self._is_active and not self._is_useful(members):
+                continue
+            self._num_useful += 1
+            if self._num_useful <= self.config.num_groups:
+                self.kept += members
+        missing = self.config.num_groups - self._num_useful
         if not self.config.refill or missing <= 0 or self._rounds == self.config.max_refills:
             return 0
-        fresh = math.ceil(missing * self.config.oversample)
+        num_new = math.ceil(missing * self.config.oversample)
         self._rounds += 1
-        self._num_refilled += fresh
-        return fresh
-
-    @property
-    def kept(self) -> list[TrajectoryGroup]:
-        """The groups to train on: the first `num_groups` that teach something."""
-        return self._useful[: self.config.num_groups]
+        self._num_refilled += num_new
+        return num_new
 
     def metrics(self) -> dict[str, float]:
         """How many groups were left out, and how many took their place.
@@ -47,13 +53,13 @@ class GroupSelection:
         if not self._is_active:
             return {}
         return {
-            "rollout/groups_dropped": float(self.num_tried - len(self._useful)),
-            "rollout/groups_surplus": float(len(self._useful) - len(self.kept)),
+            "rollout/groups_dropped": float(self.num_tried - self._num_useful),
+            "rollout/groups_surplus": float(max(self._num_useful - self.config.num_groups, 0)),
             "rollout/groups_refilled": float(self._num_refilled),
             "rollout/refill_rounds": float(self._rounds),
         }
 
-    def _has_learning_signal(self, group: TrajectoryGroup) -> bool:
+    def _is_useful(self, members: Sequence[Trajectory]) -> bool:
         low, high = self.config.accuracy_bounds or (-math.inf, math.inf)
-        rate = sum(t.success for t in group.trajectories) / len(group.trajectories)
-        return low < rate < high and self._has_lesson(group)
+        rate = sum(t.success for t in members) / len(members)
+        return low < rate < high and self._has_learning_signal(members)
