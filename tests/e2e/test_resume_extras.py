@@ -105,18 +105,18 @@ def test_rollouts_are_gathered_and_collected_again_after_a_stop(checkpoint, tmp_
     from vlarl.interrupt import Interrupted
     from vlarl.rollout.collector import Collector
 
-    collect, calls = Collector.collect, []
+    episodes, calls = Collector.episodes, []
 
     def interrupted(self, tasks, temperature, *rest, **named):
         if temperature > 0:
             calls.append(1)
             if len(calls) == 4:  # the third rollout is gathered, and its update waits for this one
                 raise Interrupted
-        return collect(self, tasks, temperature, *rest, **named)
+        return episodes(self, tasks, temperature, *rest, **named)
 
-    monkeypatch.setattr(Collector, "collect", interrupted)
+    monkeypatch.setattr(Collector, "episodes", interrupted)
     assert main(flags(checkpoint, tmp_path, "parts", 5, *gather)) == 130
-    monkeypatch.setattr(Collector, "collect", collect)
+    monkeypatch.setattr(Collector, "episodes", episodes)
     assert json.loads((tmp_path / "parts" / "status.json").read_text())["iteration"] == 3
     counters = json.loads((tmp_path / "parts" / "checkpoints" / "step_000002" / "trainer.json").read_text())
     assert counters["iteration"] == 2 and counters["episodes"] == 8
