@@ -1,4 +1,4 @@
-"""LIBERO as its package runs it, two cameras drawn in every step: what `vlarl bench env` compares with."""
+"""LIBERO as its package runs it, two cameras rendered in every step: the baseline of `vlarl bench env`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class MetaWorldFactory:
         return (len(self.cameras), self.image_size, self.image_size, 3)
 
     def variables(self, slot: int) -> Mapping[str, str]:
-        """How MuJoCo draws; and one thread for each process, as there are as many processes as cores."""
+        """How MuJoCo renders; and one thread per process, as there are as many processes as cores."""
         chosen = {"MUJOCO_GL": self.render, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
         if self.render != "glx":
             chosen["PYOPENGL_PLATFORM"] = self.render
@@ -52,7 +52,7 @@ class MetaWorldFactory:
         return MetaWorldEnv(self.spec, self.cameras, self.image_size, self.reward, self.exact_pixels)
 
     def build_expert(self, env: SingleEnv) -> MetaWorldExpert:
-        """The scripted expert of an environment that this factory made."""
+        """The scripted expert for an environment of this factory."""
         from vlarl.envs.metaworld.env import MetaWorldEnv
         from vlarl.envs.metaworld.expert import MetaWorldExpert
 
@@ -61,7 +61,7 @@ class MetaWorldFactory:
 
 
 def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) -> MetaWorldFactory:
-    """What makes the configured suite's environments; refuses where Meta-World is not installed."""
+    """The factory of the configured suite; refuses if Meta-World is not installed."""
     refuse_not_installed()
     render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
     return MetaWorldFactory(
@@ -76,6 +76,6 @@ def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) ->
 
 
 def refuse_not_installed() -> None:
-    """Refuse where Meta-World is not installed."""
+    """Refuse if Meta-World is not installed."""
     if importlib.util.find_spec("metaworld") is None:
         raise MissingExtraError("metaworld", "metaworld")
