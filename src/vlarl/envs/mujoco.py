@@ -1,4 +1,4 @@
-"""What MuJoCo has to say goes to the log. By itself it writes MUJOCO_LOG.TXT into whatever folder the program is in."""
+"""Sends MuJoCo's warnings to the log. By default MuJoCo writes MUJOCO_LOG.TXT to the working directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def log_warnings() -> None:
-    """Send MuJoCo's warnings to the log, where MuJoCo is loaded; to be called before a simulator runs."""
+    """Send MuJoCo's warnings to the log if MuJoCo is loaded; call this before a simulator runs."""
     mujoco = sys.modules.get("mujoco")
     if mujoco is not None and hasattr(mujoco, "set_mju_user_warning"):
         mujoco.set_mju_user_warning(_warn)
