@@ -9,9 +9,10 @@ import pytest
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import SuiteSpec
-from vlarl.envs.gym.env import GymFactory, gym_factory, gym_spec, render_variables
+from vlarl.envs.gym.env import GymFactory, gym_factory, gym_spec
 from vlarl.envs.gym.probe import call_env, probe
 from vlarl.envs.gym.source import make_env
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -92,14 +93,21 @@ def test_its_process_has_the_variables_and_the_search_path(tmp_path, monkeypatch
 def test_variables_of_mujoco(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     threads = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-    assert render_variables(EnvConfig()) == {"MUJOCO_GL": "egl", **threads}
-    assert render_variables(EnvConfig(render="osmesa", render_gpu=2)) == {
+    assert render_variables(render_backend("auto"), None, pyopengl=False) == {"MUJOCO_GL": "egl", **threads}
+    assert render_variables(render_backend("osmesa"), 2, pyopengl=False) == {
         "MUJOCO_GL": "osmesa",
         "MUJOCO_EGL_DEVICE_ID": "2",
         **threads,
     }
     monkeypatch.setenv("MUJOCO_GL", "glfw")
-    assert render_variables(EnvConfig())["MUJOCO_GL"] == "glfw"
+    assert render_backend("auto") == "glfw" and render_backend("egl") == "egl"
+
+
+def test_variables_of_its_process(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    made = gym_factory(changed(), EnvConfig(max_steps=3, render_gpu=2), 8, "sparse")
+    threads = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+    assert made.variables(0) == {"MUJOCO_GL": "glfw", "MUJOCO_EGL_DEVICE_ID": "2", **threads}
 
 
 def test_it_runs_in_a_worker(factory):

@@ -17,6 +17,7 @@ from vlarl.envs.base import Expert, RewardMode, SingleEnv, StepOutcome, SuiteSpe
 from vlarl.envs.guardian import run_watched
 from vlarl.envs.gym.reading import RENDER, ActionMap, EnvOutput, Reader, Tasks, step_outcome, to_image
 from vlarl.envs.gym.source import GymnasiumEnv, make_env, refused
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.envs.process_log import last_lines
 from vlarl.errors import UsageError
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
@@ -96,7 +97,7 @@ class GymFactory:
 
 def gym_factory(config: GymConfig, env: EnvConfig, image_size: int, reward: RewardMode) -> GymFactory:
     """The factory of the configured environment, which is built once to get its shapes and refuse what can't work."""
-    variables = render_variables(env)
+    variables = render_variables(render_backend(env.render), env.render_gpu, pyopengl=False)
     return GymFactory(
         spec=gym_spec(config, env.max_steps, variables, env.timeout_s),
         image_shape=(len(config.images), image_size, image_size, 3),
@@ -105,13 +106,6 @@ def gym_factory(config: GymConfig, env: EnvConfig, image_size: int, reward: Rewa
         reward=reward,
         environment=variables,
     )
-
-
-def render_variables(env: EnvConfig) -> dict[str, str]:
-    """How MuJoCo renders, if it is MuJoCo; and one thread per process, as there are as many processes as cores."""
-    backend = environ.get("MUJOCO_GL", "egl") if env.render == "auto" else env.render
-    variables = {"MUJOCO_GL": backend, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-    return variables if env.render_gpu is None else {**variables, "MUJOCO_EGL_DEVICE_ID": str(env.render_gpu)}
 
 
 def gym_spec(

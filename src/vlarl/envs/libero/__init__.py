@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.suites import libero_spec, package_folder
 from vlarl.envs.libero.versions import KNOWN_GOOD_MUJOCO, mujoco_problem
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.errors import MissingExtraError, UsageError
 
 __all__ = ["KNOWN_GOOD_MUJOCO", "LiberoFactory", "find_installed", "libero_factory", "mujoco_problem"]
@@ -46,13 +46,8 @@ class LiberoFactory:
 
     def variables(self, slot: int) -> Mapping[str, str]:
         """Environment variables of the process: how it renders, and one thread."""
-        backend = os.environ.get("MUJOCO_GL", "egl") if self.render == "auto" else self.render
-        variables = {"MUJOCO_GL": backend, "LP_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        if backend in ("egl", "osmesa", "glx"):
-            variables["PYOPENGL_PLATFORM"] = backend
-        if self.render_gpu is not None:
-            variables["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
-        return variables
+        backend = render_backend(self.render)
+        return render_variables(backend, self.render_gpu, pyopengl=backend in ("egl", "osmesa", "glx"))
 
     def build(self) -> SingleEnv:
         """The environment; called in its process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from vlarl.config.schema import Camera, EnvConfig
 from vlarl.config.suites import cameras_of
 from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec
 from vlarl.envs.metaworld.suites import metaworld_spec
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ class MetaWorldFactory:
         return (len(self.cameras), self.image_size, self.image_size, 3)
 
     def variables(self, slot: int) -> Mapping[str, str]:
-        """How MuJoCo renders; and one thread per process, as there are as many processes as cores."""
-        chosen = {"MUJOCO_GL": self.render, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-        if self.render != "glx":
-            chosen["PYOPENGL_PLATFORM"] = self.render
-        if self.render_gpu is not None:
-            chosen["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
-        return chosen
+        """Environment variables of the process: how it renders, and one thread."""
+        return render_variables(self.render, self.render_gpu, pyopengl=self.render != "glx")
 
     def build(self) -> MetaWorldEnv:
         """The environment; called in its process."""
@@ -63,14 +58,13 @@ class MetaWorldFactory:
 def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) -> MetaWorldFactory:
     """The factory of the configured suite; refuses if Meta-World is not installed."""
     refuse_not_installed()
-    render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
     return MetaWorldFactory(
         metaworld_spec(config.suite, config.max_steps),
         cameras_of(config),
         image_size,
         reward,
         config.exact_pixels,
-        render,
+        render_backend(config.render),
         config.render_gpu,
     )
 
