@@ -77,7 +77,7 @@ def proprio_and_instruction(subject: Subject) -> Findings:
             f"proprio: dimensions {indices} are not finite", "a policy can't be trained on them: leave them out"
         )
     elif not seen.proprio.any():
-        yield note("proprio: all zeros; a policy that reads the robot's state learns nothing from it")
+        yield note("proprio: all zeros; a policy that reads the robot's state gets no information from it")
     else:
         yield passed("proprio: finite values")
     if not isinstance(seen.instruction, str) or not seen.instruction.strip():
