@@ -215,7 +215,7 @@ class Expert(Protocol):
         ...
 
     def act(self) -> FloatArray:
-        """The next action [D], as a policy would give it."""
+        """The next action [D], in the policy's convention."""
         ...
 
 

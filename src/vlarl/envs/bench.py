@@ -183,7 +183,7 @@ class StockEnv:
 
 @dataclass(frozen=True)
 class StockFactory:
-    """Makes `StockEnv`s with the graphics settings of our own."""
+    """Makes `StockEnv`s with our own graphics settings."""
 
     own: LiberoFactory
     spec: SuiteSpec

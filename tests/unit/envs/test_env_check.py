@@ -189,13 +189,13 @@ def test_a_right_environment_passes_everything():
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (WrongObservation(images=lambda a: a.astype(np.float32)), "first look: images are float32[1, 20, 20, 3] where uint8[1, 20, 20, 3] was promised"),
-        (WrongObservation(images=lambda a: a[0]), "first look: images are uint8[20, 20, 3] where uint8[1, 20, 20, 3] was promised"),
-        (WrongObservation(proprio=lambda a: a[:3]), "first look: proprio are float32[3] where float32[4] was promised"),
-        (WrongObservation(proprio=list), "first look: proprio are list where float32[4] was promised"),
+        (WrongObservation(images=lambda a: a.astype(np.float32)), "first look: images are float32[1, 20, 20, 3], not uint8[1, 20, 20, 3] as promised"),
+        (WrongObservation(images=lambda a: a[0]), "first look: images are uint8[20, 20, 3], not uint8[1, 20, 20, 3] as promised"),
+        (WrongObservation(proprio=lambda a: a[:3]), "first look: proprio are float32[3], not float32[4] as promised"),
+        (WrongObservation(proprio=list), "first look: proprio are list, not float32[4] as promised"),
         (WrongObservation(images=lambda a: a * 0 + 90), "images: view 0 is of one colour"),
         (WrongObservation(images=lambda a: (a > 60).astype(np.uint8)), "images: view 0 holds nothing but 0 and 1"),
-        (WrongObservation(proprio=lambda a: a * [1, np.nan, 1, np.inf]), "first look: proprio are float64[4] where float32[4] was promised"),
+        (WrongObservation(proprio=lambda a: a * [1, np.nan, 1, np.inf]), "first look: proprio are float64[4], not float32[4] as promised"),
         (WrongObservation(proprio=lambda a: a * np.array([1, np.nan, 1, np.inf], np.float32)), "proprio: dimensions [1, 3] are not finite"),
         (WrongObservation(instruction=lambda _: " "), "instruction: is ' '"),
         (WrongStep(reward=float("nan")), "steps: step 1 returned the reward nan"),

@@ -52,6 +52,8 @@ def _guarded(name: str, check: Callable[[Subject], Findings], subject: Subject) 
         yield from check(subject)
     except (Exception, SystemExit) as error:  # the boundary to the code under test
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}, line {frame.lineno}"
-        remedy = "an environment that raises counts as crashed: its episode is run again, and then given up"
-        yield breach(f"{name}: {told(error)} ({place})", remedy)
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        remedy = (
+            "an environment that raises counts as crashed: its episode is run again, and given up after env.retries"
+        )
+        yield breach(f"{name}: {told(error)} ({where})", remedy)

@@ -40,7 +40,7 @@ def first_look(subject: Subject) -> Findings:
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
             found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
             remedy = "convert it in observe(), or promise what it is in the factory's image_shape and spec"
-            yield breach(f"first look: {name} are {found} where {dtype}{list(shape)} was promised", remedy)
+            yield breach(f"first look: {name} are {found}, not {dtype}{list(shape)} as promised", remedy)
         else:
             yield passed(f"{name}: {array.dtype}{list(array.shape)}")
 

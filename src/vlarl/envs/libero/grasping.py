@@ -42,7 +42,7 @@ class Boxes:
     halves: Float64Array  # [G, 3]
 
     def tops(self, points: Float64Array) -> Float64Array:
-        """Heights of the highest box over each point [N, 2]; -inf where there is none."""
+        """Heights of the highest box over each point [N, 2]; -inf if there is none."""
         if not len(self.centres):
             return np.full(len(points), -np.inf)
         down = -self.rotations[:, 2, :] + 1e-9  # [G, 3] in each box's frame, never exactly parallel to a face

@@ -57,7 +57,7 @@ class Scene:
             px, py = np.clip((x, y) + self.rng.uniform(-reach, reach, 2), -REACH, REACH)
             if self._is_free(name, px, py, gap):
                 return self.add(name, float(px), float(py))
-        raise RuntimeError(f"no free place for {name} near ({x:.2f}, {y:.2f}) among {self.names}")
+        raise RuntimeError(f"no free position for {name} near ({x:.2f}, {y:.2f}) among {self.names}")
 
     def add_on(self, name: str, support: str) -> None:
         """Place an object on another one."""
