@@ -2,8 +2,8 @@
 
     python examples/own_environment.py            # two short iterations: half a minute on two CPU cores
 
-The policy has fresh weights here, so that this shows how things fit together and not how far they get. With a
-checkpoint of yours, set policy.path. docs/adding-an-env.md has every option of section gym.
+The policy has fresh weights here, so this shows how the parts fit together, not what they reach. With a
+checkpoint of your own, set policy.path. docs/adding-an-env.md has every option of section gym.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ REACHED = 0.25  # distance at which the goal counts as reached
 
 
 class ReachEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
-    """A dot that is moved to a square, by two numbers per step. It shows itself as an image."""
+    """A dot that is moved to a square by two-dimensional actions; the observation is an image."""
 
     def __init__(self, speed: float = 0.2) -> None:
         self.speed = speed
@@ -28,10 +28,10 @@ class ReachEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Everything random follows from the seed: the same seed must give the same episode."""
+        """The seed determines everything random: the same seed must give the same episode."""
         super().reset(seed=seed)
         self.dot, self.goal = self.np_random.uniform(-0.8, 0.8, (2, 2))
-        return self._seen(), {"success": False}
+        return self._observation(), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move the dot. `info["success"]` says at every step whether the goal is reached."""
@@ -39,18 +39,18 @@ class ReachEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         self.dot = np.clip(self.dot + self.speed * np.asarray(action), -1.0, 1.0)
         distance = np.linalg.norm(self.dot - self.goal)
         reached = bool(distance < REACHED)
-        return self._seen(), float(before - distance), reached, False, {"success": reached}
+        return self._observation(), float(before - distance), reached, False, {"success": reached}
 
-    def _seen(self) -> dict[str, np.ndarray]:
+    def _observation(self) -> dict[str, np.ndarray]:
         image = np.full((SIZE, SIZE, 3), 40, np.uint8)
-        for place, color in ((self.goal, (60, 180, 90)), (self.dot, (220, 70, 60))):
-            column, row = ((place + 1) / 2 * (SIZE - 9)).astype(int)
+        for point, color in ((self.goal, (60, 180, 90)), (self.dot, (220, 70, 60))):
+            column, row = ((point + 1) / 2 * (SIZE - 9)).astype(int)
             image[row : row + 9, column : column + 9] = color
         return {"pixels": image}
 
 
 def make_env(speed: float) -> ReachEnv:
-    """Called once in the process of each environment, with the options of gym.kwargs."""
+    """Called once in the process of each environment, with gym.kwargs."""
     return ReachEnv(speed)
 
 
@@ -63,7 +63,7 @@ def main() -> None:
             "gym.kwargs": {"speed": 0.2},
             "gym.images": ["pixels"],
             "gym.instructions": ["move the dot to the square"],
-            "gym.actions": [0, 1],  # which of the policy's seven numbers the environment's two are
+            "gym.actions": [0, 1],  # which of the policy's seven dimensions the environment takes
             "gym.num_states": 10,
             "env.max_steps": 16,
             "env.num_envs": 2,

@@ -1,4 +1,4 @@
-"""What every EnvPool promises the collector, asked of the built-in one in all its suites."""
+"""The contract of every EnvPool with the collector, tested on all suites of the built-in one."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_the_suite_describes_itself(pool):
 def test_observations_are_upright_rgb_state_and_the_tasks_instruction(pool):
     for slot, observation in enumerate(pool.reset([2, 0], [task(pool, 4), task(pool, 9)])):
         assert observation.images.shape == (1, SIZE, SIZE, 3) and observation.images.dtype == np.uint8
-        assert observation.images.std() > 5, "a picture, not a colour"
+        assert observation.images.std() > 5, "an image, not one colour"
         assert observation.proprio.shape == (8,) and observation.proprio.dtype == np.float32
         assert observation.instruction == pool.spec.tasks[(4, 9)[slot]].instruction
     frame = pool.frame(2)
@@ -88,7 +88,7 @@ def test_the_chunk_stops_at_the_time_limit_and_the_rest_is_not_executed(pool):
     assert pool.step_chunk([1], idle[:, :1])[0].num_executed == 1
 
 
-def test_only_filmed_slots_have_frames_one_a_step(pool):
+def test_only_recorded_slots_have_frames_one_a_step(pool):
     pool.reset([0, 1], [task(pool), task(pool, 1)])
     recorded, plain = pool.step_chunk([0, 1], noise(2, 3), frozenset({0}))
     assert len(recorded.frames) == 3 and plain.frames == ()

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from fakes.gym_envs import HIGH, LOW, REACHED, SIZE, Reach, drawn
+from fakes.gym_envs import HIGH, LOW, REACHED, SIZE, Reach, scene_image
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
@@ -57,7 +57,7 @@ class TensorReach(VectorEnv):
 
     def _seen(self):
         for slot in range(self.num_envs):  # the same memory again, as a GPU renderer's
-            self.pixels[slot] = torch.from_numpy(drawn(self.position[slot].numpy(), self.goal[slot].numpy()))
+            self.pixels[slot] = torch.from_numpy(scene_image(self.position[slot].numpy(), self.goal[slot].numpy()))
         return {"pixels": {"front": self.pixels}, "state": self.position, "goal": self.goal}
 
 

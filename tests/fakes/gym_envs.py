@@ -1,4 +1,4 @@
-"""Gymnasium environments to be wrapped: a right one, and one for each thing that can be wrong."""
+"""Gymnasium environments to be wrapped: a correct one, and one for each possible fault."""
 
 import os
 import sys
@@ -14,17 +14,17 @@ LOW, HIGH = np.array([-0.1, -0.2], np.float32), np.array([0.3, 0.2], np.float32)
 REACHED = 0.05
 
 
-def drawn(position: np.ndarray, goal: np.ndarray) -> np.ndarray:
+def scene_image(position: np.ndarray, goal: np.ndarray) -> np.ndarray:
     """[SIZE, SIZE, 3] a red goal and a white robot on a floor that is dark at the top and light at the bottom."""
-    picture = np.repeat(np.linspace(20, 120, SIZE, dtype=np.uint8)[:, None, None], SIZE, 1).repeat(3, 2).copy()
-    for place, colour in ((goal, (255, 0, 0)), (position, (255, 255, 255))):
-        column, row = np.clip(np.asarray(place) * SIZE, 0, SIZE - 2).astype(int)
-        picture[row : row + 2, column : column + 2] = colour
-    return picture
+    image = np.repeat(np.linspace(20, 120, SIZE, dtype=np.uint8)[:, None, None], SIZE, 1).repeat(3, 2).copy()
+    for point, colour in ((goal, (255, 0, 0)), (position, (255, 255, 255))):
+        column, row = np.clip(np.asarray(point) * SIZE, 0, SIZE - 2).astype(int)
+        image[row : row + 2, column : column + 2] = colour
+    return image
 
 
 class Reach(gymnasium.Env):
-    """A robot at a random place of the unit square reaches a goal: task 0 in the right half, task 1 in the left."""
+    """A robot at a random position of the unit square reaches a goal: task 0 in the right half, task 1 in the left."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"]}
 
@@ -66,21 +66,23 @@ class Reach(gymnasium.Env):
 
     def _seen(self) -> dict[str, Any]:
         position = np.full(2, np.nan) if self.fault == "nan state" else self.position
-        return {"pixels": {"front": self._picture()}, "state": position.astype(np.float32), "goal": self.goal}
+        return {"pixels": {"front": self._image()}, "state": position.astype(np.float32), "goal": self.goal}
 
-    def _picture(self) -> np.ndarray:
-        picture = drawn(self.position, self.goal)
+    def _image(self) -> np.ndarray:
+        image = scene_image(self.position, self.goal)
         if self.fault == "one colour":
-            picture[:] = 90
+            image[:] = 90
         if self.fault == "nearly black":
-            picture = (picture > 60).astype(np.uint8)
+            image = (image > 60).astype(np.uint8)
         if self.fault == "overwrites":
-            self.buffer[:] = picture
+            self.buffer[:] = image
             return self.buffer
-        return picture
+        return image
 
     def render(self) -> np.ndarray | None:
-        return None if self.fault == "draws nothing" else drawn(self.position, self.goal).repeat(4, 0).repeat(4, 1)
+        return (
+            None if self.fault == "renders nothing" else scene_image(self.position, self.goal).repeat(4, 0).repeat(4, 1)
+        )
 
 
 class Shown(gymnasium.Env):

@@ -1,4 +1,4 @@
-"""Environments for a process each, that do what a test asks of them: run, raise, die, hang, refuse, send nonsense."""
+"""Environments for processes, which do what a test requires: run, raise, die, hang, refuse, send nonsense."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ SPEC = SuiteSpec(
 
 
 def nonsense(connection: int, kind: str) -> None:
-    """Send something else than an answer through a worker's connection, and hang."""
+    """Send something other than a reply through a worker's connection, and hang."""
     for part in _NONSENSE[kind]():
         os.write(connection, part)
         time.sleep(0.05)
@@ -49,10 +49,10 @@ def _frame(content: bytes) -> bytes:
 
 _NONSENSE = {
     "half a length": lambda: [_frame(b"x")[:3]],
-    "half a message": lambda: [_frame(pickle.dumps("an answer"))[:-4]],
+    "half a message": lambda: [_frame(pickle.dumps("a reply"))[:-4]],
     "dripping": _dripping,
     "no pickle": lambda: [_frame(b"what a simulator prints to the wrong file")],
-    "no answer": lambda: [_frame(pickle.dumps(42))],
+    "no reply": lambda: [_frame(pickle.dumps(42))],
     "a length without end": lambda: [b"\xff" * 4096],
 }
 
@@ -100,7 +100,7 @@ class CountingEnv:
         return StepOutcome(reward, success, self.trouble.get("truncate") == self.steps, success)
 
     def fail(self) -> None:
-        """What ends a step before it has a result."""
+        """Faults that end a step before it has a result."""
         if self.once("die"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.once("hang"):

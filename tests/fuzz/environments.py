@@ -110,7 +110,7 @@ def _named(answer: Answer, fault: str) -> list[Defect]:
         "calls sys.exit": "goodbye",
         "is killed": "SIGKILL",
         "crashes": "SIGSEGV",
-        "hangs": "did not answer within",
+        "hangs": "did not reply within",
         "success is 'no'": "success",
         "success is missing": "success",
         "state is NaN": "state",

@@ -99,7 +99,7 @@ class Simulator:
         return self._runner.env.frame()
 
     def _outcome(self, message: Reset | Chunk) -> ChunkOutcome:
-        return cast(ChunkOutcome, self._runner.answer(message))
+        return cast(ChunkOutcome, self._runner.handle(message))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""The environment contracts: what the collector asks of a simulator, and what a simulator has to bring for it.
+"""The environment contracts: what the collector calls, and what a simulator has to implement.
 
     Collector ── EnvPool ─┬─ TabletopPool           all slots in one process, as arrays
                           ├─ GymVectorPool          all slots in one batched Gymnasium environment
                           └─ WorkerPool ── SingleEnv   a process for each slot (LIBERO, Meta-World, Gymnasium)
 
 A pool holds `num_envs` slots. A slot is reset to a task and then runs chunks of actions until its episode ends.
-Conventions of the simulator (image orientation, gripper sign, quaternion order) end inside the implementation.
+The implementation hides the conventions of its simulator (image orientation, gripper sign, quaternion order).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlarl.errors import VlarlError
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 RewardMode = Literal["sparse", "dense"]
-"""What an environment pays: 1 at success, or its own measure of progress."""
+"""The reward that an environment assigns: 1 at success, or its own measure of progress."""
 
 
 @dataclass(frozen=True)
@@ -43,32 +43,32 @@ class SuiteSpec:
     benchmark_states: tuple[int, ...]  # indices that published results are measured on
     action_dim: int = 7
     proprio_dim: int = 8
-    first_fresh_state: int | None = None  # from here on every index is another state, for demonstrations
+    first_fresh_state: int | None = None  # every index from here on is a different state, for demonstrations
 
 
 class EnvPool(Protocol):
     """Parallel environments of one suite.
 
-    `send_reset` and `send_chunk` return at once; `receive` brings the answers of slots that are ready. `reset` and
+    `send_reset` and `send_chunk` return at once; `receive` returns the outcomes of slots that are ready. `reset` and
     `step_chunk` do both and wait. The same task and actions give the same episode, in any slot.
     """
 
     spec: SuiteSpec
     num_envs: int
-    lockstep: bool  # all slots answer together, and are to be sent their chunks together
+    lockstep: bool  # all slots finish together, and must be sent their chunks together
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; film the named slots' first pictures."""
+        """Start each task in its slot; record the first frame of the slots in `record`."""
         ...
 
     def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
         ...
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
-        """Answers of slots that were sent something, by slot: one at least, all of them from a lock-step pool.
+        """Outcomes of slots that were sent something, by slot: one at least, all of them from a lock-step pool.
 
-        A reset answers with no executed step. `error` is set where the simulator failed; the slot can be reset again.
+        A reset's outcome has no executed step. `error` is set if the simulator failed; the slot can be reset again.
         """
         ...
 
@@ -83,7 +83,7 @@ class EnvPool(Protocol):
         ...
 
     def frame(self, slot: int) -> UInt8Array:
-        """A large picture [H, W, 3] of a slot as it is now, for videos."""
+        """A large image [H, W, 3] of the slot's current state, for videos."""
         ...
 
     def close(self) -> None:
@@ -92,35 +92,35 @@ class EnvPool(Protocol):
 
 
 class LockstepPool:
-    """The asynchronous half of `EnvPool` for pools that run all their slots at once: answers wait to be received."""
+    """The asynchronous half of `EnvPool` for pools that run all slots at once: outcomes are kept until received."""
 
     lockstep = True
 
     def __init__(self) -> None:
-        self._answers: list[tuple[int, ChunkOutcome]] = []
+        self._outcomes: list[tuple[int, ChunkOutcome]] = []
 
     def send_reset(
-        self: _Answering, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()
+        self: _HasOutcomes, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()
     ) -> None:
-        """Start each task in its slot; film the named slots' first pictures."""
+        """Start each task in its slot; record the first frame of the slots in `record`."""
         observations = self.reset(slots, tasks)
         for slot, observation in zip(slots, observations, strict=True):
-            self._answers.append((slot, started(observation, (self.frame(slot),) if slot in record else ())))
+            self._outcomes.append((slot, started(observation, (self.frame(slot),) if slot in record else ())))
 
     def send_chunk(
-        self: _Answering, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self: _HasOutcomes, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> None:
-        """Run one chunk in each slot, stopping a slot at its first end; film the named slots."""
-        self._answers += zip(slots, self.step_chunk(slots, actions, record), strict=True)
+        """Run one chunk in each slot, stopping a slot at its first end; record the slots in `record`."""
+        self._outcomes += zip(slots, self.step_chunk(slots, actions, record), strict=True)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
-        """All answers, by slot."""
-        answers, self._answers = sorted(self._answers, key=lambda answer: answer[0]), []
-        return answers
+        """All outcomes, by slot."""
+        outcomes, self._outcomes = sorted(self._outcomes, key=lambda each: each[0]), []
+        return outcomes
 
 
 class AsyncPool:
-    """The half of `EnvPool` that waits, for pools whose slots answer one by one."""
+    """The synchronous half of `EnvPool`, for pools whose slots finish one by one."""
 
     def reset(self: _Receiving, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
         """Start each task in its slot and return the first observations."""
@@ -143,12 +143,12 @@ class _Receiving(EnvPool, Protocol):
     def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]: ...
 
 
-class _Answering(EnvPool, Protocol):
-    _answers: list[tuple[int, ChunkOutcome]]
+class _HasOutcomes(EnvPool, Protocol):
+    _outcomes: list[tuple[int, ChunkOutcome]]
 
 
 def started(observation: Observation, frames: tuple[UInt8Array, ...] = (), error: str | None = None) -> ChunkOutcome:
-    """The answer to a reset: nothing has been executed yet."""
+    """The outcome of a reset: nothing has been executed yet."""
     return ChunkOutcome(
         rewards=np.zeros(0, np.float32),
         num_executed=0,
@@ -162,15 +162,15 @@ def started(observation: Observation, frames: tuple[UInt8Array, ...] = (), error
 
 
 def fitting(waiting: Sequence[Task], own: int | None, taken: Collection[int | None]) -> int:
-    """Which of the waiting tasks a free slot should take: changing the task of a simulator can cost seconds.
+    """Index of the waiting task that a free slot should take: changing the task of a simulator can cost seconds.
 
-    One of the task id that the slot has run last (`own`), else the first that no other slot is at, else the first.
+    One of the task id that the slot ran last (`own`), else the first that no other slot runs, else the first.
     """
     fresh = 0
-    for place in range(len(waiting) - 1, -1, -1):
-        if waiting[place].task_id not in taken:
-            fresh = place
-    return next((place for place, task in enumerate(waiting) if task.task_id == own), fresh)
+    for index in range(len(waiting) - 1, -1, -1):
+        if waiting[index].task_id not in taken:
+            fresh = index
+    return next((index for index, task in enumerate(waiting) if task.task_id == own), fresh)
 
 
 @dataclass(frozen=True)
@@ -178,28 +178,28 @@ class StepOutcome:
     """One step of one environment."""
 
     reward: float
-    terminated: bool  # the task ended here, by success or for good
-    truncated: bool  # the environment's own time limit; that of the suite is the pool's business
+    terminated: bool  # the task ended here, by success or failure
+    truncated: bool  # the environment's own time limit; the pool applies that of the suite
     success: bool
 
 
 class SingleEnv(Protocol):
-    """One environment, run by a process of its own (`envs/worker.py`). It renders when it is asked to, not before."""
+    """One environment, run by a process of its own (`envs/env_process.py`). It renders on demand only."""
 
     def reset(self, task: Task) -> None:
         """Start the task's episode. Everything random about it follows from the task."""
         ...
 
     def step(self, action: FloatArray) -> StepOutcome:
-        """Apply one action [D] of the policy, in the suite's units; draws nothing."""
+        """Apply one action [D] of the policy, in the suite's units, without rendering."""
         ...
 
     def observe(self) -> Observation:
-        """What the robot sees and feels now; renders the policy's cameras."""
+        """The current images and proprio; renders the policy's cameras."""
         ...
 
     def frame(self) -> UInt8Array:
-        """A picture [H, W, 3] for videos, as it is now."""
+        """An image [H, W, 3] of the current state, for videos."""
         ...
 
     def close(self) -> None:
@@ -208,14 +208,14 @@ class SingleEnv(Protocol):
 
 
 class Expert(Protocol):
-    """Plays episodes of one environment by what a policy can't see: positions, contacts, goals."""
+    """Plays episodes of one environment from its privileged state: positions, contacts, goals."""
 
     def reset(self) -> None:
-        """Look at the episode that the environment has just started."""
+        """Plan for the episode that the environment has just started."""
         ...
 
     def act(self) -> FloatArray:
-        """The next action [D], as a policy would give it."""
+        """The next action [D], in the policy's convention."""
         ...
 
 
@@ -227,13 +227,13 @@ class Demonstration:
     instruction: str
     images: UInt8Array  # [T, I, H, W, 3] before each action
     proprio: FloatArray  # [T, P]
-    actions: FloatArray  # [T, D] as the expert intended them; what it executed may have been shaken by noise
+    actions: FloatArray  # [T, D] as the expert intended them; those executed may have noise added
     rewards: FloatArray  # [T]
     success: bool
 
 
 class EnvFactory(Protocol):
-    """What a process needs to make its environment: picklable, and light until `build`."""
+    """Makes an environment in its process: picklable, and cheap until `build`."""
 
     @property
     def spec(self) -> SuiteSpec:
@@ -254,5 +254,5 @@ class EnvFactory(Protocol):
         ...
 
     def build_expert(self, env: SingleEnv) -> Expert:
-        """The scripted expert of an environment that this factory made; UsageError where there is none."""
+        """The scripted expert for an environment of this factory; UsageError if there is none."""
         ...

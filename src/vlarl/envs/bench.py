@@ -37,7 +37,7 @@ class TabletopSpeed:
 
 @dataclass(frozen=True)
 class SimulatorSpeed:
-    """Environment steps a second of a simulator in processes, with random actions, drawn once a chunk."""
+    """Environment steps a second of a simulator in processes, with random actions, rendered once a chunk."""
 
     suite: str
     image_size: int
@@ -46,7 +46,9 @@ class SimulatorSpeed:
     first_reset_s: float  # process, imports and simulator included
     reset_s: float  # another episode of the same task
     steps_per_s: Mapping[int, float]  # by the number of processes
-    stock_steps_per_s: float | None  # the package's own environment, two cameras drawn in every step; None: no such
+    stock_steps_per_s: (
+        float | None
+    )  # the package's own environment, two cameras rendered in every step; None: there is none
 
 
 def bench_tabletop(
@@ -55,7 +57,7 @@ def bench_tabletop(
     """Step `num_envs` environments `steps` times each in three ways and time them."""
     actions = np.random.default_rng(seed).uniform(-1, 1, (steps, num_envs, 7)).astype(np.float32)
     pool = TabletopPool(suite, num_envs, image_size)
-    _run_chunks(pool, actions[:CHUNK], 1)  # warm up: sprites are painted at first sight
+    _run_chunks(pool, actions[:CHUNK], 1)  # warm up: sprites are painted when first used
     return TabletopSpeed(
         suite=suite,
         num_envs=num_envs,
@@ -69,7 +71,7 @@ def bench_tabletop(
 def bench_simulator(
     env: EnvConfig, num_envs: Sequence[int], image_size: int, steps: int, chunk: int, seed: int = 0
 ) -> SimulatorSpeed:
-    """Step so many simulators side by side, `steps` times each, and LIBERO's own environment in the same way."""
+    """Time `num_envs` simulators in parallel, each count in turn, for `steps` steps, and LIBERO's own environment."""
     factory = build_factory(env, GymConfig(), image_size, "sparse")
     first_resets: list[float] = []
     resets: list[float] = []
@@ -109,7 +111,7 @@ def _timed_reset(pool: EnvPool) -> float:
 
 
 def _run_chunks(pool: EnvPool, actions: FloatArray, chunk: int, restart: bool = True) -> float:
-    """Steps a second; `restart`: an episode that ended makes room for another task's, else for the same one's."""
+    """Steps a second; with `restart` an ended episode is followed by one of another task, else of the same task."""
     slots = list(range(pool.num_envs))
     pool.reset(slots, [_task(pool, slot, 0) for slot in slots])
     executed = 0
@@ -143,7 +145,7 @@ def _bench_stock(factory: LiberoFactory, image_size: int, seed: int) -> float:
 
 
 class StockEnv:
-    """LIBERO's own environment as a `SingleEnv`, which draws both cameras in every step as it always does."""
+    """LIBERO's own environment as a `SingleEnv`, which renders both cameras in every step, as the package does."""
 
     def __init__(self, image_size: int, assets: str, spec: SuiteSpec) -> None:
         self._image_size, self._assets, self._spec = image_size, assets, spec
@@ -159,29 +161,29 @@ class StockEnv:
         self._instruction = self._spec.tasks[task.task_id].instruction
 
     def step(self, action: FloatArray) -> StepOutcome:
-        """One step, drawn."""
+        """One step, rendered."""
         self._seen, reward, done, _ = self._env.step(action)
         return StepOutcome(float(reward), bool(done), False, bool(done))
 
     def observe(self) -> Observation:
-        """What the last step has drawn."""
+        """What the last step rendered."""
         images = np.stack([self._seen["agentview_image"], self._seen["robot0_eye_in_hand_image"]])
         return Observation(images, np.zeros(self._spec.proprio_dim, np.float32), self._instruction)
 
     def frame(self) -> UInt8Array:
         """The agent's view."""
-        picture: UInt8Array = self._seen["agentview_image"]
-        return picture
+        image: UInt8Array = self._seen["agentview_image"]
+        return image
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         if self._env is not None:
             self._env.close()
 
 
 @dataclass(frozen=True)
 class StockFactory:
-    """Makes `StockEnv`s with the graphics settings of our own."""
+    """Makes `StockEnv`s with our own graphics settings."""
 
     own: LiberoFactory
     spec: SuiteSpec
@@ -196,5 +198,5 @@ class StockFactory:
         return StockEnv(self.image_shape[1], str(self.own.assets), self.spec)
 
     def build_expert(self, env: SingleEnv) -> Expert:
-        """None is needed to be timed."""
+        """There is none: timing needs no expert."""
         raise NotImplementedError

@@ -23,7 +23,7 @@ def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, r
 
 
 def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: RewardMode) -> EnvFactory:
-    """What makes one environment of the configured suite, in a process of its own."""
+    """The factory for one environment of the configured suite, in a process of its own."""
     if env.suite == GYM:
         from vlarl.envs.gym.env import gym_factory
 

@@ -1,12 +1,12 @@
 """A process that runs one environment: `main()`, with two inherited file descriptors, a connection and shared memory.
 
     WorkerPool ── Reset, Chunk, Frame, Demonstrate ─────────► worker ──► SingleEnv
-               ◄── Answer ───────────────────────────────────
+               ◄── Reply ────────────────────────────────────
                ◄══ shared memory: images and proprio of the newest observation
 
-The worker waits for a message, does it, answers, and waits again: one message at a time. It ends when the connection
-does. It is a program of its own, not a fork: whatever threads, locks and GPU contexts the trainer holds stay there, and
-a user's script is not run again.
+The worker handles one message at a time: it receives, executes, replies, and waits for the next. It ends when the
+connection closes. It is a new program, not a fork: it inherits no threads, locks or GPU contexts of the trainer, and
+does not run a user's script again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vlarl.errors import UsageError, excerpt, told
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 PARENT_CHECK_S = 2.0
-LENGTH = struct.Struct("!Q")  # in front of every answer: its size in bytes
+LENGTH = struct.Struct("!Q")  # in front of every reply: its size in bytes
 LONGEST_TRACEBACK = 16_000  # characters
 MEAN_PAUSE = 15  # steps that a hesitating expert stands still
 
@@ -57,34 +57,34 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Frame:
-    """A picture of now."""
+    """Render the current state."""
 
 
 @dataclass(frozen=True)
 class Demonstrate:
-    """Let the expert play a task to its end, its actions shaken by noise, standing still now and then."""
+    """Let the expert play a task to its end, with noise on its actions and occasional pauses."""
 
     task: Task
     action_noise: float
-    hesitation: float  # share of the time that it stands still
+    hesitation: float  # fraction of the time that it stands still
 
 
 Message = Reset | Chunk | Frame | Demonstrate
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of a message. Arrays of an observation are in the shared memory, its instruction is here."""
+class Reply:
+    """The result of a message. An observation's arrays are in the shared memory, its instruction is here."""
 
-    content: Any = None  # ChunkOutcome without an observation, a picture, or a Demonstration
+    content: Any = None  # ChunkOutcome without an observation, an image, or a Demonstration
     instruction: str = ""
-    error: str | None = None  # what went wrong, and where: the environment is not to be trusted any more
-    refusal: str | None = None  # a message for the user: nothing that another attempt would mend
+    error: str | None = None  # what went wrong, and where: the environment can't be used any more
+    refusal: str | None = None  # a message for the user: another attempt would not help
 
 
-def send_answer(connection: Connection, answer: Answer) -> None:
-    """Send an answer in a frame of its own: the trainer reads it with a deadline, which `Connection.recv` has not."""
-    content = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+def send_reply(connection: Connection, reply: Reply) -> None:
+    """Send a reply with its length in front: the trainer reads with a deadline, which `Connection.recv` lacks."""
+    content = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
     for part in (LENGTH.pack(len(content)), content):
         rest = memoryview(part)
         while rest:
@@ -92,7 +92,7 @@ def send_answer(connection: Connection, answer: Answer) -> None:
 
 
 class SharedObservation:
-    """The place of one observation in memory that two processes share."""
+    """One observation in memory that two processes share."""
 
     def __init__(self, memory: int, image_shape: tuple[int, int, int, int], proprio_dim: int) -> None:
         self._bytes = mmap.mmap(memory, self.size(image_shape, proprio_dim))
@@ -107,20 +107,20 @@ class SharedObservation:
         return _aligned(int(np.prod(image_shape))) + 4 * proprio_dim
 
     def write(self, observation: Observation) -> None:
-        """Put an observation's arrays here; other shapes than the agreed ones are refused."""
-        for name, place, array in (
+        """Store an observation's arrays; shapes and dtypes other than the factory's are refused."""
+        for name, target, array in (
             ("images", self._images, observation.images),
             ("proprio", self._proprio, observation.proprio),
         ):
-            if array.shape != place.shape or array.dtype != place.dtype:
+            if array.shape != target.shape or array.dtype != target.dtype:
                 raise ValueError(
                     f"the environment's {name} are {array.dtype}{list(array.shape)}, and its factory promised "
-                    f"{place.dtype}{list(place.shape)}"
+                    f"{target.dtype}{list(target.shape)}"
                 )
-            np.copyto(place, array)
+            np.copyto(target, array)
 
     def read(self, instruction: str) -> Observation:
-        """A copy of what is here."""
+        """A copy of the stored observation."""
         return Observation(self._images.copy(), self._proprio.copy(), instruction)
 
 
@@ -129,7 +129,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class EnvRunner:
-    """Runs one environment, which is made when it is first needed, and answers messages about it."""
+    """Runs one environment, which is built when first needed, as messages request."""
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
@@ -147,8 +147,8 @@ class EnvRunner:
             self._env = self._factory.build()
         return self._env
 
-    def answer(self, message: Message) -> ChunkOutcome | UInt8Array | Demonstration:
-        """Do what a message asks; `SignalError` where the environment returned what can't be used."""
+    def handle(self, message: Message) -> ChunkOutcome | UInt8Array | Demonstration:
+        """Execute a message; `SignalError` if the environment returned an unusable value."""
         try:
             match message:
                 case Reset():
@@ -164,12 +164,12 @@ class EnvRunner:
             raise SignalError(f"{error}, {step} of episode {self._episode}") from error
 
     def reset(self, task: Task, record: bool) -> ChunkOutcome:
-        """Start a task and look."""
+        """Start a task and observe."""
         self._start(task)
         return started(self._observe(), (self.env.frame(),) if record else ())
 
     def run_chunk(self, actions: FloatArray, record: bool) -> ChunkOutcome:
-        """Run actions [K, D] up to the first end, and look once, at the end."""
+        """Run actions [K, D] up to the first end, and observe once, after the last."""
         rewards = np.zeros(len(actions), np.float32)
         frames: list[UInt8Array] = []
         terminated = truncated = success = False
@@ -185,9 +185,9 @@ class EnvRunner:
         return ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, tuple(frames))
 
     def demonstrate(self, task: Task, action_noise: float, hesitation: float) -> Demonstration:
-        """Let the expert play a task to its end; what it intends is noted, what it does is shaken by noise.
+        """Let the expert play a task to its end; its intended actions are kept, noise is added to those executed.
 
-        For a share `hesitation` of the time it stands still, a while each, as people do at the controls.
+        For a fraction `hesitation` of the time it pauses, as human teleoperators do.
         """
         self._start(task)
         if self._expert is None:
@@ -206,7 +206,7 @@ class EnvRunner:
             action = self._expert.act() if pause == 0 else standing_still(actions[-1])
             pause = max(0, pause - 1)
             noise = rng.normal(0.0, action_noise, action.shape).astype(np.float32)
-            noise[-1] = 0.0  # the gripper's, which opens or closes
+            noise[-1] = 0.0  # the gripper only opens or closes
             actions.append(action)
             reward, terminated, truncated, success = self._step(action + noise)
             rewards.append(reward)
@@ -237,7 +237,7 @@ class EnvRunner:
         return seen
 
     def _step(self, action: FloatArray) -> tuple[float, bool, bool, bool]:
-        """Reward, terminated, truncated and success of one step; the suite's time limit is kept here."""
+        """Reward, terminated, truncated and success of one step, with the suite's time limit applied."""
         self._num_steps += 1
         step = self.env.step(action)
         check_reward(step.reward)
@@ -250,21 +250,21 @@ def standing_still(action: FloatArray) -> FloatArray:
     return np.concatenate([np.zeros_like(action[:-1]), action[-1:]])
 
 
-_ELSEWHERE = Observation(np.zeros((0, 0, 0, 3), np.uint8), np.zeros(0, np.float32), "")
+_IN_SHARED_MEMORY = Observation(np.zeros((0, 0, 0, 3), np.uint8), np.zeros(0, np.float32), "")
 
 
-def departing(content: ChunkOutcome | UInt8Array | Demonstration, shared: SharedObservation) -> Answer:
-    """An answer to be sent: an outcome's observation goes through the shared memory."""
+def to_reply(content: ChunkOutcome | UInt8Array | Demonstration, shared: SharedObservation) -> Reply:
+    """The reply to send: an outcome's observation goes through the shared memory."""
     if not isinstance(content, ChunkOutcome):
-        return Answer(content)
+        return Reply(content)
     shared.write(content.observation)
-    return Answer(replace(content, observation=_ELSEWHERE), content.observation.instruction)
+    return Reply(replace(content, observation=_IN_SHARED_MEMORY), content.observation.instruction)
 
 
-def arrived(answer: Answer, shared: SharedObservation) -> ChunkOutcome:
-    """An answer's outcome with its observation, on the trainer's side."""
-    outcome: ChunkOutcome = answer.content
-    return replace(outcome, observation=shared.read(answer.instruction))
+def from_reply(reply: Reply, shared: SharedObservation) -> ChunkOutcome:
+    """A reply's outcome with its observation, on the trainer's side."""
+    outcome: ChunkOutcome = reply.content
+    return replace(outcome, observation=shared.read(reply.instruction))
 
 
 def _follow_parent(parent: int) -> None:
@@ -276,13 +276,13 @@ def _follow_parent(parent: int) -> None:
 
 def main() -> None:
     """Serve one environment until the connection closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer, which then closes its pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C, and then closes its pool
     logging.basicConfig(level=logging.WARNING)
     connection, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     if sys.argv[3] == "1":
         end_with_parent()
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
-    sys.path[:] = connection.recv()  # the trainer's, before its factory, which may be of a user's own module
+    sys.path[:] = connection.recv()  # the trainer's path comes first: its factory may be in a user's module
     factory: EnvFactory = connection.recv()
     runner = EnvRunner(factory)
     shared = SharedObservation(memory, factory.image_shape, factory.spec.proprio_dim)
@@ -292,16 +292,16 @@ def main() -> None:
         except EOFError:
             break
         try:
-            answer = departing(runner.answer(message), shared)
+            reply = to_reply(runner.handle(message), shared)
         except UsageError as error:
-            answer = Answer(refusal=str(error))
+            reply = Reply(refusal=str(error))
         except SignalError as error:
-            answer = Answer(error=str(error))
-        except (Exception, SystemExit) as error:  # a process border: whatever a simulator raises is told to the trainer
+            reply = Reply(error=str(error))
+        except (Exception, SystemExit) as error:  # a process boundary: the trainer gets whatever is raised
             trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
-            answer = Answer(error=f"the environment {told(error)}\n{trace}")
+            reply = Reply(error=f"the environment {told(error)}\n{trace}")
         try:
-            send_answer(connection, answer)
+            send_reply(connection, reply)
         except (BrokenPipeError, ConnectionResetError):
             break
     runner.close()

@@ -1,14 +1,14 @@
-"""Ends the simulators of a trainer that has died, however it died: a small process that holds a list of groups.
+"""Ends the simulators of a trainer that has died, however it died: a small process with a list of process groups.
 
     trainer ── "+123\\n": watch this group; "-123\\n": it has ended ──► guardian
             ── the end of the pipe, or of the trainer ──────────────► guardian: SIGKILL to each group that is left
 
-A simulator has a session of its own, so its process group holds it and whatever it starts. A simulator that holds the
-GIL or is stopped can't notice that its trainer is gone; the guardian, which runs nothing else, can. It reads an
-inherited pipe and waits for nothing but that pipe and its owners.
+A simulator has a session of its own, so its process group contains everything it starts. A simulator that holds the
+GIL or is stopped can't notice that its trainer is gone; the guardian, which does nothing else, can. It waits
+only for an inherited pipe and its owners.
 
-A process that an environment moves into yet another session is outside that group. It is known by a variable of its
-environment, which Linux shows in /proc, and ends with the guardian.
+A process that an environment moves into yet another session is outside that group. An environment variable, which
+Linux shows in /proc, marks it, and the guardian kills it when it ends.
 
 The trainer starts this file as a program: it must import nothing but the standard library.
 """
@@ -32,10 +32,10 @@ PASSES = 20
 
 
 class Guardian:
-    """The trainer's side: starts the process and tells it what to watch. `close` ends what is still watched."""
+    """The trainer's side: starts the process and sends it the groups to watch. `close` ends those still watched."""
 
     def __init__(self, owners: Sequence[int] = ()) -> None:
-        """The groups end with this process, and with any other of the `owners`."""
+        """The groups end with this process, or with any of the `owners`."""
         read_end, self._pipe = os.pipe()
         mark = uuid.uuid4().hex
         self.variables = {VARIABLE: mark}  # for the environment of each process that is watched
@@ -47,7 +47,9 @@ class Guardian:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(read_end,),
                 cwd="/",
-                env={name: value for name, value in os.environ.items() if name != VARIABLE},  # it outlives an outer one
+                env={
+                    name: value for name, value in os.environ.items() if name != VARIABLE
+                },  # it must outlive an outer guardian
                 start_new_session=True,
             )
         finally:
@@ -66,11 +68,11 @@ class Guardian:
 
     def watch(self, group: int) -> None:
         """End this process group when an owner dies."""
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """This process group has ended: another one may come to bear its number."""
-        self._tell(f"-{group}\n")
+        """This process group has ended: its id may be reused."""
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
         """End the process, and all groups that it still watches."""
@@ -84,13 +86,13 @@ class Guardian:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # it was killed: the trainer itself still ends what it started
+    def _send(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # the guardian was killed: the trainer still ends what it started
             os.write(self._pipe, line.encode())
 
 
 def run_watched(command: Sequence[str], output: IO[bytes], environment: Mapping[str, str], timeout_s: float) -> int:
-    """Run a program to its end and give its exit code; it and all that it starts end with us, or after the time limit.
+    """Run a program and return its exit code; it and its children end with this process, or at the time limit.
 
     Raises subprocess.TimeoutExpired.
     """
@@ -112,15 +114,15 @@ def run_watched(command: Sequence[str], output: IO[bytes], environment: Mapping[
 
 
 def kill_group(group: int) -> None:
-    """End all processes of a group; one that is gone already is no error."""
-    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that has just ended
+    """Kill all processes of a group, if it still exists."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group that has just ended
         os.killpg(group, signal.SIGKILL)
 
 
 def end_with_parent() -> None:
     """Let the system kill this process when the thread that started it ends (Linux only).
 
-    That thread must be one that lasts as long as its process.
+    That thread must live as long as its process.
     """
     if sys.platform == "linux":
         import ctypes
@@ -130,14 +132,14 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Watch until an owner or the pipe ends, then kill what is left."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     pipe, mark, owners = int(sys.argv[1]), sys.argv[2], [int(pid) for pid in sys.argv[3:]]
     os.set_blocking(pipe, False)
     groups: set[int] = set()
     ends: list[int] = []
     try:
-        if hasattr(os, "pidfd_open"):  # without it the end of the pipe is the only sign
+        if hasattr(os, "pidfd_open"):  # without it only the end of the pipe shows
             ends = [os.pidfd_open(pid) for pid in owners]
         rest = b""
         while not select.select([*ends], [], [], 0)[0]:
@@ -148,7 +150,7 @@ def main() -> None:
                     break
                 *lines, rest = (rest + content).split(b"\n")
                 _note(lines, groups)
-    except ProcessLookupError:  # an owner has died before it could be watched
+    except ProcessLookupError:  # an owner died before it could be watched
         pass
     with suppress(BlockingIOError):
         _note(os.read(pipe, 65536).split(b"\n"), groups)
@@ -158,7 +160,7 @@ def main() -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """End all processes that have inherited the mark (Linux only), and those that they start meanwhile."""
+    """Kill all processes that inherited the mark (Linux only), and those that they start meanwhile."""
     wanted = f"{VARIABLE}={mark}".encode()
     for _ in range(PASSES):
         found = [pid for pid in _processes() if wanted in _environment(pid)]
@@ -176,7 +178,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The variables that a process was started with; none of one that has ended, or is another user's."""
+    """The variables that a process was started with; none if it has ended or is another user's."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")

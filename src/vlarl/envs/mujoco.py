@@ -1,15 +1,37 @@
-"""What MuJoCo has to say goes to the log. By itself it writes MUJOCO_LOG.TXT into whatever folder the program is in."""
+"""Settings of MuJoCo that all simulators share: how it renders, and where its warnings go."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 log = logging.getLogger(__name__)
 
 
+def render_backend(render: str) -> str:
+    """The value of MUJOCO_GL for an `env.render`: auto is egl, or what MUJOCO_GL is already."""
+    return os.environ.get("MUJOCO_GL", "egl") if render == "auto" else render
+
+
+def render_variables(backend: str, gpu: int | None, pyopengl: bool) -> dict[str, str]:
+    """Environment variables of a process: how MuJoCo (and PyOpenGL, if used) renders, and one thread per process.
+
+    There are as many processes as cores, so more threads would compete.
+    """
+    variables = {"MUJOCO_GL": backend, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+    if pyopengl:
+        variables["PYOPENGL_PLATFORM"] = backend
+    if gpu is not None:
+        variables["MUJOCO_EGL_DEVICE_ID"] = str(gpu)
+    return variables
+
+
 def log_warnings() -> None:
-    """Send MuJoCo's warnings to the log, where MuJoCo is loaded; to be called before a simulator runs."""
+    """Send MuJoCo's warnings to the log if MuJoCo is loaded; call this before a simulator runs.
+
+    By default MuJoCo writes them to MUJOCO_LOG.TXT in the working directory.
+    """
     mujoco = sys.modules.get("mujoco")
     if mujoco is not None and hasattr(mujoco, "set_mju_user_warning"):
         mujoco.set_mju_user_warning(_warn)

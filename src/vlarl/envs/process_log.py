@@ -1,4 +1,4 @@
-"""What a process writes to its stdout and stderr, kept within bounds by the process that has started it."""
+"""The stdout and stderr of a process, kept within bounds by its parent."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import IO
 from vlarl.errors import excerpt
 
 LARGEST = 8 << 20  # bytes that a process may have written before its log is shortened
-KEPT = 1 << 20  # what is left of it then: the newest
-TAIL_BYTES = 1 << 16  # looked at for the last lines
+KEPT = 1 << 20  # the newest part, which is kept then
+TAIL_BYTES = 1 << 16  # searched for the last lines
 LONGEST_LINE = 1000  # characters of a line in a message
 
 
 def appended_file() -> IO[bytes]:
-    """A file without a name; what a process adds to it goes to its end, also after it was shortened."""
+    """An unnamed file; writes append to its end, also after it was shortened."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
 
 
 def shorten(file: IO[bytes]) -> None:
-    """Leave the newest part of a log that has grown too large; its writer must append."""
+    """Keep only the newest part of a log that has grown too large; its writer must append."""
     if os.fstat(file.fileno()).st_size > LARGEST:
         newest = _end_of(file, KEPT)
         file.truncate(0)

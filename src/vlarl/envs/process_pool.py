@@ -1,12 +1,12 @@
 """Environments as processes, one for each slot, kept warm for a whole run.
 
-    Collector ── send_reset, send_chunk ──► WorkerPool ──► worker 0, worker 1 … (`envs/worker.py`)
+    Collector ── send_reset, send_chunk ──► WorkerPool ──► worker 0, worker 1 … (`envs/env_process.py`)
               ◄── receive ────────────────
 
-Nobody waits for the slowest: `receive` returns as soon as one worker has answered, with all that have; in lock-step,
-with all that were asked. A worker that dies, or doesn't answer before its deadline, is killed and replaced, and its
-slot answers with an error: the collector runs that episode again. A worker has a session of its own and is killed with
-all that it has started; when the trainer itself is killed, its guardian does that (`envs/guardian.py`).
+`receive` returns as soon as one worker has replied, with all that have; in lock-step, once all have. A worker that
+dies or misses its deadline is killed and replaced, and its slot returns an error: the collector runs that episode
+again. A worker has a session of its own and is killed with all its children; if the trainer itself is killed, its
+guardian does that (`envs/guardian.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ from multiprocessing.connection import Connection, wait
 import numpy as np
 
 from vlarl.envs.base import AsyncPool, Demonstration, EnvFactory, fitting, started
-from vlarl.envs.env_process import LENGTH, Answer, Chunk, Demonstrate, Frame, Message, Reset, SharedObservation, arrived
+from vlarl.envs.env_process import (
+    LENGTH,
+    Chunk,
+    Demonstrate,
+    Frame,
+    Message,
+    Reply,
+    Reset,
+    SharedObservation,
+    from_reply,
+)
 from vlarl.envs.guardian import Guardian, kill_group
 from vlarl.envs.process_log import appended_file, last_lines, shorten
 from vlarl.errors import UsageError, VlarlError
@@ -41,9 +51,9 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "from vlarl.envs.env_process import main; main()"
 LOG_TAIL_LINES = 12
-LOG_CHECK_S = 10.0  # how often the logs of workers that say nothing else are kept within bounds
+LOG_CHECK_S = 10.0  # how often logs are shortened while no worker replies
 CLOSE_S = 5.0
-MAX_ANSWER_BYTES = 1 << 36  # no answer is longer: the length in front of it is none
+MAX_REPLY_BYTES = 1 << 36  # a longer length is garbage
 READ_BYTES = 1 << 20  # read at a time
 
 
@@ -57,16 +67,16 @@ class WorkerProcess:
     def __init__(self, factory: EnvFactory, slot: int, timeout_s: float, guardian: Guardian) -> None:
         self.slot = slot
         self._guardian = guardian
-        self.deadline: float | None = None  # when its answer is due; None: nothing was asked
+        self.deadline: float | None = None  # when its reply is due; None: no request is open
         self._timeout_s = timeout_s
         self._log = appended_file()  # closed by `kill`
         ours, theirs = socket.socketpair()
-        # A worker that hangs does not read, either.
+        # A worker that hangs does not read either.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(timeout_s), 0))
         size = SharedObservation.size(factory.image_shape, factory.spec.proprio_dim)
         with tempfile.TemporaryFile(dir=_memory_folder()) as memory, theirs:
             memory.truncate(size)
-            # The system can end it with the thread that starts it: of use where that thread lasts as long as we do.
+            # The system can kill it with the thread that starts it, if that thread lives as long as this process.
             lasting = int(threading.current_thread() is threading.main_thread())
             self._process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(memory.fileno()), str(lasting)],
@@ -80,8 +90,8 @@ class WorkerProcess:
             guardian.watch(self._process.pid)
             self.shared = SharedObservation(memory.fileno(), factory.image_shape, factory.spec.proprio_dim)
         self.connection = Connection(ours.detach())
-        self._tell(list(sys.path))
-        self._tell(factory)
+        self._send(list(sys.path))
+        self._send(factory)
 
     @property
     def pid(self) -> int:
@@ -89,52 +99,52 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Ask for something; the answer is due within the time limit."""
+        """Send a request; the reply is due within the time limit."""
         if self.deadline is not None:
-            raise RuntimeError(f"slot {self.slot} has not answered yet: receive its answer before asking again")
+            raise RuntimeError(f"slot {self.slot} has not replied yet: receive its reply before sending again")
         self.deadline = time.monotonic() + self._timeout_s
         self.shorten_log()
-        self._tell(message)
+        self._send(message)
 
-    def _tell(self, message: Message | EnvFactory | list[str]) -> None:
-        with contextlib.suppress(OSError):  # it has died: the closed connection says so when the answer is read
+    def _send(self, message: Message | EnvFactory | list[str]) -> None:
+        with contextlib.suppress(OSError):  # it has died: reading the reply will raise
             self.connection.send(message)
 
-    def receive(self) -> Answer:
-        """The answer that has arrived; `WorkerError` if there is none."""
+    def receive(self) -> Reply:
+        """The reply that has arrived; `WorkerError` if there is none."""
         self.deadline = None
         if not self.connection.poll():
-            late = f"process {self.pid} did not answer within {self._timeout_s:g} s and was stopped"
+            late = f"process {self.pid} did not reply within {self._timeout_s:g} s and was stopped"
             raise WorkerError(f"{late}{self.log_tail()}")
-        answer = self._read_answer()
-        if answer.refusal is not None:
-            raise UsageError(answer.refusal)
-        if answer.error is not None:
-            raise WorkerError(answer.error)
-        return answer
+        reply = self._read_reply()
+        if reply.refusal is not None:
+            raise UsageError(reply.refusal)
+        if reply.error is not None:
+            raise WorkerError(reply.error)
+        return reply
 
-    def _read_answer(self) -> Answer:
-        """The answer that has begun to come, which has the time limit once more to be whole."""
+    def _read_reply(self) -> Reply:
+        """The reply that has begun to arrive; the time limit applies again until it is complete."""
         limit = time.monotonic() + self._timeout_s
         try:
             (size,) = LENGTH.unpack(self._read(LENGTH.size, limit))
-            content = self._read(size, limit) if size <= MAX_ANSWER_BYTES else b""
+            content = self._read(size, limit) if size <= MAX_REPLY_BYTES else b""
         except (EOFError, OSError) as error:
             raise WorkerError(f"{self._end()}{self.log_tail()}") from error
         try:
-            answer = pickle.loads(content)
-        except Exception as error:  # noqa: BLE001 - a process border: a broken pickle raises anything
-            answer = error
-        if not isinstance(answer, Answer):
-            told = f"process {self.pid} sent what is no answer ({str(answer)[:80]!r}) and was stopped"
-            raise WorkerError(f"{told}{self.log_tail()}")
-        return answer
+            reply = pickle.loads(content)
+        except Exception as error:  # noqa: BLE001 - a process boundary: a broken pickle raises anything
+            reply = error
+        if not isinstance(reply, Reply):
+            message = f"process {self.pid} sent an invalid reply ({str(reply)[:80]!r}) and was stopped"
+            raise WorkerError(f"{message}{self.log_tail()}")
+        return reply
 
     def _read(self, size: int, limit: float) -> bytearray:
         content = bytearray()
         while len(content) < size:
             if not self.connection.poll(max(0.0, limit - time.monotonic())):
-                late = f"stopped in the middle of an answer and has not ended it within {self._timeout_s:g} s"
+                late = f"stopped in the middle of a reply and has not finished it within {self._timeout_s:g} s"
                 raise WorkerError(f"process {self.pid} {late}{self.log_tail()}")
             part = os.read(self.connection.fileno(), min(size - len(content), READ_BYTES))
             if not part:
@@ -155,15 +165,15 @@ class WorkerProcess:
         return "".join(f"\n    {line}" for line in last_lines(self._log, LOG_TAIL_LINES))
 
     def shorten_log(self) -> None:
-        """Keep what it has written within bounds."""
+        """Keep its log within bounds."""
         shorten(self._log)
 
     def stop(self) -> None:
-        """Ask it to end by closing the connection."""
+        """Close the connection, at which it ends by itself."""
         self.connection.close()
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End it now with all that it has started, unless it ends by itself within so many seconds."""
+        """Kill it with all its children, unless it ends by itself within `grace_s`."""
         self.connection.close()
         try:
             self._process.wait(grace_s)
@@ -176,7 +186,7 @@ class WorkerProcess:
 
 
 def _memory_folder() -> str | None:
-    """Where a file is memory; elsewhere it is an ordinary file that the system keeps in memory as it sees fit."""
+    """A folder whose files are in memory; None if there is none: an ordinary file is cached by the system."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
@@ -202,7 +212,7 @@ class WorkerPool(AsyncPool):
         return [worker.pid for worker in self._workers]
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; film the named slots' first pictures."""
+        """Start each task in its slot; record the first frame of the slots in `record`."""
         for slot, task in zip(slots, tasks, strict=True):
             if task.suite != self.spec.name:
                 raise ValueError(f"this pool runs {self.spec.name}, but the task is of {task.suite}")
@@ -210,7 +220,7 @@ class WorkerPool(AsyncPool):
             self._workers[slot].send(Reset(task, slot in record))
 
     def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
         if actions.ndim != 3 or actions.shape[0] != len(slots) or actions.shape[2] != self.spec.action_dim:
             raise ValueError(f"actions must be [{len(slots)}, K, {self.spec.action_dim}], not {list(actions.shape)}")
         if idle := [slot for slot in slots if self._ended[slot]]:
@@ -219,31 +229,31 @@ class WorkerPool(AsyncPool):
             self._workers[slot].send(Chunk(chunk, slot in record))
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
-        """The answers of the slots that are ready, by slot; in lock-step, of all that were asked."""
-        answers: dict[int, ChunkOutcome] = {}
-        while self._asked() and (self.lockstep or not answers):
+        """The outcomes of the slots that are ready, by slot; in lock-step, of all that were sent something."""
+        outcomes: dict[int, ChunkOutcome] = {}
+        while self._busy() and (self.lockstep or not outcomes):
             for slot in self._ready():
-                answers[slot] = self._outcome(slot)
-        if not answers:
+                outcomes[slot] = self._outcome(slot)
+        if not outcomes:
             raise RuntimeError("nothing was sent that could be received")
-        return sorted(answers.items())
+        return sorted(outcomes.items())
 
     def frame(self, slot: int) -> UInt8Array:
-        """A large picture [H, W, 3] of a slot as it is now, for videos."""
+        """A large image [H, W, 3] of the slot's current state, for videos."""
         self._workers[slot].send(Frame())
         while slot not in self._ready([slot]):
             pass
         try:
-            picture: UInt8Array = self._workers[slot].receive().content
+            image: UInt8Array = self._workers[slot].receive().content
         except WorkerError as failure:
             self._replace(slot)
-            raise VlarlError(f"slot {slot} of {self.spec.name} can't be drawn: {failure}") from failure
-        return picture
+            raise VlarlError(f"slot {slot} of {self.spec.name} can't be rendered: {failure}") from failure
+        return image
 
     def demonstrate(
         self, tasks: Sequence[Task], action_noise: float, hesitation: float = 0.0, retries: int = 3
     ) -> Iterator[Demonstration]:
-        """Let the factory's expert play every task, and give the episodes in the order of the tasks."""
+        """Let the factory's expert play every task, and yield the episodes in the order of the tasks."""
         waiting, playing = deque(enumerate(tasks)), {}
         played: dict[int, Demonstration] = {}
         attempts, last = [0] * len(tasks), [-1] * self.num_envs
@@ -251,9 +261,9 @@ class WorkerPool(AsyncPool):
         while given < len(tasks):
             for slot in range(self.num_envs):
                 if slot not in playing and waiting:
-                    place = fitting([task for _, task in waiting], last[slot], set(last))
-                    playing[slot], last[slot] = waiting[place], waiting[place][1].task_id
-                    del waiting[place]
+                    index = fitting([task for _, task in waiting], last[slot], set(last))
+                    playing[slot], last[slot] = waiting[index], waiting[index][1].task_id
+                    del waiting[index]
                     self._workers[slot].send(Demonstrate(playing[slot][1], action_noise, hesitation))
             for slot in self._ready():
                 index, task = playing.pop(slot)
@@ -280,25 +290,25 @@ class WorkerPool(AsyncPool):
         self._workers = []
         self._guardian.close()
 
-    def _asked(self) -> list[WorkerProcess]:
+    def _busy(self) -> list[WorkerProcess]:
         return [worker for worker in self._workers if worker.deadline is not None]
 
     def _ready(self, slots: Sequence[int] | None = None) -> list[int]:
-        """Wait until a slot has answered or missed its deadline; all such slots. None after a while without either."""
-        due = {w.connection: w.deadline for w in self._asked() if w.deadline and (slots is None or w.slot in slots)}
-        answered = wait(list(due), min(LOG_CHECK_S, max(0.0, min(due.values()) - time.monotonic())))
+        """Wait until slots have replied or missed their deadlines, and return them; none after `LOG_CHECK_S`."""
+        due = {w.connection: w.deadline for w in self._busy() if w.deadline and (slots is None or w.slot in slots)}
+        replied = wait(list(due), min(LOG_CHECK_S, max(0.0, min(due.values()) - time.monotonic())))
         now = time.monotonic()
-        if not answered:
+        if not replied:
             for worker in self._workers:
                 worker.shorten_log()
-        ready = {connection for connection, deadline in due.items() if connection in answered or now >= deadline}
+        ready = {connection for connection, deadline in due.items() if connection in replied or now >= deadline}
         return [worker.slot for worker in self._workers if worker.connection in ready]
 
     def _outcome(self, slot: int) -> ChunkOutcome:
-        """The answer of a slot that is ready; a failed one is replaced and answers with its error."""
+        """The outcome of a slot that is ready; a failed worker is replaced, and its outcome has the error."""
         worker = self._workers[slot]
         try:
-            outcome = arrived(worker.receive(), worker.shared)
+            outcome = from_reply(worker.receive(), worker.shared)
         except WorkerError as failure:
             self._replace(slot)
             self._ended[slot] = True
@@ -308,12 +318,12 @@ class WorkerPool(AsyncPool):
         return outcome
 
     def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
-        """The answers of these slots, in their order."""
-        answers: dict[int, ChunkOutcome] = {}
-        while len(answers) < len(slots):
+        """The outcomes of these slots, in their order."""
+        outcomes: dict[int, ChunkOutcome] = {}
+        while len(outcomes) < len(slots):
             for slot in self._ready(slots):
-                answers[slot] = self._outcome(slot)
-        return [answers[slot] for slot in slots]
+                outcomes[slot] = self._outcome(slot)
+        return [outcomes[slot] for slot in slots]
 
     def _replace(self, slot: int) -> None:
         self._workers[slot].kill()

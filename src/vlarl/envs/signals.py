@@ -1,5 +1,5 @@
-"""What an environment may say of a step and of its robot, checked where it enters: nothing is guessed from a value that
-is neither true nor false, and no NaN goes on to the policy, where it would look like one of its own."""
+"""Checks of rewards, truth values and proprio where they enter from an environment: a value that is neither true nor
+false is refused, and no NaN reaches the policy, where it would look like one of the policy's own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SHOWN_VALUE = 60  # characters of a value in a message
 
 
 class UnreadableError(ConfigError):
-    """An environment gives something else than the configuration says. When it is tried out, the run is refused; in
-    the middle of a run the episode is run again."""
+    """An environment returns something other than the configuration says. When the environment is tried out, the run is
+    refused; during a run the episode is run again."""
 
 
 class SignalError(Exception):
-    """An environment returned what can't be used, in the middle of an episode, which is run again."""
+    """An environment returned an unusable value during an episode, which is run again."""
 
 
 def truth(value: Any, subject: str) -> bool:
-    """A truth value: a bool, 0 or 1, or an array of one of them. `subject` says what the value is, for the message."""
+    """A truth value: a bool, 0 or 1, or an array of one of them. `subject` names the value in the message."""
     array = as_array(value)
     if array.size == 1 and array.dtype.kind in "biuf" and array.item() in (0, 1):
         return bool(array.item())
@@ -34,7 +34,7 @@ def truth(value: Any, subject: str) -> bool:
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Anything array-like as NumPy; tensors are fetched from their device here and nowhere else."""
+    """Anything array-like as NumPy; only here are tensors copied from their device."""
     try:
         return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except ValueError:  # lists of different lengths in a list
@@ -44,7 +44,7 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def shown_value(value: Any) -> str:
-    """A value for a message: an array of several values by its type and shape, text cut where it is long."""
+    """A value for a message: an array of several values as its dtype and shape, long text cut."""
     array = as_array(value)
     if array.size != 1 and array.dtype != object:
         return f"{array.dtype}{list(array.shape)}"
@@ -53,7 +53,7 @@ def shown_value(value: Any) -> str:
 
 
 def check_reward(reward: float) -> None:
-    """Refuse a reward that is not finite, also in float32, which rewards are kept in."""
+    """Refuse a reward that is not finite, also in float32, the dtype of stored rewards."""
     if not math.isfinite(reward) or abs(reward) > np.finfo(np.float32).max:
         raise SignalError(f"the environment returned {_named(reward)} as reward")
 

@@ -1,4 +1,4 @@
-"""The contract's checker: a right environment passes, and each breach is named with its remedy."""
+"""The contract's checker: a correct environment passes, and each breach is named with its remedy."""
 
 import dataclasses
 import importlib
@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from fakes.gym_envs import SIZE, Reach, drawn
+from fakes.gym_envs import SIZE, Reach, scene_image
 from PIL import Image
 
 from vlarl.cli import main
@@ -46,17 +46,17 @@ class Right:
 
     def observe(self) -> Observation:
         proprio = np.concatenate([self.position, self.goal]).astype(np.float32)
-        return Observation(drawn(self.position, self.goal)[None], proprio, "reach the goal")
+        return Observation(scene_image(self.position, self.goal)[None], proprio, "reach the goal")
 
     def frame(self) -> np.ndarray:
-        return drawn(self.position, self.goal)
+        return scene_image(self.position, self.goal)
 
     def close(self) -> None:
         pass
 
 
-class Seen(Right):
-    """Shows something else than there is."""
+class WrongObservation(Right):
+    """Returns a wrong observation."""
 
     def __init__(self, **changes: Any) -> None:
         self.changes = changes
@@ -66,8 +66,8 @@ class Seen(Right):
         return replace(seen, **{name: change(getattr(seen, name)) for name, change in self.changes.items()})
 
 
-class Answered(Right):
-    """Answers something else than what happened."""
+class WrongStep(Right):
+    """Returns a wrong outcome of a step."""
 
     def __init__(self, **changes: Any) -> None:
         self.changes = changes
@@ -80,7 +80,7 @@ class Overwrites(Right):
     buffer = np.zeros(SHAPE, np.uint8)
 
     def observe(self) -> Observation:
-        self.buffer[0] = drawn(self.position, self.goal)
+        self.buffer[0] = scene_image(self.position, self.goal)
         return replace(super().observe(), images=self.buffer)
 
 
@@ -112,8 +112,8 @@ class DriftsBetweenStates(Right):
         self.position += 0.01 * len(self.states)
 
 
-class NeverCountsAnew(Right):
-    """Its time is up once and for all."""
+class NeverRestartsCount(Right):
+    """Truncates every episode after the first."""
 
     over = False
 
@@ -179,46 +179,46 @@ def test_a_right_environment_passes_everything():
     assert [finding for finding in findings if finding.kind == "breach"] == []
     passed = [finding.text.partition(":")[0] for finding in findings if finding.kind == "passed"]
     assert passed == [
-        "suite", "images", "proprio", "pictures", "proprio", "instruction", "steps", "steps", "kept", "replay", "replay",
+        "suite", "images", "proprio", "images", "proprio", "instruction", "steps", "steps", "kept", "replay", "replay",
         "states", "ending", "memory",
     ]  # fmt: skip
     notes = [finding.text.partition(":")[0] for finding in findings if finding.kind == "note"]
-    assert notes == ["pictures", "success", "speed"]
+    assert notes == ["images", "success", "speed"]
 
 
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        (Seen(images=lambda a: a.astype(np.float32)), "first look: images are float32[1, 20, 20, 3] where uint8[1, 20, 20, 3] was promised"),
-        (Seen(images=lambda a: a[0]), "first look: images are uint8[20, 20, 3] where uint8[1, 20, 20, 3] was promised"),
-        (Seen(proprio=lambda a: a[:3]), "first look: proprio are float32[3] where float32[4] was promised"),
-        (Seen(proprio=list), "first look: proprio are list where float32[4] was promised"),
-        (Seen(images=lambda a: a * 0 + 90), "pictures: view 0 is of one colour"),
-        (Seen(images=lambda a: (a > 60).astype(np.uint8)), "pictures: view 0 holds nothing but 0 and 1"),
-        (Seen(proprio=lambda a: a * [1, np.nan, 1, np.inf]), "first look: proprio are float64[4] where float32[4] was promised"),
-        (Seen(proprio=lambda a: a * np.array([1, np.nan, 1, np.inf], np.float32)), "proprio: numbers [1, 3] are not finite"),
-        (Seen(instruction=lambda _: " "), "instruction: is ' '"),
-        (Answered(reward=float("nan")), "steps: step 1 paid nan"),
-        (Answered(success=1), "steps: step 1 answered success = 1"),
-        (Answered(terminated=True, truncated=True), "steps: step 1 is terminated and truncated at once"),
-        (Answered(success=True, terminated=False), "steps: step 1 succeeded without ending"),
+        (WrongObservation(images=lambda a: a.astype(np.float32)), "first look: images are float32[1, 20, 20, 3], not uint8[1, 20, 20, 3] as promised"),
+        (WrongObservation(images=lambda a: a[0]), "first look: images are uint8[20, 20, 3], not uint8[1, 20, 20, 3] as promised"),
+        (WrongObservation(proprio=lambda a: a[:3]), "first look: proprio are float32[3], not float32[4] as promised"),
+        (WrongObservation(proprio=list), "first look: proprio are list, not float32[4] as promised"),
+        (WrongObservation(images=lambda a: a * 0 + 90), "images: view 0 is of one colour"),
+        (WrongObservation(images=lambda a: (a > 60).astype(np.uint8)), "images: view 0 holds nothing but 0 and 1"),
+        (WrongObservation(proprio=lambda a: a * [1, np.nan, 1, np.inf]), "first look: proprio are float64[4], not float32[4] as promised"),
+        (WrongObservation(proprio=lambda a: a * np.array([1, np.nan, 1, np.inf], np.float32)), "proprio: dimensions [1, 3] are not finite"),
+        (WrongObservation(instruction=lambda _: " "), "instruction: is ' '"),
+        (WrongStep(reward=float("nan")), "steps: step 1 returned the reward nan"),
+        (WrongStep(success=1), "steps: step 1 returned success = 1"),
+        (WrongStep(terminated=True, truncated=True), "steps: step 1 is terminated and truncated at once"),
+        (WrongStep(success=True, terminated=False), "steps: step 1 succeeded without ending"),
         (ChangesActions(), "steps: step() changed the action it was given"),
         (Explodes(), "steps: actions beyond [-1, 1] make proprio infinite"),
         (Overwrites(), "kept: later steps write into the images of an earlier observation"),
         (DriftsBetweenStates(), "replay: after an episode of another state it is not the same: proprio differs after 0 steps, by up to 0.01"),
-        (OneState(), "states: initial states 0 and 1 look and feel the same"),
+        (OneState(), "states: initial states 0 and 1 give the same observation"),
         (BySeed(), "states: the same state begins differently with another seed: proprio differs after 0 steps, by up to "),
-        (NeverCountsAnew(), "ending: the episode after a reset is truncated in its first step"),
+        (NeverRestartsCount(), "ending: the episode after a reset is truncated in its first step"),
         (Leaks(), "memory: each reset takes 4."),
         (Breaks("reset"), "first look: raised ZeroDivisionError: no gear (test_env_check.py, line "),
-        (Breaks("frame"), "pictures: raised ZeroDivisionError: no gear (test_env_check.py, line "),
+        (Breaks("frame"), "images: raised ZeroDivisionError: no gear (test_env_check.py, line "),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
 def test_each_breach_is_named(env, text):
     named = breaches(env)
     assert [name for name in named if name.startswith(text)] != [], named
-    if not text.startswith(("steps: step 1 answered", "steps: step 1 is", "pictures: raised", "replay")):
+    if not text.startswith(("steps: step 1 returned", "steps: step 1 is", "images: raised", "replay")):
         assert len(named) == 1, "and nothing else is blamed"
 
 
@@ -229,34 +229,34 @@ def test_what_is_carried_over_is_seen_in_a_replay():
     assert "proprio differs after 6 steps, by up to" in named
 
 
-def test_pictures_and_rewards_are_compared_too():
-    noisy = Seen(images=lambda a: a ^ np.random.default_rng().integers(0, 2, a.shape, dtype=np.uint8))
+def test_images_and_rewards_are_compared_too():
+    noisy = WrongObservation(images=lambda a: a ^ np.random.default_rng().integers(0, 2, a.shape, dtype=np.uint8))
     assert any("of the pixels differ after 0 steps, by up to 1 of 255" in name for name in breaches(noisy))
 
-    class Pays(Right):
+    class RandomRewards(Right):
         def step(self, action):
             return replace(super().step(action), reward=float(np.random.default_rng().normal()))
 
     assert any(
         name.startswith("replay: the same task and actions gave another episode: the rewards differ after 6 steps")
-        for name in breaches(Pays())
+        for name in breaches(RandomRewards())
     )
 
 
-def test_an_environment_that_differs_elsewhere():
+def test_an_environment_that_differs_in_another_process():
     class Shifted(Right):
         def reset(self, task):
             super().reset(task)
             self.position += 0.25
 
     assert breaches(Right(), twin=Shifted()) == [
-        "replay: elsewhere it is not the same: proprio differs after 0 steps, by up to 0.25"
+        "replay: in another process or slot it is not the same: proprio differs after 0 steps, by up to 0.25"
     ]
 
 
 def test_views_that_show_the_same():
-    twice = Seen(images=lambda a: np.concatenate([a, a]))
-    assert breaches(twice, shape=(2, SIZE, SIZE, 3)) == ["pictures: views 0 and 1 are the same"]
+    twice = WrongObservation(images=lambda a: np.concatenate([a, a]))
+    assert breaches(twice, shape=(2, SIZE, SIZE, 3)) == ["images: views 0 and 1 are the same"]
 
 
 def test_a_suite_that_is_wrong():
@@ -272,7 +272,7 @@ def test_a_suite_that_is_wrong():
 
 def test_what_can_not_be_started_is_not_checked_further():
     last = found(Breaks("observe"))[-1]
-    assert (last.kind, last.text) == ("note", "the rest can't be checked before that is mended")
+    assert (last.kind, last.text) == ("note", "the rest can't be checked before that is fixed")
 
 
 def test_an_own_time_limit_is_noted():
@@ -301,7 +301,7 @@ def test_an_expert_reaches_success():
     assert any(text.startswith("success: the expert reached it in ") for text in texts)
     texts = {f.text for f in found(env, expert=Walker(env, can=False))}
     assert "success: the expert can't play this task: drawers are beyond it" in texts
-    blind = Answered(success=False, terminated=False)
+    blind = WrongStep(success=False, terminated=False)
     assert "success: the expert did not reach it within 30 steps" in {
         f.text for f in found(blind, expert=Walker(blind))
     }
@@ -360,7 +360,7 @@ def test_breaches_are_an_exit_code_and_have_remedies(capsys):
     assert main(["env", "check", *REACH, *GOAL, "--gym.kwargs", "{fault: one state}"]) == 1
     out = capsys.readouterr().out
     assert (
-        "  BREACH  states: initial states 0 and 1 look and feel the same\n"
+        "  BREACH  states: initial states 0 and 1 give the same observation\n"
         "          → task.init_state must choose the state; in Gymnasium, reset(seed) must choose it\n"
     ) in out
     assert out.endswith("1 breach, 13 checks passed\n")
@@ -428,4 +428,4 @@ def test_the_example_of_the_docs_runs_as_it_says(tmp_path, monkeypatch, capsys):
     env = importlib.import_module("reach_env").ReachDot()
     shown = env.reset(seed=0)[0]["camera"]
     for name in ("view_0.png", "frame.png"):
-        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "pictures" / name)), shown)
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "images" / name)), shown)

@@ -40,7 +40,7 @@ def test_a_function_of_this_process_makes_environments_in_others():
 
 
 class Unreadable:
-    """Can be sent, but not be read over there."""
+    """Can be pickled, but not unpickled in the other process."""
 
     def __reduce__(self):
         return int, ("not a number",)
@@ -56,7 +56,7 @@ def test_one_that_another_process_cannot_read_says_so():
         gym_spec(config.gym, 9)
 
 
-def test_a_configuration_from_a_file_asks_for_it():
+def test_a_configuration_from_a_file_requires_it():
     config = configured("python:mine.make_env")
     with pytest.raises(UsageError, match=r"gym.env = 'python:mine.make_env' was given as a callable in Python"):
         gym_spec(config.gym, 9)

@@ -1,15 +1,15 @@
-"""A Gymnasium environment as a SingleEnv: where things are found, how pictures and actions are converted."""
+"""A Gymnasium environment as a SingleEnv: where values are found, how images and actions are converted."""
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from fakes.gym_envs import HIGH, LOW, SIZE, Reach, Shown, drawn
+from fakes.gym_envs import HIGH, LOW, SIZE, Reach, Shown, scene_image
 from gymnasium import spaces
 
 from vlarl.config.schema import GymConfig
 from vlarl.envs.gym.env import GymEnv
-from vlarl.envs.gym.reading import ActionMap, picture
+from vlarl.envs.gym.reading import ActionMap, to_image
 from vlarl.errors import UsageError
 from vlarl.types import Task
 
@@ -34,7 +34,7 @@ def shown(observation: object, **options: object) -> GymEnv:
 
 
 def policy_action(*wanted: float) -> np.ndarray:
-    """What a policy gives so that Reach is given these numbers."""
+    """The policy's action that gives Reach these values."""
     return ((np.array(wanted) - LOW) / (HIGH - LOW) * 2 - 1).astype(np.float32)
 
 
@@ -56,7 +56,7 @@ def test_an_episode_from_its_seed_to_its_goal():
     expected = Reach()
     expected.reset(seed=3, options={"task": 0})
     first = env.observe()
-    np.testing.assert_array_equal(first.images, drawn(expected.position, expected.goal)[None])
+    np.testing.assert_array_equal(first.images, scene_image(expected.position, expected.goal)[None])
     np.testing.assert_allclose(first.proprio, np.concatenate([expected.position, expected.goal]), rtol=1e-6)
     assert first.proprio.dtype == np.float32 and first.instruction == "go to the right goal"
     start = inner.position.copy()
@@ -68,7 +68,7 @@ def test_an_episode_from_its_seed_to_its_goal():
     assert (last.reward, last.terminated, last.truncated, last.success) == (1.0, True, False, True)
 
 
-def test_the_task_is_chosen_by_its_option_and_its_sentence_is_told():
+def test_the_task_is_chosen_by_its_option_and_has_its_instruction():
     env = GymEnv(Reach(), REACH, SIZE, "sparse")
     for state in range(5):
         env.reset(task(state, task_id=1))
@@ -103,7 +103,7 @@ def test_dense_is_the_environments_own_reward():
     assert step.reward == pytest.approx(-np.abs(inner.position - inner.goal).max())
 
 
-def test_success_ends_an_episode_that_the_environment_would_go_on_with():
+def test_success_ends_an_episode_that_the_environment_would_continue():
     env = shown({"pixels": np.zeros((4, 4, 3), np.uint8)})
     steps = [env.step(np.zeros(2, np.float32)) for _ in range(3)]
     assert [(s.reward, s.terminated, s.success) for s in steps] == [
@@ -147,7 +147,7 @@ def test_an_end_without_success_is_an_end_for_good():
     assert (step.reward, step.terminated, step.truncated, step.success) == (-5.0, True, False, False)
 
 
-def test_pictures_of_all_kinds_become_the_same_one():
+def test_images_of_all_kinds_become_the_same_one():
     image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     alpha = np.concatenate([image, np.full((5, 7, 1), 9, np.uint8)], axis=2)
     for kind in (
@@ -158,12 +158,12 @@ def test_pictures_of_all_kinds_become_the_same_one():
         image.astype(np.int64),
         alpha,
     ):
-        np.testing.assert_array_equal(picture(kind, "pixels"), image)
-    np.testing.assert_array_equal(picture(torch.from_numpy(image).permute(2, 0, 1), "pixels"), image)
-    assert (picture(np.full((4, 4, 3), 0.999), "pixels") == 255).all(), "rounded, not cut off"
+        np.testing.assert_array_equal(to_image(kind, "pixels"), image)
+    np.testing.assert_array_equal(to_image(torch.from_numpy(image).permute(2, 0, 1), "pixels"), image)
+    assert (to_image(np.full((4, 4, 3), 0.999), "pixels") == 255).all(), "rounded, not cut off"
     grey = image[..., 0]
-    np.testing.assert_array_equal(picture(grey, "pixels"), np.stack([grey] * 3, axis=2))
-    np.testing.assert_array_equal(picture(grey[None], "pixels"), np.stack([grey] * 3, axis=2))
+    np.testing.assert_array_equal(to_image(grey, "pixels"), np.stack([grey] * 3, axis=2))
+    np.testing.assert_array_equal(to_image(grey[None], "pixels"), np.stack([grey] * 3, axis=2))
 
 
 @pytest.mark.parametrize(
@@ -176,17 +176,17 @@ def test_pictures_of_all_kinds_become_the_same_one():
         (np.full((4, 4, 3), -1.0), r"is float64 from -1 to -1"),
         (np.full((4, 4, 3), np.nan), r"is float64 from nan to nan"),
         (np.full((4, 4, 3), 300), r"is int64 from 300 to 300"),
-        (np.zeros((6, 6, 5), np.uint8), r"is uint8\[6, 6, 5\]; a picture is \[H, W, 3\] or \[3, H, W\]"),
-        (np.zeros((0, 4, 3), np.uint8), r"is uint8\[0, 4, 3\]; a picture is"),
-        (np.zeros(12), r"is float64\[12\]; a picture is"),
+        (np.zeros((6, 6, 5), np.uint8), r"is uint8\[6, 6, 5\]; an image is \[H, W, 3\] or \[3, H, W\]"),
+        (np.zeros((0, 4, 3), np.uint8), r"is uint8\[0, 4, 3\]; an image is"),
+        (np.zeros(12), r"is float64\[12\]; an image is"),
     ],
 )
-def test_what_is_no_picture_is_refused(image, message):
+def test_what_is_not_an_image_is_refused(image, message):
     with pytest.raises(UsageError, match=message):
         shown({"pixels": image}).observe()
 
 
-def test_pictures_are_brought_to_the_policys_size():
+def test_images_are_resized_to_the_policys_size():
     halves = np.zeros((8, 16, 3), np.uint8)
     halves[:, 8:] = 200
     seen = shown({"pixels": halves}).observe().images
@@ -195,10 +195,10 @@ def test_pictures_are_brought_to_the_policys_size():
 
 
 def test_observations_are_copies():
-    image, numbers = np.zeros((4, 4, 3), np.uint8), np.zeros(3, np.float32)
-    env = shown({"pixels": image, "state": numbers}, proprio=("state",))
+    image, values = np.zeros((4, 4, 3), np.uint8), np.zeros(3, np.float32)
+    env = shown({"pixels": image, "state": values}, proprio=("state",))
     seen, frame = env.observe(), env.frame()
-    image[:], numbers[:] = 9, 9
+    image[:], values[:] = 9, 9
     assert seen.images.max() == 0 and seen.proprio.max() == 0 and frame.max() == 0
 
 
@@ -246,19 +246,19 @@ def test_a_success_that_is_missing_or_many_is_refused():
         shown(observation, success="pixels").step(np.zeros(2, np.float32))
 
 
-def told(success: object = 0, terminated: object = False, truncated: object = False) -> GymEnv:
-    """An environment that says these of every step."""
+def env_returning(success: object = 0, terminated: object = False, truncated: object = False) -> GymEnv:
+    """An environment that returns these for every step."""
     env = GymEnv(Shown({"pixels": np.zeros((4, 4, 3))}), GymConfig(images=("pixels",)), 4, "sparse")
     env.reset(task())
-    answer = ({"pixels": np.zeros((4, 4, 3))}, 0.0, terminated, truncated, {"success": success})
-    env._env.step = lambda action: answer  # type: ignore[method-assign]
+    result = ({"pixels": np.zeros((4, 4, 3))}, 0.0, terminated, truncated, {"success": success})
+    env._env.step = lambda action: result  # type: ignore[method-assign]
     return env
 
 
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.True_, np.float32(1), np.array([1]), torch.tensor([True]), [[1]]])
 def test_success_is_true_false_0_or_1(value):
-    assert told(value).step(np.zeros(2, np.float32)).success
-    assert not told(np.zeros_like(np.asarray(value))).step(np.zeros(2, np.float32)).success
+    assert env_returning(value).step(np.zeros(2, np.float32)).success
+    assert not env_returning(np.zeros_like(np.asarray(value))).step(np.zeros(2, np.float32)).success
 
 
 @pytest.mark.parametrize(
@@ -268,15 +268,15 @@ def test_success_is_true_false_0_or_1(value):
 )
 def test_any_other_success_is_refused_with_its_value(value, named):
     with pytest.raises(UsageError, match=f"gym.success = 'info.success': the environment returned {named}; it must be"):
-        told(value).step(np.zeros(2, np.float32))
+        env_returning(value).step(np.zeros(2, np.float32))
 
 
 def test_the_ends_of_an_episode_are_truth_values_too():
     with pytest.raises(UsageError, match="terminated: the environment returned 'False'; it must be True, False"):
-        told(terminated="False").step(np.zeros(2, np.float32))
+        env_returning(terminated="False").step(np.zeros(2, np.float32))
     with pytest.raises(UsageError, match="truncated: the environment returned nan; it must be True, False"):
-        told(truncated=float("nan")).step(np.zeros(2, np.float32))
-    step = told(terminated=np.array([1]), truncated=np.True_).step(np.zeros(2, np.float32))
+        env_returning(truncated=float("nan")).step(np.zeros(2, np.float32))
+    step = env_returning(terminated=np.array([1]), truncated=np.True_).step(np.zeros(2, np.float32))
     assert step.terminated and not step.truncated
 
 
@@ -304,13 +304,13 @@ def test_actions_are_chosen_stretched_and_clipped():
 def test_the_length_of_actions_is_the_environments_or_the_policys():
     box = spaces.Box(-1.0, 1.0, (3,))
     assert ActionMap(box, None).action_dim == 3
-    assert ActionMap(box, (0, 1, 2)).action_dim == 7, "who chooses has a policy of 7 numbers"
+    assert ActionMap(box, (0, 1, 2)).action_dim == 7, "with gym.actions the policy has 7 dimensions"
     assert ActionMap(box, (0, 1, 13)).action_dim == 14
     two_arms = ActionMap(spaces.Box(-1.0, 1.0, (2, 3), np.float64), None)
     np.testing.assert_allclose(
         two_arms(np.arange(6, dtype=np.float32) / 10), [[0, 0.1, 0.2], [0.3, 0.4, 0.5]], atol=1e-7
     )
-    with pytest.raises(ValueError, match="must have 3 numbers, not 7"):
+    with pytest.raises(ValueError, match="must have 3 dimensions, not 7"):
         ActionMap(box, None)(np.zeros(7, np.float32))
 
 
@@ -319,7 +319,7 @@ def test_action_spaces_that_no_policy_can_act_in():
         ActionMap(spaces.Discrete(4), None)
     with pytest.raises(UsageError, match="its action space is Box"):
         ActionMap(spaces.Box(0, 5, (2,), np.int64), None)
-    with pytest.raises(UsageError, match=r"gym.actions = \[0, 1\]: names 2 numbers, the environment takes 3"):
+    with pytest.raises(UsageError, match=r"gym.actions = \[0, 1\]: names 2 dimensions, the environment takes 3"):
         ActionMap(spaces.Box(-1.0, 1.0, (3,)), (0, 1))
 
 

@@ -9,9 +9,10 @@ import pytest
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import SuiteSpec
-from vlarl.envs.gym.env import GymFactory, gym_factory, gym_spec, render_variables
-from vlarl.envs.gym.probe import asked, probe
+from vlarl.envs.gym.env import GymFactory, gym_factory, gym_spec
+from vlarl.envs.gym.probe import call_env, probe
 from vlarl.envs.gym.source import make_env
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -31,7 +32,7 @@ def changed(**options: object) -> GymConfig:
 
 
 def probed(config: GymConfig, max_steps: int | None) -> SuiteSpec:
-    return probe(asked(config, "making it", lambda: make_env(config, max_steps)), config, max_steps)
+    return probe(call_env(config, "making it", lambda: make_env(config, max_steps)), config, max_steps)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_an_environment_that_does_not_close_holds_nothing_up(fault, tmp_path):
 
 
 def test_an_environment_that_hangs_is_given_up():
-    with pytest.raises(UsageError, match=r"was not ready within env.timeout_s = 2 s; raise that if it only is slow"):
+    with pytest.raises(UsageError, match=r"was not ready within env.timeout_s = 2 s; raise that if it is only slow"):
         gym_spec(changed(env="fakes.gym_envs:hangs"), 12, timeout_s=2.0)
 
 
@@ -92,14 +93,21 @@ def test_its_process_has_the_variables_and_the_search_path(tmp_path, monkeypatch
 def test_variables_of_mujoco(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     threads = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-    assert render_variables(EnvConfig()) == {"MUJOCO_GL": "egl", **threads}
-    assert render_variables(EnvConfig(render="osmesa", render_gpu=2)) == {
+    assert render_variables(render_backend("auto"), None, pyopengl=False) == {"MUJOCO_GL": "egl", **threads}
+    assert render_variables(render_backend("osmesa"), 2, pyopengl=False) == {
         "MUJOCO_GL": "osmesa",
         "MUJOCO_EGL_DEVICE_ID": "2",
         **threads,
     }
     monkeypatch.setenv("MUJOCO_GL", "glfw")
-    assert render_variables(EnvConfig())["MUJOCO_GL"] == "glfw"
+    assert render_backend("auto") == "glfw" and render_backend("egl") == "egl"
+
+
+def test_variables_of_its_process(monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    made = gym_factory(changed(), EnvConfig(max_steps=3, render_gpu=2), 8, "sparse")
+    threads = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+    assert made.variables(0) == {"MUJOCO_GL": "glfw", "MUJOCO_EGL_DEVICE_ID": "2", **threads}
 
 
 def test_it_runs_in_a_worker(factory):
@@ -153,7 +161,7 @@ def test_everything_that_is_wrong_is_said_at_once():
         "gym.images = 'pixels.back': the observation's 'pixels' has no 'back'; it has front",
         "gym.proprio = 'speed': the observation has no 'speed'; it has pixels, state, goal",
         "gym.instructions = 'info.goal': info has no 'goal'; it has instruction",
-        "gym.actions = [0]: names 1 numbers, the environment takes 2: Box([-0.1 -0.2], [0.3 0.2], (2,), float32)",
+        "gym.actions = [0]: names 1 dimensions, the environment takes 2: Box([-0.1 -0.2], [0.3 0.2], (2,), float32)",
         "env.max_steps = null: the environment has no time limit of its own; set one",
     ]
     with pytest.raises(UsageError, match="gym.success = 'info.won': info has no 'won'; it has success"):
@@ -190,8 +198,8 @@ def test_everything_that_is_wrong_is_said_at_once():
             "gym.env = 'NoSuchEnv-v0': Gymnasium can't make it: Environment `NoSuchEnv` doesn't exist",
         ),
         (
-            {"kwargs": {"fault": "draws nothing"}},
-            "gym.images = 'render': render() gave nothing; make the environment with render_mode='rgb_array'",
+            {"kwargs": {"fault": "renders nothing"}},
+            "gym.images = 'render': render() returned nothing; make the environment with render_mode='rgb_array'",
         ),
         ({"kwargs": {"fault": "no success"}}, "gym.success = 'info.success': info has no 'success'; it has nothing"),
     ],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fakes.gym_batches import TensorReach
-from fakes.gym_envs import HIGH, LOW, REACHED, SIZE, Reach, drawn
+from fakes.gym_envs import HIGH, LOW, REACHED, SIZE, Reach, scene_image
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.gym.vector import GymVectorPool
@@ -69,7 +69,7 @@ def test_slots_are_reset_to_their_own_tasks_and_states():
     for observation, (state, task_id) in zip(seen, [(4, 0), (5, 1), (4, 1)], strict=True):
         single = Reach()
         single.reset(seed=state, options={"task": task_id})
-        np.testing.assert_array_equal(observation.images, drawn(single.position, single.goal)[None])
+        np.testing.assert_array_equal(observation.images, scene_image(single.position, single.goal)[None])
         np.testing.assert_allclose(observation.proprio, np.concatenate([single.position, single.goal]), rtol=1e-6)
         assert observation.instruction == MASKED.instructions[task_id]
 
@@ -109,7 +109,7 @@ def test_a_reset_leaves_running_episodes_alone(pool):
     np.testing.assert_array_equal(play(True), play(False))
 
 
-def test_ends_within_a_chunk_are_seen_as_they_were_and_the_others_go_on(pool):
+def test_ends_within_a_chunk_are_seen_as_they_were_and_the_others_continue(pool):
     first, second = pool.reset([0, 2], [task(1), task(2)])
     late, early = to_goal(first.proprio, 12), to_goal(second.proprio, 9)
     actions = np.stack([late, np.concatenate([early, noise(1, 3)[0]])])
@@ -164,7 +164,7 @@ def test_dense_is_the_batchs_own_reward():
         assert outcome.rewards[0] == pytest.approx(-np.abs(position - goal).max(), rel=1e-5)
 
 
-def test_films(pool):
+def test_recorded_frames(pool):
     pool.send_reset([0, 1], [task(1), task(2)], record=frozenset({1}))
     plain, recorded = pool.receive()
     assert plain[1].frames == () and len(recorded[1].frames) == 1 and recorded[1].num_executed == 0
@@ -176,7 +176,7 @@ def test_films(pool):
     assert not np.array_equal(outcome.frames[0], outcome.frames[2])
 
 
-def test_slots_that_draw_from_one_seed_are_reset_one_by_one():
+def test_slots_that_share_one_seed_are_reset_one_by_one():
     pool = build(INDEXED, num_envs=4)
     env = pool._env
     assert isinstance(env, TensorReach)
@@ -204,7 +204,7 @@ def test_slots_that_draw_from_one_seed_are_reset_one_by_one():
             "gym.images = 'pixels.back': the observation's 'pixels' has no 'back'; it has front",
         ),
         ({"success": "info.won"}, "gym.success = 'info.won': info has no 'won'; it has success"),
-        ({"env": "fakes.gym_batches:one_too_many"}, "made 4 environments where 3 were asked for"),
+        ({"env": "fakes.gym_batches:one_too_many"}, "made 4 environments instead of 3"),
         (
             {"env": "fakes.gym_batches:resets_by_name"},
             "metadata['reset_option'] is 'names'; it must be reset_mask or env_idx",
@@ -231,7 +231,7 @@ def test_tasks_of_another_suite_and_actions_of_another_length_are_refused(pool):
 
 
 class Faulty(TensorReach):
-    """Returns something wrong of slot 1 in its second step."""
+    """Returns something wrong for slot 1 in its second step."""
 
     def __init__(self, num_envs: int, fault: str) -> None:
         super().__init__(num_envs)
@@ -275,7 +275,7 @@ def faulty(fault: str) -> GymVectorPool:
         ("key", "gym.success = 'info.success': info has no 'success'; it has nothing, in step 2 in slot", {0, 1, 2}),
     ],
 )
-def test_a_slot_with_something_wrong_loses_its_episode_and_the_others_go_on(fault, reason, failed):
+def test_a_slot_with_something_wrong_loses_its_episode_and_the_others_continue(fault, reason, failed):
     pool = faulty(fault)
     pool.send_reset([0, 1, 2], [task(state) for state in range(3)])
     assert all(outcome.error is None for _, outcome in pool.receive())

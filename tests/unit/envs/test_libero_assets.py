@@ -1,4 +1,4 @@
-"""Finding LIBERO's assets, and importing its package without questions, noise and traces."""
+"""Finding LIBERO's assets, and importing its package without prompts, log output and leftover files."""
 
 import hashlib
 import os
@@ -56,7 +56,7 @@ def test_without_assets_the_message_says_where_it_looked_and_how_to_get_them(hom
     with pytest.raises(UsageError) as refusal:
         find_assets(None)
     cache = home / ".cache" / "libero" / "assets"
-    assert f"{cache} is no folder" in str(refusal.value)
+    assert f"{cache} is not a folder" in str(refusal.value)
     command = f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {cache}"
     assert str(refusal.value).splitlines()[-1].strip() == command, "on a line of its own"
     assert "env.assets" in str(refusal.value) and "LIBERO_ASSETS" in str(refusal.value)
@@ -112,10 +112,10 @@ Path(sys.argv[1]).write_text(hashlib.sha256(seen.images.tobytes() + seen.proprio
 """
 
 
-def test_a_process_of_its_own_asks_nothing_says_nothing_and_leaves_nothing(libero_assets, tmp_path):
+def test_a_separate_process_prompts_for_nothing_prints_nothing_and_leaves_nothing(libero_assets, tmp_path):
     for folder in ("home", "work"):
         (tmp_path / folder).mkdir()
-    # A GPU for drawing that CUDA_VISIBLE_DEVICES does not name is refused by robosuite's import, but for prepare().
+    # A GPU for rendering that CUDA_VISIBLE_DEVICES does not name is refused by robosuite's import, but for prepare().
     environment = {
         **os.environ,
         "HOME": str(tmp_path / "home"),

@@ -1,4 +1,4 @@
-"""LIBERO as an environment: conventions, success, and episodes that owe nothing to those before them."""
+"""LIBERO as an environment: conventions, success, and episodes that do not depend on those before them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def same(first: Observation, second: Observation) -> bool:
 
 
 def wander(env: LiberoEnv, seed: int, num_steps: int) -> Observation:
-    """Move about at random, down to the table, and look."""
+    """Move at random, down to the table, and observe."""
     rng = np.random.default_rng(seed)
     for step in range(num_steps):
         if step % 8 == 0:
@@ -54,7 +54,7 @@ def test_an_observation(env):
     assert seen.images.shape == (2, 64, 64, 3) and seen.images.dtype == np.uint8 and seen.images.flags.c_contiguous
     assert seen.proprio.shape == (8,) and seen.proprio.dtype == np.float32
     assert seen.instruction == "pick up the black bowl between the plate and the ramekin and place it on the plate"
-    assert seen.images.std(axis=(1, 2, 3)).min() > 20, "neither picture is blank"
+    assert seen.images.std(axis=(1, 2, 3)).min() > 20, "neither image is blank"
     assert np.abs(seen.images[0].astype(int) - seen.images[1]).mean() > 20, "the cameras differ"
 
 
@@ -89,7 +89,7 @@ def test_the_gripper_s_sign(gripper, sent):
 @pytest.mark.parametrize("bad", [np.zeros(6), np.zeros((1, 7)), np.array([0, 0, 0, 0, 0, 0, np.nan])])
 def test_what_is_no_action_is_refused(env, bad):
     env.reset(task())
-    with pytest.raises(ValueError, match="7 finite numbers"):
+    with pytest.raises(ValueError, match="7 finite values"):
         env.step(bad.astype(np.float32))
 
 
@@ -111,7 +111,7 @@ def test_proprio_is_the_hand_s_pose_and_the_fingers(env):
     env.reset(task())
     for _ in range(12):
         env.step(action(0.5, 0.5, 0.2, 0.3, -0.5, 0.8, gripper=OPEN))
-    for _ in range(40):  # come to rest: what is felt is two substeps old
+    for _ in range(40):  # come to rest: proprio is two substeps old
         env.step(action(gripper=OPEN))
     data, robot = env.simulator.sim.data, env.simulator.robots[0]
     felt = env.observe().proprio
@@ -140,14 +140,14 @@ def test_axis_angle(quaternion, rotation):
     assert felt == pytest.approx([1, 2, 3, *rotation, 4, 5], abs=1e-6)
 
 
-def test_pictures_are_turned_by_180_degrees():
+def test_images_are_rotated_by_180_degrees():
     pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
     turned = upright(pixels)
     np.testing.assert_array_equal(turned[:, :, 0], [[9, 6], [3, 0]])
     assert turned.flags.c_contiguous
 
 
-def test_a_film_shows_what_the_policy_sees(env):
+def test_a_video_shows_what_the_policy_sees(env):
     env.reset(task())
     frame = env.frame()
     assert frame.shape == (256, 256, 3) and frame.dtype == np.uint8
@@ -157,7 +157,7 @@ def test_a_film_shows_what_the_policy_sees(env):
     assert min(np.abs(small - other).mean() for other in (seen[::-1], seen[:, ::-1], seen[::-1, ::-1])) > 12
 
 
-def test_success_is_paid_once_the_bowl_is_on_the_plate(env):
+def test_success_is_rewarded_once_the_bowl_is_on_the_plate(env):
     env.reset(task())
     outcome = env.step(action(gripper=OPEN))
     assert (outcome.reward, outcome.terminated, outcome.truncated, outcome.success) == (0.0, False, False, False)
@@ -181,7 +181,7 @@ def test_a_group_s_episodes_begin_alike_and_other_states_differ(env):
     assert not same(first, env.observe())
 
 
-def test_an_episode_owes_nothing_to_those_before_it(env, libero_assets):
+def test_an_episode_does_not_depend_on_those_before_it(env, libero_assets):
     # Task 4 has an open drawer, which LIBERO sets by random numbers.
     fresh = make_env(libero_assets)
     fresh.reset(task(7, task_id=4))
@@ -198,22 +198,22 @@ def test_an_episode_owes_nothing_to_those_before_it(env, libero_assets):
     env.reset(task(2, task_id=4))
     env.step(action(0.3, gripper=CLOSED))
     env.simulator.sim.model.body_pos[:] += 0.02  # LIBERO moves furniture by writing to the model
-    env.simulator.sim.model.site_rgba[:, 3] = 1.0  # and makes things glow
+    env.simulator.sim.model.site_rgba[:, 3] = 1.0  # and makes objects glow
     env.reset(task(7, task_id=4, seed=99))
     assert same(first, env.observe())
     assert same(last, wander(env, seed=5, num_steps=24))
     np.testing.assert_array_equal(env.simulator.sim.data.qpos, positions)
 
 
-def test_steps_draw_nothing(env):
+def test_steps_render_nothing(env):
     env.reset(task())
-    draw = env._renderer.draw
+    render = env._renderer.render
     try:
-        env._renderer.draw = None
+        env._renderer.render = None
         env.step(action(gripper=OPEN))
         env.reset(task(1))
     finally:
-        env._renderer.draw = draw
+        env._renderer.render = render
 
 
 def test_a_simulation_that_blows_up_is_an_error_and_leaves_no_file(env, tmp_path, monkeypatch):
@@ -243,12 +243,12 @@ def test_an_environment_that_was_never_reset(libero_assets):
         fresh.close()  # twice is once
 
 
-def test_fast_pictures_are_nearly_the_exact_ones(env, libero_assets):
+def test_fast_images_are_nearly_the_exact_ones(env, libero_assets):
     exact = make_env(libero_assets, exact=True)
-    pictures = []
-    for drawn in (env, exact):
-        drawn.reset(task(5))
-        pictures.append(drawn.observe().images.astype(int))
+    images = []
+    for each in (env, exact):
+        each.reset(task(5))
+        images.append(each.observe().images.astype(int))
     exact.close()
-    agent, wrist = np.abs(pictures[0] - pictures[1]).mean(axis=(1, 2, 3))
+    agent, wrist = np.abs(images[0] - images[1]).mean(axis=(1, 2, 3))
     assert 1 < wrist < 6 and 1 < agent < 6

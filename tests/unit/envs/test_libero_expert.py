@@ -1,4 +1,4 @@
-"""The scripted expert of LIBERO: what it takes hold of, and whether it solves tasks through the environment."""
+"""The scripted expert of LIBERO: its grasps, and whether it solves tasks through the environment."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TABLE = ((0.0, 0.0, -0.05), (1.0, 1.0, 0.05), 0.0)  # its surface is at height 0
 
 
 class FakeScene:
-    """A thing and what surrounds it, without a simulator."""
+    """An object and everything else, without a simulator."""
 
-    def __init__(self, thing: Boxes, others: Boxes) -> None:
-        self._thing, self._others = thing, others
+    def __init__(self, obj: Boxes, others: Boxes) -> None:
+        self._obj, self._others = obj, others
 
-    def thing(self, name: str) -> Boxes:
-        return self._thing
+    def object_boxes(self, name: str) -> Boxes:
+        return self._obj
 
     def others(self, name: str, around: np.ndarray, radius: float) -> Boxes:
         return self._others
@@ -56,9 +56,9 @@ def test_tops_of_a_slanted_box():
 
 @pytest.mark.parametrize("degrees", [0, 30, 75, -45])
 def test_a_box_is_taken_across_its_narrow_side(degrees):
-    # At rest the fingers move along y; this box is long in x, so it wants the wrist turned as it is turned itself.
-    thing = boxes(((0.1, 0.2, 0.03), (0.07, 0.02, 0.03), np.radians(degrees)))
-    grasp = plan_grasp(FakeScene(thing, boxes(TABLE)), "box", ABOVE, STAY)
+    # At rest the fingers move along y; this box is long in x, so the wrist must turn by the box's own angle.
+    obj = boxes(((0.1, 0.2, 0.03), (0.07, 0.02, 0.03), np.radians(degrees)))
+    grasp = plan_grasp(FakeScene(obj, boxes(TABLE)), "box", ABOVE, STAY)
     assert np.degrees(grasp.turn) == pytest.approx(degrees)
     assert grasp.position[:2] == pytest.approx([0.1, 0.2], abs=0.008)
     assert 0.06 - 0.026 < grasp.position[2] < 0.06  # the pads are beside it, the palm is above it
@@ -93,9 +93,9 @@ def test_a_wall_at_the_place_makes_it_take_the_bowl_by_the_far_rim():
 
 
 def test_nothing_is_taken_where_the_hand_does_not_fit():
-    thing = boxes(((0.0, 0.0, 0.03), (0.02, 0.02, 0.03), 0.0))
+    obj = boxes(((0.0, 0.0, 0.03), (0.02, 0.02, 0.03), 0.0))
     shaft = [((x, y, 0.2), (0.03, 0.03, 0.2), 0.0) for x in (-0.06, 0, 0.06) for y in (-0.06, 0, 0.06) if x or y]
-    assert plan_grasp(FakeScene(thing, boxes(TABLE, *shaft)), "box", ABOVE, STAY) is None
+    assert plan_grasp(FakeScene(obj, boxes(TABLE, *shaft)), "box", ABOVE, STAY) is None
 
 
 def test_supports_names_what_only_needs_picking_and_placing():
@@ -168,7 +168,7 @@ def test_the_same_episode_is_played_the_same_way(spatial):
     assert np.array_equal(first, second)
 
 
-def test_it_puts_one_thing_after_another_into_the_basket(libero_assets):
+def test_it_puts_one_object_after_another_into_the_basket(libero_assets):
     env = LiberoEnv(libero_spec("libero_10", None), libero_assets, ("agent",), 64, False)
     solved, actions = play(env, Task("libero_10", 0, 5, seed=0), 300)
     env.close()

@@ -17,7 +17,7 @@ MESH = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3 4\n
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty place for compiled scenes; MuJoCo writes MUJOCO_LOG.TXT to the working directory when one is damaged."""
+    """An empty folder for compiled scenes; MuJoCo writes MUJOCO_LOG.TXT to the working directory when one is damaged."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -89,7 +89,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(folder, xml):
     assert list(folder.iterdir()) == []
 
 
-def test_the_oldest_scenes_make_room(folder, xml, monkeypatch):
+def test_the_oldest_scenes_are_deleted_for_new_ones(folder, xml, monkeypatch):
     scenes = [xml.replace("1 2 3", f"1 2 {number}") for number in range(4)]
     SceneReader().read(scenes[0])
     (first,) = folder.iterdir()
@@ -120,7 +120,7 @@ env.close()
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of a process from /proc")
 def test_memory_stays_flat_when_tasks_change(libero_assets):
     done = subprocess.run([sys.executable, "-c", SWITCH], capture_output=True, text=True, check=True, timeout=300)
     megabytes = [int(line) for line in done.stdout.split()]

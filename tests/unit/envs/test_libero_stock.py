@@ -1,4 +1,4 @@
-"""Episodes of LiberoEnv against hf-libero's own environment: physics, sensors and pictures are equal to the bit."""
+"""Episodes of LiberoEnv against hf-libero's own environment: physics, sensors and images are equal to the bit."""
 
 import os
 import subprocess
@@ -13,16 +13,14 @@ from vlarl.envs.libero.env import LiberoEnv
 from vlarl.envs.libero.suites import libero_spec
 from vlarl.types import Task
 
-CANS = Task(
-    "libero_object", 2, 7, 0
-)  # things that lie on the floor loosely: the solver's memory shows in the last bits
+CANS = Task("libero_object", 2, 7, 0)  # loose objects on the floor: the solver's memory shows in the last bits
 STOVE = Task("libero_goal", 7, 7, 0)  # it glows when it is on
 IMAGE_SIZE = 64
 NUM_STEPS = 12
 POKE = 4  # before this step the stove's knob is turned by hand
 LOOK = (0, 3, 5, 6, 11)
 
-# hf-libero as anybody would run it, in a process of its own: its OpenGL context does not like company.
+# hf-libero as its users run it, in a process of its own: its OpenGL context conflicts with others.
 STOCK = """
 import sys
 import numpy as np
@@ -66,17 +64,17 @@ def actions() -> np.ndarray:
 
 
 def stock_episode(task: Task, image_size: int, poke: int, folder: Path) -> dict[str, np.ndarray]:
-    """What hf-libero's environment goes through, by name, an entry for each step."""
+    """The states of hf-libero's environment, by name, one entry per step."""
     np.save(folder / "actions.npy", actions())
-    numbers = [str(number) for number in (task.task_id, task.init_state, image_size, poke)]
-    arguments = [str(folder / "out.npz"), str(folder / "actions.npy"), task.suite, *numbers]
+    values = [str(value) for value in (task.task_id, task.init_state, image_size, poke)]
+    arguments = [str(folder / "out.npz"), str(folder / "actions.npy"), task.suite, *values]
     subprocess.run([sys.executable, "-c", STOCK, *arguments], env=dict(os.environ), check=True, timeout=500)
     return dict(np.load(folder / "out.npz"))
 
 
 @pytest.fixture
 def make_env(libero_assets: Path) -> Iterator[Callable[[str], LiberoEnv]]:
-    """Environments of a suite with stock pictures, closed in the end."""
+    """Environments of a suite with stock images, closed in the end."""
     made: list[LiberoEnv] = []
 
     def make(suite: str) -> LiberoEnv:
@@ -90,33 +88,33 @@ def make_env(libero_assets: Path) -> Iterator[Callable[[str], LiberoEnv]]:
         env.close()
 
 
-def test_physics_and_pictures_equal_stock_libero_to_the_bit(make_env, tmp_path):
+def test_physics_and_images_equal_stock_libero_to_the_bit(make_env, tmp_path):
     from robosuite.utils.transform_utils import quat2axisangle
 
     env = make_env(STOVE.suite)
     stock = stock_episode(STOVE, IMAGE_SIZE, POKE, tmp_path)
     env.reset(STOVE)
-    for number, action in enumerate(actions()):
-        if number == POKE:
+    for step, action in enumerate(actions()):
+        if step == POKE:
             env.simulator.sim.data.set_joint_qpos("flat_stove_1_button", 1.0)
         outcome = env.step(action)
-        np.testing.assert_array_equal(env.simulator.sim.data.qpos, stock["qpos"][number], err_msg=f"step {number}")
-        assert (outcome.reward, outcome.success) == (stock["reward"][number], stock["done"][number])
-        if number in LOOK:
+        np.testing.assert_array_equal(env.simulator.sim.data.qpos, stock["qpos"][step], err_msg=f"step {step}")
+        assert (outcome.reward, outcome.success) == (stock["reward"][step], stock["done"][step])
+        if step in LOOK:
             seen = env.observe()
             for image, name in zip(seen.images, ("agentview_image", "robot0_eye_in_hand_image"), strict=True):
-                np.testing.assert_array_equal(image, stock[name][number][::-1, ::-1], err_msg=f"{name} {number}")
-            rotation = quat2axisangle(stock["eef_quat"][number].copy())
-            parts = [stock["eef_pos"][number], rotation, stock["gripper_qpos"][number]]
+                np.testing.assert_array_equal(image, stock[name][step][::-1, ::-1], err_msg=f"{name} {step}")
+            rotation = quat2axisangle(stock["eef_quat"][step].copy())
+            parts = [stock["eef_pos"][step], rotation, stock["gripper_qpos"][step]]
             np.testing.assert_array_equal(seen.proprio, np.concatenate(parts).astype(np.float32))
-    assert stock["done"].tolist() == [number >= POKE for number in range(NUM_STEPS)], "the stove is on"
+    assert stock["done"].tolist() == [step >= POKE for step in range(NUM_STEPS)], "the stove is on"
 
 
-def test_loose_things_move_as_in_stock_libero_to_the_bit(make_env, tmp_path):
+def test_loose_objects_move_as_in_stock_libero_to_the_bit(make_env, tmp_path):
     env = make_env(CANS.suite)
     stock = stock_episode(CANS, 0, -1, tmp_path)
     env.reset(CANS)
-    for number, action in enumerate(actions()):
+    for step, action in enumerate(actions()):
         env.step(action)
-        np.testing.assert_array_equal(env.simulator.sim.data.qpos, stock["qpos"][number], err_msg=f"step {number}")
+        np.testing.assert_array_equal(env.simulator.sim.data.qpos, stock["qpos"][step], err_msg=f"step {step}")
     assert np.abs(np.diff(stock["qpos"], axis=0)).max() > 0.01, "something moved"

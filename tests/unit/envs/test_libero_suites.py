@@ -40,10 +40,10 @@ def test_tasks_are_the_benchmark_s_in_its_order(suite, benchmark):
     assert all(problem_file(suite, task.task_id).is_file() for task in ours.tasks)
 
 
-def test_instructions_leave_out_the_room():
+def test_instructions_leave_out_the_scene():
     assert libero_spec("libero_10", None).tasks[2].instruction == "turn on the stove and put the moka pot on it"
     assert libero_spec("libero_90", None).tasks[0].instruction.startswith("close the top drawer")
-    assert "SCENE10" in task_names("libero_90")[1], "a room with two digits"
+    assert "SCENE10" in task_names("libero_90")[1], "a scene with two digits"
     assert libero_spec("libero_90", None).tasks[1].instruction[0].islower()
 
 
@@ -82,7 +82,7 @@ def test_an_unknown_suite_is_refused_with_the_known_ones():
         libero_spec("libero_100", None)
 
 
-def test_a_missing_package_is_answered_with_the_command(monkeypatch):
+def test_a_missing_package_is_reported_with_the_command(monkeypatch):
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     libero_suites.package_folder.cache_clear()
     libero_suites.task_names.cache_clear()
@@ -106,7 +106,7 @@ def test_the_factory_leaves_simulator_and_torch_alone(libero_assets):
 
 
 def test_there_is_no_dense_reward(libero_assets):
-    with pytest.raises(UsageError, match="libero_goal pays at success only"):
+    with pytest.raises(UsageError, match="libero_goal rewards success only"):
         libero_factory(EnvConfig(suite="libero_goal"), 224, "dense")
 
 
@@ -114,7 +114,7 @@ def test_there_is_no_dense_reward(libero_assets):
     ("render", "set_before", "backend"),
     [("auto", None, "egl"), ("auto", "osmesa", "osmesa"), ("osmesa", "egl", "osmesa"), ("egl", "osmesa", "egl")],
 )
-def test_how_pictures_are_drawn(render, set_before, backend, libero_assets, monkeypatch):
+def test_the_render_backend(render, set_before, backend, libero_assets, monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     if set_before:
         monkeypatch.setenv("MUJOCO_GL", set_before)
@@ -124,14 +124,14 @@ def test_how_pictures_are_drawn(render, set_before, backend, libero_assets, monk
     assert "MUJOCO_EGL_DEVICE_ID" not in variables
 
 
-def test_the_gpu_that_draws(libero_assets):
+def test_the_gpu_that_renders(libero_assets):
     variables = libero_factory(EnvConfig(suite="libero_goal", render_gpu=2), 224, "sparse").variables(0)
     assert variables["MUJOCO_EGL_DEVICE_ID"] == "2"
 
 
 @pytest.mark.parametrize(
     ("version", "said"),
-    [("3.2.7", "not tried"), ("3.3.3", "darker"), ("3.3.10", "darker"), ("3.4.0", "task 5"), ("3.8", "task 5")],
+    [("3.2.7", "not tested"), ("3.3.3", "darker"), ("3.3.10", "darker"), ("3.4.0", "task 5"), ("3.8", "task 5")],
 )
 def test_other_versions_of_mujoco_are_warned_of(version, said):
     problem = mujoco_problem(version)

@@ -1,4 +1,4 @@
-"""Every task of the four suites that published results are about: builds, begins, steps, and can be seen."""
+"""Every task of the four suites that published results are about: builds, begins, steps, and renders."""
 
 import multiprocessing
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Meta-World through our contract: what is seen, what an action does, and episodes that repeat to the bit."""
+"""Meta-World as a SingleEnv: observations, actions, and episodes that repeat to the bit."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from vlarl.config.schema import EnvConfig
 from vlarl.envs.metaworld import env as module
 from vlarl.envs.metaworld import metaworld_factory
 from vlarl.envs.metaworld.env import MetaWorldEnv, from_metaworld, to_metaworld
-from vlarl.envs.metaworld.render import Drawing
+from vlarl.envs.metaworld.render import ModelRenderer
 from vlarl.envs.metaworld.simulator import Simulator
 from vlarl.types import Task
 
@@ -53,8 +53,8 @@ def fingerprint(env: MetaWorldEnv, chosen: Task, num_steps: int = 24) -> str:
         if step % 8 == 0:
             seen = env.observe()
             digest.update(seen.images.tobytes() + seen.proprio.tobytes())
-        answer = env.step(np.append(rng.uniform(-1, 1, 6), rng.integers(2)).astype(np.float32))
-        digest.update(repr(answer).encode() + env.state.tobytes())
+        outcome = env.step(np.append(rng.uniform(-1, 1, 6), rng.integers(2)).astype(np.float32))
+        digest.update(repr(outcome).encode() + env.state.tobytes())
     return digest.hexdigest()
 
 
@@ -68,8 +68,8 @@ def test_every_task_of_mt10_starts_steps_and_is_seen(env, task_id):
     assert min(image.std() for image in first.images) > 10
     assert first.proprio.shape == (8,)
     assert first.proprio.dtype == np.float32
-    answer = env.step(HOLD_OPEN)
-    assert (answer.reward, answer.terminated, answer.truncated, answer.success) == (0.0, False, False, False)
+    outcome = env.step(HOLD_OPEN)
+    assert (outcome.reward, outcome.terminated, outcome.truncated, outcome.success) == (0.0, False, False, False)
     assert env.frame().shape == (256, 256, 3)
 
 
@@ -136,13 +136,13 @@ def test_the_sparse_reward_is_one_at_success_and_the_dense_one_a_tenth_of_meta_w
         goal, hand = sparse.state[-3:], sparse.state[:3]
         action = HOLD_OPEN.copy()
         action[:3] = np.clip(10 * (goal + [0, 0, 0.045] - hand), -1, 1)
-        paid, shaped, own = sparse.step(action), dense.step(action), reach.step(to_metaworld(action))
+        plain, shaped, own = sparse.step(action), dense.step(action), reach.step(to_metaworld(action))
         assert shaped.reward == pytest.approx(own.reward / 10)
-        assert paid.reward == float(paid.success)
-        assert paid.terminated == paid.success == shaped.success == own.success
-        if paid.success:
+        assert plain.reward == float(plain.success)
+        assert plain.terminated == plain.success == shaped.success == own.success
+        if plain.success:
             break
-    assert paid.success
+    assert plain.success
     assert shaped.reward > 0.9
     for env in (sparse, dense):
         env.close()
@@ -161,9 +161,9 @@ def test_an_episode_repeats_to_the_bit_whatever_ran_before(env):
         assert fingerprint(env, task(task_id, 5, seed=99)) == expected
 
 
-def test_stepping_draws_nothing(env, monkeypatch):
+def test_stepping_renders_nothing(env, monkeypatch):
     env.reset(task(REACH))
-    monkeypatch.setattr(Drawing, "draw", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(ModelRenderer, "render", lambda *_: pytest.fail("rendered"))
     for _ in range(5):
         env.step(HOLD_OPEN)
 
@@ -186,7 +186,7 @@ def test_states_are_the_tasks_own_and_stay_what_they_are(reach):
     assert np.abs(push._random_vector(0)[:2] - reach._random_vector(0)[:2]).max() > 1e-3
 
 
-def test_the_goal_marker_is_drawn_where_the_goal_is_from_the_first_picture_on(env):
+def test_the_goal_marker_is_rendered_where_the_goal_is_from_the_first_image_on(env):
     """Pixels of the marker's colour, more than the fingertips' four, move with the goal."""
     centres, goals = [], []
     for state in range(8):
@@ -199,7 +199,7 @@ def test_the_goal_marker_is_drawn_where_the_goal_is_from_the_first_picture_on(en
     columns, x = np.array(centres)[:, 1], np.array(goals)[:, 0]
     rows, z = np.array(centres)[:, 0], np.array(goals)[:, 2]
     assert np.corrcoef(columns, x)[0, 1] < -0.98  # from the front, x grows to the left
-    assert np.corrcoef(rows, z)[0, 1] < -0.8  # pictures are upright
+    assert np.corrcoef(rows, z)[0, 1] < -0.8  # images are upright
 
 
 def test_the_first_look_sees_what_the_reset_moved_last(env):
@@ -211,7 +211,7 @@ def test_the_first_look_sees_what_the_reset_moved_last(env):
     assert changed.mean() < 0.02
 
 
-def test_pictures_are_upright_from_every_place():
+def test_images_are_upright_from_every_camera():
     """The hand comes from above: the robot's red is in the upper half."""
     for exact in (False, True):
         env = build(exact_pixels=exact)
@@ -228,22 +228,22 @@ def test_leaving_out_what_is_out_of_view_changes_no_pixel(env, monkeypatch):
     for task_id in range(10):
         env.reset(task(task_id, 4))
         quick = env.observe().images
-        drawing = env._drawings[env.env_name]
-        left_out += drawing._out_of_view(env._simulators[env.env_name].data).sum()
+        renderer = env._renderers[env.env_name]
+        left_out += renderer._out_of_view(env._simulators[env.env_name].data).sum()
         with monkeypatch.context() as patch:
-            patch.setattr(Drawing, "_out_of_view", lambda self, data: np.zeros(self._model.ngeom, bool))
+            patch.setattr(ModelRenderer, "_out_of_view", lambda self, data: np.zeros(self._model.ngeom, bool))
             np.testing.assert_array_equal(env.observe().images, quick)
     assert left_out > 100
 
 
-def test_a_model_that_was_dropped_is_loaded_again_with_the_same_pictures(monkeypatch):
+def test_a_model_that_was_dropped_is_loaded_again_with_the_same_images(monkeypatch):
     monkeypatch.setattr(module, "MAX_SIMULATORS", 1)
     env = build()
     env.reset(task(REACH))
     first = env.observe()
     env.reset(task(PUSH))
     env.observe()
-    assert list(env._simulators) == list(env._drawings) == ["push-v3"]
+    assert list(env._simulators) == list(env._renderers) == ["push-v3"]
     env.reset(task(REACH))
     np.testing.assert_array_equal(env.observe().images, first.images)
     env.close()

@@ -1,4 +1,4 @@
-"""Offscreen pictures of a small model whose answer is known."""
+"""Offscreen images of a small model with a known result."""
 
 import os
 
@@ -11,7 +11,7 @@ os.environ.setdefault("LP_NUM_THREADS", "1")
 
 import mujoco
 
-from vlarl.envs.metaworld.render import Canvas, Drawing
+from vlarl.envs.metaworld.render import Canvas, ModelRenderer
 from vlarl.envs.metaworld.views import FixedView, OrbitView
 
 HEAD = '<mujoco><visual><headlight ambient="1 1 1" diffuse="0 0 0" specular="0 0 0"/></visual><worldbody>'
@@ -23,21 +23,21 @@ CAMERAS = """
 AHEAD = OrbitView(lookat=(0, 0, 0), distance=1, azimuth=90, elevation=0, fovy=90)
 
 
-def pictures(body: str, views, size: int = 64, **canvas):
+def render_views(body: str, views, size: int = 64, **canvas):
     model = mujoco.MjModel.from_xml_string(f"{HEAD}{CAMERAS}{body}</worldbody></mujoco>")
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     where = Canvas(size, **({"exact": False} | canvas))
-    drawing = Drawing(where, model)
-    drawn = [drawing.draw(data, view, size) for view in views]
-    drawing.close()
+    renderer = ModelRenderer(where, model)
+    images = [renderer.render(data, view, size) for view in views]
+    renderer.close()
     where.close()
-    return drawn
+    return images
 
 
 def test_up_is_up_and_right_is_right_for_every_kind_of_camera():
     red = '<geom type="sphere" size="0.1" pos="0.5 0 0.5" rgba="1 0 0 1"/>'
-    for image in pictures(red, [AHEAD, FixedView("upright"), FixedView("hanging", upside_down=True)]):
+    for image in render_views(red, [AHEAD, FixedView("upright"), FixedView("hanging", upside_down=True)]):
         rows, columns = np.nonzero(image[..., 0] > 128)
         # half of 45 degrees at a metre's distance: three quarters of the way right, one quarter down
         assert (rows.mean() + 0.5, columns.mean() + 0.5) == pytest.approx((16, 48), abs=0.7)
@@ -49,30 +49,30 @@ def test_what_is_left_out_was_out_of_view(monkeypatch, view):
     spheres = "".join(f'<geom type="sphere" size="0.01" pos="{x} {y} {z}" rgba="1 0 0 1"/>' for x, y, z in places)
     body = spheres + '<geom type="plane" size="0 0 1" pos="0 0 -2"/>'
     left_out = []
-    decide = Drawing._out_of_view
+    decide = ModelRenderer._out_of_view
 
-    def watched(drawing, data):
-        left_out.append(decide(drawing, data))
+    def watched(renderer, data):
+        left_out.append(decide(renderer, data))
         return left_out[-1]
 
-    monkeypatch.setattr(Drawing, "_out_of_view", watched)
-    quick = pictures(body, [view])[0]
-    monkeypatch.setattr(Drawing, "_out_of_view", lambda drawing, data: np.zeros(401, bool))
-    np.testing.assert_array_equal(quick, pictures(body, [view])[0])
+    monkeypatch.setattr(ModelRenderer, "_out_of_view", watched)
+    quick = render_views(body, [view])[0]
+    monkeypatch.setattr(ModelRenderer, "_out_of_view", lambda renderer, data: np.zeros(401, bool))
+    np.testing.assert_array_equal(quick, render_views(body, [view])[0])
     in_view = (np.abs(places[:, [0, 2]]).max(axis=1) < places[:, 1] + 1).sum()
     assert 400 - left_out[0].sum() == pytest.approx(in_view, abs=30)  # no more than those at the border are kept
     assert not left_out[0][400]  # the plane
 
 
-def test_pictures_smaller_than_the_canvas_show_the_same():
+def test_images_smaller_than_the_canvas_show_the_same():
     red = '<geom type="sphere" size="0.3" pos="0 0 0" rgba="1 0 0 1"/>'
-    large = pictures(red, [AHEAD], size=64)[0]
-    small = pictures(red, [AHEAD], size=32)[0]
+    large = render_views(red, [AHEAD], size=64)[0]
+    small = render_views(red, [AHEAD], size=32)[0]
     np.testing.assert_allclose((large[..., 0] > 128).mean(), (small[..., 0] > 128).mean(), atol=0.02)
 
 
 def test_exact_pixels_are_smoothed_at_edges():
     red = '<geom type="sphere" size="0.3" pos="0 0 0" rgba="1 0 0 1"/>'
-    plain = pictures(red, [AHEAD])[0]
-    smooth = pictures(red, [AHEAD], exact=True)[0]
+    plain = render_views(red, [AHEAD])[0]
+    smooth = render_views(red, [AHEAD], exact=True)[0]
     assert len(np.unique(plain.reshape(-1, 3), axis=0)) < len(np.unique(smooth.reshape(-1, 3), axis=0))

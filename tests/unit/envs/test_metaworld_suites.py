@@ -1,4 +1,4 @@
-"""Meta-World's tables: equal to the package's, told without loading it."""
+"""Meta-World's tables: equal to the package's, read without loading it."""
 
 import importlib
 import pickle
@@ -89,7 +89,7 @@ def test_a_factory_survives_pickling():
     assert pickle.loads(pickle.dumps(factory)) == factory
 
 
-def test_a_missing_package_is_told_with_its_remedy(monkeypatch):
+def test_a_missing_package_is_reported_with_its_remedy(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         MissingExtraError, match=r"metaworld is not installed; in your clone of vlarl run: .* '\.\[metaworld\]'"
@@ -107,7 +107,7 @@ def test_a_missing_package_is_told_with_its_remedy(monkeypatch):
         ({"render_gpu": 3}, None, {"MUJOCO_GL": "egl", "PYOPENGL_PLATFORM": "egl", "MUJOCO_EGL_DEVICE_ID": "3"}),
     ],
 )
-def test_how_pictures_are_drawn_reaches_the_process(monkeypatch, config, shell, expected):
+def test_the_render_backend_reaches_the_process(monkeypatch, config, shell, expected):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     if shell is not None:
         monkeypatch.setenv("MUJOCO_GL", shell)

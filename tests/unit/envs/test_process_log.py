@@ -7,7 +7,7 @@ from vlarl.envs import process_log
 from vlarl.envs.process_log import appended_file, last_lines, shorten
 
 
-def test_a_log_that_grows_too_large_keeps_its_newest_part_while_its_writer_goes_on(monkeypatch):
+def test_a_log_that_grows_too_large_keeps_its_newest_part_while_its_writer_continues(monkeypatch):
     monkeypatch.setattr(process_log, "LARGEST", 1000)
     monkeypatch.setattr(process_log, "KEPT", 100)
     with appended_file() as log:

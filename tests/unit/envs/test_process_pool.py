@@ -1,4 +1,4 @@
-"""Environments as processes: the same episodes as anywhere, whatever becomes of a process."""
+"""Environments as processes: the same episodes as anywhere, even if a process fails."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
 
 
 def impatient(pool: WorkerPool, slot: int) -> None:
-    """One second for each answer of a worker from now on. It has started, which on a busy machine takes longer."""
+    """One second for each reply of a worker from now on. It has started, which on a busy machine takes longer."""
     pool._workers[slot]._timeout_s = 1.0
 
 
@@ -82,19 +82,19 @@ def test_the_suites_time_limit_is_kept_and_an_environments_own(pools):
     assert (outcome.num_executed, outcome.truncated, outcome.success) == (4, True, False)
 
 
-def test_films_and_frames(pools):
+def test_recorded_frames(pools):
     pool = pools(2)
     pool.send_reset([0, 1], [task(0), task(1)], frozenset({1}))
-    answers = {}
-    while len(answers) < 2:
-        answers.update(pool.receive())
-    assert answers[0].frames == () and [int(f.max()) for f in answers[1].frames] == [100]
+    outcomes = {}
+    while len(outcomes) < 2:
+        outcomes.update(pool.receive())
+    assert outcomes[0].frames == () and [int(f.max()) for f in outcomes[1].frames] == [100]
     plain, recorded = pool.step_chunk([0, 1], ones(2, 2), frozenset({1}))
     assert plain.frames == () and [int(f.max()) for f in recorded.frames] == [101, 102]
     assert int(pool.frame(0).max()) == 102
 
 
-def test_nobody_waits_for_the_slowest_but_lockstep_does(pools):
+def test_only_lockstep_waits_for_the_slowest(pools):
     pool = pools(2)
     pool.reset([0, 1], [task(), task()])
     os.kill(pool.pids[0], signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_what_an_environment_must_not_return_costs_the_episode_and_is_named(pool
         pool.send_chunk([0], ones(1, 3))
         ((_, outcome),) = pool.receive()
     assert reason in str(outcome.error) and "Traceback" not in str(outcome.error)
-    assert pool.reset([0], [task()])[0].proprio[0] == 0, "the slot goes on with the next attempt"
+    assert pool.reset([0], [task()])[0].proprio[0] == 0, "the slot continues with the next attempt"
 
 
 @pytest.mark.timeout(60)
@@ -172,7 +172,7 @@ def test_a_worker_that_hangs_is_replaced_within_its_time(pools, tmp_path):
     impatient(pool, 0)
     before = time.monotonic()
     (outcome,) = pool.step_chunk([0], ones(1, 3))
-    assert time.monotonic() - before >= 1.0 and "did not answer within 1 s" in (outcome.error or "")
+    assert time.monotonic() - before >= 1.0 and "did not reply within 1 s" in (outcome.error or "")
     pool.reset([0], [task()])
     assert pool.step_chunk([0], ones(1, 3))[0].error is None
 
@@ -181,12 +181,12 @@ def test_a_worker_that_hangs_is_replaced_within_its_time(pools, tmp_path):
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
-        ("half a length", "stopped in the middle of an answer and has not ended it within 1 s"),
-        ("half a message", "stopped in the middle of an answer and has not ended it within 1 s"),
-        ("dripping", "stopped in the middle of an answer and has not ended it within 1 s"),
-        ("no pickle", "sent what is no answer"),
-        ("no answer", "sent what is no answer"),
-        ("a length without end", "sent what is no answer"),
+        ("half a length", "stopped in the middle of a reply and has not finished it within 1 s"),
+        ("half a message", "stopped in the middle of a reply and has not finished it within 1 s"),
+        ("dripping", "stopped in the middle of a reply and has not finished it within 1 s"),
+        ("no pickle", "sent an invalid reply"),
+        ("no reply", "sent an invalid reply"),
+        ("a length without end", "sent an invalid reply"),
     ],
 )
 def test_a_worker_that_hangs_in_the_middle_of_a_message_or_sends_nonsense_is_replaced(pools, tmp_path, trouble, reason):
@@ -197,7 +197,7 @@ def test_a_worker_that_hangs_in_the_middle_of_a_message_or_sends_nonsense_is_rep
     (outcome,) = pool.step_chunk([0], ones(1, 3))
     assert reason in (outcome.error or "") and str(before[0]) in (outcome.error or "")
     assert pool.pids[0] != before[0] and pool.pids[1] == before[1] and not alive(before[0])
-    assert pool.step_chunk([1], ones(1, 2))[0].error is None, "the others go on"
+    assert pool.step_chunk([1], ones(1, 2))[0].error is None, "the others continue"
     pool.reset([0], [task()])
     (outcome,) = pool.step_chunk([0], ones(1, 3))
     assert outcome.error is None and outcome.num_executed == 3
@@ -211,7 +211,7 @@ def test_sending_to_a_worker_that_no_longer_listens_has_a_deadline():
     try:
         os.kill(worker.pid, signal.SIGSTOP)
         worker.send(Chunk(np.zeros((1 << 20, 2), np.float32), record=False))
-        with pytest.raises(WorkerError, match=r"did not answer within 1 s and was stopped"):
+        with pytest.raises(WorkerError, match=r"did not reply within 1 s and was stopped"):
             worker.receive()
     finally:
         worker.kill()
@@ -220,7 +220,7 @@ def test_sending_to_a_worker_that_no_longer_listens_has_a_deadline():
 
 
 @pytest.mark.timeout(60)
-def test_an_answer_larger_than_the_pipe_arrives_whole_however_late_it_is_read(pools):
+def test_a_reply_larger_than_the_pipe_arrives_complete_however_late_it_is_read(pools):
     """The worker can't send all of it before it is read, and it is read after it was due."""
     pool = pools(1, {"large": 256}, timeout_s=10.0)
     pool.reset([0], [task()])
@@ -232,7 +232,7 @@ def test_an_answer_larger_than_the_pipe_arrives_whole_however_late_it_is_read(po
     assert outcome.error is None and [int(f.max()) for f in outcome.frames] == list(range(101, 113))
 
 
-def test_what_a_user_must_mend_ends_the_run_at_once(pools):
+def test_what_a_user_must_fix_ends_the_run_at_once(pools):
     with pytest.raises(UsageError, match="the assets are missing: fetch them"):
         pools(1, {"refuse": 1}).reset([0], [task()])
 

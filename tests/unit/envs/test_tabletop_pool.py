@@ -1,4 +1,4 @@
-"""The tabletop pool: chunks, ends, rewards, films, replays; and the Gymnasium face of the same world."""
+"""The tabletop pool: chunks, ends, rewards, videos, replays; and its Gymnasium environments."""
 
 import gymnasium as gym
 import numpy as np
@@ -52,7 +52,7 @@ def test_observations_follow_the_contract():
     assert len(pool.spec.train_states) == 30 and len(pool.spec.eval_states) == 20
 
 
-def test_success_terminates_pays_once_and_masks_the_rest_of_the_chunk():
+def test_success_terminates_is_rewarded_once_and_masks_the_rest_of_the_chunk():
     actions, rewards, _ = expert_actions()
     assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
     pool = TabletopPool(SUITE, 1)
@@ -120,7 +120,7 @@ def test_dense_rewards_telescope_to_the_change_of_progress():
     assert 0 < start < 0.25
 
 
-def test_filmed_slots_have_one_frame_a_step_and_others_none():
+def test_recorded_slots_have_one_frame_a_step_and_others_none():
     actions, _, _ = expert_actions()
     pool = TabletopPool(SUITE, 2, video_size=128)
     pool.reset([0, 1], [task(), task(2)])
@@ -154,7 +154,7 @@ def test_the_vector_environment_restarts_at_the_step_after_an_end():
     assert not np.allclose(observation["proprio"][1, :3], [0, 0, 0.2])
 
 
-def test_equal_seeds_draw_equal_episodes():
+def test_equal_seeds_sample_equal_episodes():
     def first_image(seed: int) -> np.ndarray:
         env = gym.make("vlarl/TabletopGoal-v0")
         return env.reset(seed=seed)[0]["image"]

@@ -1,4 +1,4 @@
-"""Pictures of the tabletop world: what must be seen, can be seen."""
+"""Images of the tabletop world: everything relevant is visible."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def world_with(suite: str, task_id: int, index: int = 0) -> TabletopWorld:
     return world
 
 
-def picture(world: TabletopWorld, size: int = 64) -> np.ndarray:
+def image(world: TabletopWorld, size: int = 64) -> np.ndarray:
     return Renderer(world, "agent", size).render(ROW)[0].astype(int)
 
 
@@ -25,23 +25,23 @@ def picture(world: TabletopWorld, size: int = 64) -> np.ndarray:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_third_of_a_pixel_shows(size, axis):
     world = world_with("tabletop_object", 7)
-    thing = world.goal_thing[0, 0]
-    before = picture(world, size)
-    world.position[0, thing, axis] += 0.4 * AGENT_WIDTH / size
-    change = np.abs(picture(world, size) - before).max()
+    obj = world.goal_object[0, 0]
+    before = image(world, size)
+    world.position[0, obj, axis] += 0.4 * AGENT_WIDTH / size
+    change = np.abs(image(world, size) - before).max()
     assert change >= 8
     world.eef[0, axis] += 0.4 * AGENT_WIDTH / size
-    assert (picture(world, size) != before).any()
+    assert (image(world, size) != before).any()
 
 
-def test_brightness_moves_with_the_thing_to_a_fraction_of_a_pixel():
-    """The centre of what a moved thing changes in the picture moves as far as the thing."""
+def test_brightness_moves_with_the_object_to_a_fraction_of_a_pixel():
+    """The centre of the changed pixels moves as far as the object."""
     world = world_with("tabletop_spatial", 0)
-    bowl = world.goal_thing[0, 0]
+    bowl = world.goal_object[0, 0]
     world.eef[0] = (0.3, 0.3, 0.3)
     size = 64
     world.kind[0, bowl] = 0
-    empty = picture(world, size)
+    empty = image(world, size)
     world.kind[0, bowl] = KIND_IDS["bowl"]
     centres = []
     x = world.position[0, bowl, 0]
@@ -49,7 +49,7 @@ def test_brightness_moves_with_the_thing_to_a_fraction_of_a_pixel():
     for shift in shifts:
         world.position[0, bowl, 0] = x + shift * AGENT_WIDTH / size
         world.position[0, bowl, 1] = -0.22  # nothing else stands there
-        weight = np.abs(picture(world, size) - empty).sum(axis=2)
+        weight = np.abs(image(world, size) - empty).sum(axis=2)
         centres.append((weight.sum(axis=0) * np.arange(size)).sum() / weight.sum())
     np.testing.assert_allclose(np.diff(centres).sum(), 3.0, atol=0.25)
     assert np.abs(np.array(centres) - centres[0] - shifts).max() < 0.3
@@ -74,35 +74,35 @@ def test_rows_look_the_same_alone_and_together_and_after_changes():
 
 def test_a_burning_stove_is_red_and_an_open_drawer_shows():
     world = world_with("tabletop_goal", 3)
-    cold = picture(world)
+    cold = image(world)
     world.stove_on[0] = True
-    hot = picture(world)
+    hot = image(world)
     redder = (hot[..., 0] - hot[..., 2]) - (cold[..., 0] - cold[..., 2])
     assert (redder > 60).sum() >= 20
     drawer = int(np.flatnonzero(world.kind[0] == KIND_IDS["drawer"])[0])
     world.position[0, drawer, 1] -= 0.08
-    assert (np.abs(picture(world) - hot).max(axis=2) > 30).sum() >= 20
+    assert (np.abs(image(world) - hot).max(axis=2) > 30).sum() >= 20
 
 
 def test_open_and_closed_fingers_and_their_height_are_seen():
     world = world_with("tabletop_goal", 0)
-    opened = picture(world)
+    opened = image(world)
     world.opening[0] = 0.0
-    assert (np.abs(picture(world) - opened).max(axis=2) > 30).sum() >= 10
+    assert (np.abs(image(world) - opened).max(axis=2) > 30).sum() >= 10
     world.opening[0] = 1.0
     world.eef[0, 2] -= 0.05
-    assert (np.abs(picture(world) - opened).max(axis=2) > 30).sum() >= 30
+    assert (np.abs(image(world) - opened).max(axis=2) > 30).sum() >= 30
 
 
-def test_things_look_different_at_56_pixels():
-    """Every grocery can be told from every other by its colours alone."""
-    kinds = [task.goals[0].thing for task in SUITES["tabletop_object"].tasks]
+def test_objects_look_different_at_56_pixels():
+    """Every grocery can be distinguished from every other by its colours alone."""
+    kinds = [task.goals[0].obj for task in SUITES["tabletop_object"].tasks]
     patches = []
     for kind in kinds:
         world = TabletopWorld(1)
         world.kind[0, 0] = KIND_IDS[kind]
         world.eef[0] = (0.3, 0.3, 0.3)
-        patches.append(picture(world, 56))
+        patches.append(image(world, 56))
     for i, a in enumerate(patches):
         for b in patches[i + 1 :]:
             assert (np.abs(a - b).max(axis=2) > 40).sum() >= 8
@@ -116,4 +116,4 @@ def block_means(image: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size", [56, 64, 128, 224])
 def test_any_resolution_shows_the_same_scene(size):
     world = world_with("tabletop_spatial", 2)
-    np.testing.assert_allclose(block_means(picture(world, size)), block_means(picture(world, 256)), atol=6)
+    np.testing.assert_allclose(block_means(image(world, size)), block_means(image(world, 256)), atol=6)

@@ -1,4 +1,4 @@
-"""Tabletop kinematics, tasks and the scripted expert: known answers."""
+"""Tabletop kinematics, tasks and the scripted expert: known results."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def go_to(world: TabletopWorld, point: np.ndarray, gripper: float) -> None:
 
 
 def grasp_point(world: TabletopWorld) -> np.ndarray:
-    return world.grasp_points(ROW, world.goal_thing[:, 0])[0]
+    return world.grasp_points(ROW, world.goal_object[:, 0])[0]
 
 
 def run_expert(suite: str, flaws: ExpertFlaws, states: range) -> tuple[np.ndarray, np.ndarray]:
@@ -83,28 +83,28 @@ def test_closing_takes_hold_only_within_the_grasp_radius_and_low_enough(offset, 
     world = world_with()
     go_to(world, grasp_point(world) + offset, OPEN)
     act(world, CLOSE, times=2)
-    assert (world.held[0] == world.goal_thing[0, 0]) == taken
-    assert (world.proprio(ROW)[0, 6] > 0) == taken  # fingers feel whether something is between them
+    assert (world.held[0] == world.goal_object[0, 0]) == taken
+    assert (world.proprio(ROW)[0, 6] > 0) == taken  # proprio shows whether something is between the fingers
 
 
 def test_what_is_held_follows_and_falls_where_it_is_let_go():
     world = world_with()
-    thing = world.goal_thing[0, 0]
+    obj = world.goal_object[0, 0]
     go_to(world, grasp_point(world), OPEN)
     act(world, CLOSE, times=2)
     act(world, CLOSE, (0, 0, 1), times=2)
     act(world, CLOSE, (-0.5, 0, 0))
     here = world.eef[0].copy()
     act(world, OPEN)
-    assert world.held[0] == thing, "one opening step is not enough to lose a thing"
+    assert world.held[0] == obj, "one opening step is not enough to lose an object"
     act(world, OPEN)
     assert world.held[0] == NOTHING
-    np.testing.assert_allclose(world.position[0, thing], [here[0], here[1], 0.0], atol=1e-9)
+    np.testing.assert_allclose(world.position[0, obj], [here[0], here[1], 0.0], atol=1e-9)
     assert not world.succeeded(ROW)[0]
 
 
 @pytest.mark.parametrize(("miss", "lands"), [(0.0, True), (0.055, True), (0.065, False)])
-def test_a_thing_lands_in_the_basket_only_within_its_place_radius(miss, lands):
+def test_an_object_lands_in_the_basket_only_within_its_place_radius(miss, lands):
     world = world_with()
     target = world.place_points(ROW, world.goal_target[:, 0])[0]
     go_to(world, grasp_point(world), OPEN)
@@ -133,7 +133,7 @@ def test_a_drawer_moves_only_along_its_rail_and_takes_its_contents_with_it():
     assert not world.goals_met(ROW)[0, 0]
     act(world, CLOSE, (0, -1, 0), times=1)
     assert world.goals_met(ROW)[0, 0]
-    bowl = int(world.goal_thing[0, 1])
+    bowl = int(world.goal_object[0, 1])
     world.support[0, bowl] = drawer
     before = world.position[0, bowl, 1]
     moved = -world.position[0, drawer, 1]
@@ -146,7 +146,7 @@ def test_a_drawer_moves_only_along_its_rail_and_takes_its_contents_with_it():
 def test_a_low_gripper_pushes_the_plate_and_a_high_one_does_not():
     for height, pushed in ((0.02, True), (0.08, False)):
         world = world_with("tabletop_goal", task_id=2)
-        plate = int(world.goal_thing[0, 0])
+        plate = int(world.goal_object[0, 0])
         before = world.position[0, plate].copy()
         go_to(world, before + [-0.08, 0, 0.1], CLOSE)
         go_to(world, before + [-0.08, 0, height], CLOSE)
@@ -216,7 +216,7 @@ def test_a_shaky_expert_recovers(suite):
 
 @pytest.mark.parametrize("flaw", [ExpertFlaws(close_high=1.0), ExpertFlaws(release_early=1.0)])
 def test_a_flaw_is_clear_cut(flaw):
-    """Closing high or letting go early never succeeds, where the task leaves room for it."""
+    """Closing high or letting go early never succeeds, where the task allows it."""
     for suite in ("tabletop_spatial", "tabletop_object"):
         success, _ = run_expert(suite, replace(flaw, action_noise=0.12), range(NUM_FIXED_STATES))
         assert not success.any()

@@ -14,7 +14,7 @@ from vlarl.envs.check.findings import Findings, Subject, breach, note, passed
 
 Result = TypeVar("Result")
 
-NUM_EPISODES, NUM_STEPS = 3, 8  # that are timed
+NUM_EPISODES, NUM_STEPS = 3, 8  # timed
 NUM_RESETS = 10  # over which memory is watched
 LEAK_BYTES = 1_000_000  # a reset; a run has thousands
 STATM = Path("/proc/self/statm")
@@ -25,19 +25,19 @@ def memory(subject: Subject) -> Findings:
 
     def grown() -> float:
         before = _resident_bytes()
-        for number in range(NUM_RESETS):
-            subject.env.reset(subject.task(number))
+        for state in range(NUM_RESETS):
+            subject.env.reset(subject.task(state))
             subject.env.step(subject.actions(1)[0])
             subject.env.observe()
         if _resident_bytes() - before > NUM_RESETS * LEAK_BYTES:
-            gc.collect()  # takes longer than all else, so it is asked only where it matters
+            gc.collect()  # slow, so it runs only where it matters
         return (_resident_bytes() - before) / NUM_RESETS
 
     if not STATM.exists():
         return
-    growth = min(grown(), grown())  # what was taken once and kept is no leak
+    growth = min(grown(), grown())  # memory taken once and kept is not a leak
     if growth > LEAK_BYTES:
-        remedy = "release what an episode took; a simulator that can't should be made anew less often, or reset softly"
+        remedy = "release what an episode took; a simulator that can't should be rebuilt less often, or reset softly"
         yield breach(f"memory: each reset takes {growth / 1e6:.1f} MB more", remedy)
     else:
         yield passed(f"memory: steady over {2 * NUM_RESETS} resets")
@@ -58,8 +58,8 @@ def speed(subject: Subject) -> Findings:
         times[name].append(1000 * (time.perf_counter() - begin))
         return result
 
-    for number in range(NUM_EPISODES):
-        timed("a reset", lambda state=number: env.reset(subject.task(state)))  # type: ignore[misc]
+    for episode in range(NUM_EPISODES):
+        timed("a reset", lambda state=episode: env.reset(subject.task(state)))  # type: ignore[misc]
         for action in subject.actions(NUM_STEPS):
             step = timed("a step", lambda given=action: env.step(given))  # type: ignore[misc]
             if step.terminated or step.truncated:

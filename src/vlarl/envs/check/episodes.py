@@ -1,4 +1,4 @@
-"""What an environment does: steps, repeats itself, starts where it is told, ends."""
+"""Checks of episodes: steps, replay, initial states, endings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_STATES = 4  # initial states that are compared
 
 
 def steps(subject: Subject) -> Findings:
-    """One step's promises, over an episode's first steps."""
+    """What each step must return, over an episode's first steps."""
     env = subject.env
     env.reset(subject.task())
     wrong: dict[str, Finding] = {}
@@ -31,7 +31,7 @@ def steps(subject: Subject) -> Findings:
         for finding in _step_breaches(step, number):
             wrong.setdefault(finding.remedy, finding)
         if not np.array_equal(given, action):
-            remedy = "copy it first: the action that is learnt from is the one that was given"
+            remedy = "copy it first: the policy is trained on the action that it gave"
             wrong.setdefault(remedy, breach("steps: step() changed the action it was given", remedy))
         if step.terminated or step.truncated:
             env.reset(subject.task())
@@ -48,15 +48,17 @@ def steps(subject: Subject) -> Findings:
 def _step_breaches(step: StepOutcome, number: int) -> Findings:
     after = f"steps: step {number}"
     if not np.isfinite(step.reward):
-        yield breach(f"{after} paid {step.reward}", "pay a finite number")
+        yield breach(f"{after} returned the reward {step.reward}", "return a finite reward")
     for name in ("terminated", "truncated", "success"):
         if not isinstance(getattr(step, name), bool | np.bool_):
-            yield breach(f"{after} answered {name} = {getattr(step, name)!r}", "answer True or False")
+            yield breach(f"{after} returned {name} = {getattr(step, name)!r}", "return True or False")
     if step.terminated and step.truncated:
-        remedy = "terminated when the task is over, truncated when time is: PPO goes on from the latter"
+        remedy = "terminated when the task is over, truncated when time is: PPO bootstraps from the latter"
         yield breach(f"{after} is terminated and truncated at once", remedy)
     if step.success and not step.terminated:
-        yield breach(f"{after} succeeded without ending", "terminate at success, or it is paid again at every step")
+        yield breach(
+            f"{after} succeeded without ending", "terminate at success, or every further step is rewarded again"
+        )
 
 
 def _run(env: SingleEnv, actions: FloatArray) -> list[StepOutcome]:
@@ -70,7 +72,7 @@ def _run(env: SingleEnv, actions: FloatArray) -> list[StepOutcome]:
 
 
 def kept(subject: Subject) -> Findings:
-    """Whoever was handed an observation keeps it as it was."""
+    """An observation that was handed out does not change afterwards."""
     env = subject.env
     env.reset(subject.task())
     first = env.observe()
@@ -83,46 +85,46 @@ def kept(subject: Subject) -> Findings:
     }
     if any(reused.values()):
         names = " and ".join(name for name, is_reused in reused.items() if is_reused)
-        remedy = "hand out copies: an episode is learnt from after it has ended"
+        remedy = "hand out copies: the policy is trained on an episode after it has ended"
         yield breach(f"kept: later steps write into the {names} of an earlier observation", remedy)
     else:
         yield passed("kept: later steps leave earlier observations alone")
 
 
-class _Moment(NamedTuple):
+class _Snapshot(NamedTuple):
     num_steps: int
     images: UInt8Array
     proprio: FloatArray
-    paid: float  # so far
+    total_reward: float  # so far
 
 
-def _play(env: SingleEnv, task: Task, actions: FloatArray) -> list[_Moment]:
-    """What is seen in an episode, and what it pays, at some of its steps and at its end."""
+def _play(env: SingleEnv, task: Task, actions: FloatArray) -> list[_Snapshot]:
+    """Observations and total reward of an episode, at some of its steps and at its end."""
 
-    def look(num_steps: int) -> _Moment:
+    def look(num_steps: int) -> _Snapshot:
         seen = env.observe()
-        return _Moment(num_steps, seen.images.copy(), seen.proprio.copy(), paid)
+        return _Snapshot(num_steps, seen.images.copy(), seen.proprio.copy(), total_reward)
 
     env.reset(task)
-    paid = 0.0
-    moments = [look(0)]
+    total_reward = 0.0
+    snapshots = [look(0)]
     for number, action in enumerate(actions, start=1):
         step = env.step(action)
-        paid += float(np.float32(step.reward))  # as pools hand it on
+        total_reward += float(np.float32(step.reward))  # as pools return it
         ended = step.terminated or step.truncated
         if number % LOOK_EVERY == 0 or ended:
-            moments.append(look(number))
+            snapshots.append(look(number))
         if ended:
             break
-    return moments
+    return snapshots
 
 
 def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
-def _difference(ours: Sequence[_Moment], theirs: Sequence[_Moment]) -> str | None:
-    """The first thing that two episodes don't share, in words."""
+def _difference(ours: Sequence[_Snapshot], theirs: Sequence[_Snapshot]) -> str | None:
+    """The first difference between two episodes, in words."""
     for a, b in zip(ours, theirs, strict=False):
         after = f"after {counted(a.num_steps, 'step')}"
         if a.num_steps != b.num_steps:
@@ -133,19 +135,19 @@ def _difference(ours: Sequence[_Moment], theirs: Sequence[_Moment]) -> str | Non
             return f"proprio differs {after}, by up to {distance:g}"
         if not _same(a.images, b.images):
             distances = np.abs(a.images.astype(np.int16) - b.images)
-            share = (distances.max(axis=-1) > 0).mean()
-            return f"{share:.1%} of the pixels differ {after}, by up to {distances.max()} of 255"
-        if not _same(np.array(a.paid), np.array(b.paid)):
-            return f"the rewards differ {after}: {a.paid:g} and {b.paid:g} in all"
+            fraction = (distances.max(axis=-1) > 0).mean()
+            return f"{fraction:.1%} of the pixels differ {after}, by up to {distances.max()} of 255"
+        if not _same(np.array(a.total_reward), np.array(b.total_reward)):
+            return f"the rewards differ {after}: {a.total_reward:g} and {b.total_reward:g} in all"
     return None
 
 
 def replay(subject: Subject) -> Findings:
-    """The same task and actions give the same episode: again, after another one, and elsewhere."""
+    """The same task and actions give the same episode: again, after another one, and in another process or slot."""
     env, task, limit = subject.env, subject.task(), subject.spec.tasks[0].max_steps
-    actions = subject.actions(min(NUM_STEPS, limit - 1))  # pools keep the limit, environments need not
+    actions = subject.actions(min(NUM_STEPS, limit - 1))  # pools apply the limit, environments need not
     first = _play(env, task, actions)
-    remedy = "everything random must follow from the task: seed all generators in reset(), carry nothing over"
+    remedy = "the task must determine everything random: seed all generators in reset(), carry nothing over"
     if difference := _difference(first, _play(env, task, actions)):
         yield breach(f"replay: the same task and actions gave another episode: {difference}", remedy)
         return
@@ -157,27 +159,27 @@ def replay(subject: Subject) -> Findings:
     if subject.twin is None:
         return
     if difference := _difference(first, _play(subject.twin, task, actions)):
-        yield breach(f"replay: elsewhere it is not the same: {difference}", remedy)
+        yield breach(f"replay: in another process or slot it is not the same: {difference}", remedy)
     else:
-        yield passed("replay: the same elsewhere (in another process, or another slot)")
+        yield passed("replay: the same in another process or slot")
 
 
 def states(subject: Subject) -> Findings:
-    """An initial state is what the task says: another one for another number, the same one for the same."""
+    """The task alone determines the initial state: another index gives another state, the same index the same."""
 
-    def first(state: int, seed: int = 1) -> list[_Moment]:
+    def first(state: int, seed: int = 1) -> list[_Snapshot]:
         return _play(subject.env, subject.task(state, seed), subject.actions(0))
 
     count = min(NUM_STATES, len(subject.spec.train_states))
-    looks = [first(state) for state in range(count)]
-    alike = [pair for pair in combinations(range(count), 2) if _difference(looks[pair[0]], looks[pair[1]]) is None]
+    starts = [first(state) for state in range(count)]
+    alike = [pair for pair in combinations(range(count), 2) if _difference(starts[pair[0]], starts[pair[1]]) is None]
     if alike:
         remedy = "task.init_state must choose the state; in Gymnasium, reset(seed) must choose it"
-        yield breach(f"states: initial states {alike[0][0]} and {alike[0][1]} look and feel the same", remedy)
+        yield breach(f"states: initial states {alike[0][0]} and {alike[0][1]} give the same observation", remedy)
     else:
         yield passed(f"states: {count} initial states, all different")
-    if difference := _difference(looks[0], first(0, seed=2)):
-        remedy = "a group's episodes start alike: let the state follow from task.init_state, not from task.seed"
+    if difference := _difference(starts[0], first(0, seed=2)):
+        remedy = "a group's episodes start alike: task.init_state must determine the state, not task.seed"
         yield breach(f"states: the same state begins differently with another seed: {difference}", remedy)
 
 
@@ -198,9 +200,9 @@ def ending(subject: Subject) -> Findings:
 
 
 def success(subject: Subject) -> Findings:
-    """Whether an expert, where there is one, is told that it succeeded."""
+    """Whether success is reported to an expert, if there is one."""
     if subject.expert is None:
-        yield note("success: no expert to reach it with; play an episode yourself to see that it is reported")
+        yield note("success: there is no expert to reach it; play an episode yourself to see that it is reported")
         return
     subject.env.reset(subject.task())
     try:
@@ -208,8 +210,8 @@ def success(subject: Subject) -> Findings:
     except UsageError as error:
         yield note(f"success: the expert can't play this task: {error}")
         return
-    for number in range(1, subject.spec.tasks[0].max_steps + 1):
+    for num_steps in range(1, subject.spec.tasks[0].max_steps + 1):
         if subject.env.step(subject.expert.act()).success:
-            yield passed(f"success: the expert reached it in {counted(number, 'step')}")
+            yield passed(f"success: the expert reached it in {counted(num_steps, 'step')}")
             return
     yield note(f"success: the expert did not reach it within {subject.spec.tasks[0].max_steps} steps")

@@ -1,4 +1,4 @@
-"""What a check is given, and what it finds."""
+"""The subject of a check, and its findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, and what has to be done about it."""
+    """The result of one check, and how to fix what it found."""
 
     kind: Literal["passed", "breach", "note"]
     text: str
@@ -26,7 +26,7 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked, and what it promises."""
+    """The environment under test, and what it promises."""
 
     env: SingleEnv
     spec: SuiteSpec
@@ -45,22 +45,22 @@ class Subject:
 
 
 def passed(text: str) -> Finding:
-    """Something that is as it should be."""
+    """A check that passed."""
     return Finding("passed", text)
 
 
 def breach(text: str, remedy: str) -> Finding:
-    """Something that breaks the contract."""
+    """A breach of the contract."""
     return Finding("breach", text, remedy)
 
 
 def note(text: str) -> Finding:
-    """Something to know, or to look at."""
+    """Something for the reader to know or to look at."""
     return Finding("note", text)
 
 
 class SlotEnv:
-    """One slot of a pool as an environment by itself, so that pools can be checked too. The pool stays its owner's."""
+    """One slot of a pool as an environment by itself, so that pools can be checked too. The pool's owner closes it."""
 
     def __init__(self, pool: EnvPool, slot: int) -> None:
         self._pool, self._slot = pool, slot
@@ -79,13 +79,13 @@ class SlotEnv:
         return StepOutcome(float(outcome.rewards[0]), outcome.terminated, outcome.truncated, outcome.success)
 
     def observe(self) -> Observation:
-        """What the pool answered last."""
+        """The last observation of the pool."""
         if self._seen is None:
             raise RuntimeError("nothing to see: reset the environment first")
         return self._seen
 
     def frame(self) -> UInt8Array:
-        """A picture for videos."""
+        """An image for videos."""
         return self._pool.frame(self._slot)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Tries out a Gymnasium environment: `python -m vlarl.envs.gym.probe FOLDER`, run by `gym_spec`.
 
     gym_spec ── FOLDER/request ──► this process ──► the environment: made, reset, stepped once, closed
-             ◄── FOLDER/answer ───  its SuiteSpec, or the text of everything that is wrong
+             ◄── FOLDER/result ───  its SuiteSpec, or the text of everything that is wrong
 
 gym_spec waits for the process to end.
 """
@@ -23,7 +23,7 @@ from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.schema import GymConfig
 from vlarl.deadline import TimedCaller
 from vlarl.envs.base import SuiteSpec
-from vlarl.envs.gym.reading import ActionMap, Find, Reader, Seen, Tasks, gym_suite, judged, picture, state
+from vlarl.envs.gym.reading import ActionMap, EnvOutput, Find, Reader, Tasks, gym_suite, state, step_outcome, to_image
 from vlarl.envs.gym.source import make_env, raised
 from vlarl.errors import UsageError
 from vlarl.types import FloatArray
@@ -33,15 +33,15 @@ CLOSE_S = 5.0
 
 
 def probe(env: gymnasium.Env[Any, Any], config: GymConfig, max_steps: int | None) -> SuiteSpec:
-    """Look at everything that a run will ask of an environment, and describe it as a suite."""
-    observation, info = asked(config, "reset", lambda: env.reset(seed=0, options=Tasks(config).options(0)))
+    """Try everything that a run needs of an environment, and describe it as a suite."""
+    observation, info = call_env(config, "reset", lambda: env.reset(seed=0, options=Tasks(config).options(0)))
 
     def step(action: FloatArray) -> Find:
         observation, _, _, _, info = env.step(action)
-        return Seen(observation, info, env.render).find
+        return EnvOutput(observation, info, env.render).find
 
     limit = max_steps or (env.spec.max_episode_steps if env.spec is not None else None)
-    return try_out(config, env.action_space, limit, Seen(observation, info, env.render).find, step)
+    return try_out(config, env.action_space, limit, EnvOutput(observation, info, env.render).find, step)
 
 
 def try_out(
@@ -51,9 +51,9 @@ def try_out(
     find: Find,
     step: Callable[[FloatArray], Find],
 ) -> SuiteSpec:
-    """The suite that an environment makes which was just reset, or a ConfigError with all that stands in the way.
+    """The suite of an environment that was just reset, or a ConfigError with all its problems.
 
-    `step` gives it an action and finds what it shows then.
+    `step` applies an action and returns how to find values in the result.
     """
     problems: list[Problem] = []
 
@@ -65,7 +65,7 @@ def try_out(
             return None
 
     for path in config.images:
-        attempt(lambda path=path: asked(config, "render", lambda: picture(find("gym.images", path), path)))  # type: ignore[misc]
+        attempt(lambda path=path: call_env(config, "render", lambda: to_image(find("gym.images", path), path)))  # type: ignore[misc]
     for path in config.proprio:
         attempt(lambda path=path: state(find("gym.proprio", path), path))  # type: ignore[misc]
     instruction = attempt(lambda: Tasks(config).instruction(0, find))
@@ -73,8 +73,8 @@ def try_out(
     actions = attempt(lambda: ActionMap(space, config.actions))
     if actions is not None:
         idle = actions(np.zeros(actions.action_dim, np.float32))
-        found = asked(config, "step", lambda: step(idle))
-        attempt(lambda: judged(config.success, found, 0.0, False, False, "sparse"))
+        found = call_env(config, "step", lambda: step(idle))
+        attempt(lambda: step_outcome(config.success, found, 0.0, False, False, "sparse"))
     if limit is None:
         problems.append(Problem("env.max_steps = null", "the environment has no time limit of its own; set one"))
     if problems or first is None or actions is None or limit is None:
@@ -82,18 +82,18 @@ def try_out(
     return gym_suite(config, limit, actions.action_dim, first)
 
 
-def asked(config: GymConfig, doing: str, action: Callable[[], Result]) -> Result:
-    """What an action of the user's environment gives; whatever it raises becomes a message for them."""
+def call_env(config: GymConfig, doing: str, action: Callable[[], Result]) -> Result:
+    """Call the user's environment; whatever it raises becomes a message for the user."""
     try:
         return action()
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:  # the border to code that is not ours
+    except (Exception, SystemExit) as error:  # the boundary to user code
         raise raised(config, doing, error) from error
 
 
-def arrived(request: bytes) -> tuple[GymConfig, int | None]:
-    """What is asked for, whose environment may be a callable that was given in Python."""
+def load_request(request: bytes) -> tuple[GymConfig, int | None]:
+    """Unpickle a request, whose environment may be a callable given in Python."""
     try:
         config, max_steps = pickle.loads(request)
     except Exception as error:  # noqa: BLE001 - importing the user's module raises anything
@@ -106,23 +106,23 @@ def arrived(request: bytes) -> tuple[GymConfig, int | None]:
 
 
 def main() -> None:
-    """Read the request, try the environment out, write the answer; then close it, which must not hold up a run."""
+    """Read the request, try the environment out, write the result; then close it, which must not delay a run."""
     folder = Path(sys.argv[1])
     request, search_path = pickle.loads((folder / "request").read_bytes())
     sys.path.extend(path for path in search_path if path not in sys.path)
-    answer: SuiteSpec | str
+    result: SuiteSpec | str
     env = None
     try:
-        config, max_steps = arrived(request)
-        env = asked(config, "making it", lambda: make_env(config, max_steps))
-        answer = probe(env, config, max_steps)
+        config, max_steps = load_request(request)
+        env = call_env(config, "making it", lambda: make_env(config, max_steps))
+        result = probe(env, config, max_steps)
     except UsageError as error:
-        answer = str(error)
-    (folder / "answer").write_bytes(pickle.dumps(answer))
+        result = str(error)
+    (folder / "result").write_bytes(pickle.dumps(result))
     if env is not None:
-        with suppress(Exception, SystemExit):  # the user's code: a run has workers of its own, which say so
+        with suppress(Exception, SystemExit):  # user code: the workers of a run report it
             TimedCaller("close").call(env.close, CLOSE_S)
-    os._exit(0)  # whatever threads the environment has left
+    os._exit(0)  # despite threads that the environment left running
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Reads what a policy needs out of a Gymnasium environment, and gives it the policy's actions.
+"""Reads a policy's observations from a Gymnasium environment, and maps the policy's actions to it.
 
-Paths say where things are: `render`, `pixels`, `sensors.front.rgb`, `info.success`. The same code reads one environment
-and one slot of a batch.
+Paths name the values: `render`, `pixels`, `sensors.front.rgb`, `info.success`. The same code reads one environment and
+one slot of a batch.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from vlarl.types import FloatArray, Observation, UInt8Array
 RENDER = "render"
 WHOLE = "observation"
 ENDED = "terminated"
-POLICY_ACTIONS = 7  # what a policy gives whose numbers have to be chosen from, unless gym.actions names more
-NO_PROPRIO = 8  # zeros, as many as the robot's state of the other suites has numbers
+POLICY_ACTIONS = 7  # action dimensions of a policy that gym.actions selects from, unless it names more
+NO_PROPRIO = 8  # zeros, as many as the robot's state has dimensions in the other suites
 
 Find = Callable[[str, str], Any]
 """(option, path) -> the value there, of one environment."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What an environment, or a batch of them, showed last."""
+class EnvOutput:
+    """The latest output of an environment, or of a batch of them."""
 
     observation: Any
     info: Mapping[str, Any]
     render: Callable[[], Any]
 
     def find(self, option: str, path: str) -> Any:
-        """The value at a path; a message that names what is there instead if there is none."""
+        """The value at a path; if there is none, the error names what is there instead."""
         if path == RENDER:
-            return self._drawn(option)
+            return self._rendered(option)
         keys = path.split(".")
-        tree, place = (self.info, "info") if keys[0] == "info" else (self.observation, "the observation")
-        if place == "info":
+        tree, where = (self.info, "info") if keys[0] == "info" else (self.observation, "the observation")
+        if where == "info":
             keys = keys[1:]
         elif path == WHOLE and not isinstance(tree, Mapping):
             return tree
         for key in keys:
             if not isinstance(tree, Mapping):
                 remedy = f"; `{WHOLE}` is all of it" if tree is self.observation else ""
-                raise missing(option, path, f"{place} is {described(tree)}, not a dict{remedy}")
+                raise missing(option, path, f"{where} is {described(tree)}, not a dict{remedy}")
             if key not in tree:
                 held = ", ".join(str(each) for each in tree) or "nothing"
-                raise missing(option, path, f"{place} has no {key!r}; it has {held}")
-            tree, place = tree[key], f"{place}'s {key!r}"
+                raise missing(option, path, f"{where} has no {key!r}; it has {held}")
+            tree, where = tree[key], f"{where}'s {key!r}"
         return tree
 
-    def _drawn(self, option: str) -> Any:
-        picture = self.render()
-        if picture is None:
+    def _rendered(self, option: str) -> Any:
+        image = self.render()
+        if image is None:
             remedy = (
                 "make the environment with render_mode='rgb_array', such as by --gym.kwargs "
                 "'{render_mode: rgb_array}', or name an image of the observation with --gym.images"
             )
-            raise missing(option, RENDER, f"render() gave nothing; {remedy}")
-        return picture
+            raise missing(option, RENDER, f"render() returned nothing; {remedy}")
+        return image
 
 
 def missing(option: str, path: str, message: str) -> UnreadableError:
-    """The error for a path that leads nowhere, or to something of no use."""
+    """The error for a path that has no value, or an unusable one."""
     return UnreadableError([Problem(f"{option} = {shown(path)}", message, (option,))])
 
 
 def described(value: object) -> str:
-    """A value's kind in a few words."""
+    """A value's dtype and shape, or its type."""
     array = as_array(value)
     return f"{array.dtype}{list(array.shape)}" if array.dtype != object else type(value).__name__
 
@@ -100,17 +100,17 @@ class Reader:
         return [("gym.images", path) for path in self._images] + [("gym.proprio", path) for path in self._proprio]
 
     def read(self, find: Find, instruction: str) -> Observation:
-        """What the robot sees and feels; the arrays are copies."""
-        pictures = [resized(picture(find("gym.images", path), path), self._image_size) for path in self._images]
-        numbers = [state(find("gym.proprio", path), path) for path in self._proprio]
-        proprio = np.concatenate(numbers) if numbers else np.zeros(NO_PROPRIO, np.float32)
-        return Observation(np.stack(pictures), proprio, instruction)
+        """Images and proprio, as copies."""
+        images = [resized(to_image(find("gym.images", path), path), self._image_size) for path in self._images]
+        values = [state(find("gym.proprio", path), path) for path in self._proprio]
+        proprio = np.concatenate(values) if values else np.zeros(NO_PROPRIO, np.float32)
+        return Observation(np.stack(images), proprio, instruction)
 
 
-def picture(value: Any, path: str) -> UInt8Array:
-    """[H, W, 3] uint8 of what an environment calls a picture.
+def to_image(value: Any, path: str) -> UInt8Array:
+    """An environment's image as uint8 [H, W, 3].
 
-    Channels may be first or last, values whole or from 0 to 1; grey gets three channels, transparency is dropped.
+    Channels may be first or last, values whole or from 0 to 1; grey gets three channels, alpha is dropped.
     """
     image = as_array(value)
     if image.ndim == 2:
@@ -118,7 +118,7 @@ def picture(value: Any, path: str) -> UInt8Array:
     if image.ndim == 3 and image.shape[2] not in (1, 3, 4) and image.shape[0] in (1, 3, 4):
         image = np.moveaxis(image, 0, 2)
     if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or not image.size:
-        raise missing("gym.images", path, f"is {described(value)}; a picture is [H, W, 3] or [3, H, W]")
+        raise missing("gym.images", path, f"is {described(value)}; an image is [H, W, 3] or [3, H, W]")
     image = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image[..., :3]
     if image.dtype == np.uint8:
         return image
@@ -132,26 +132,26 @@ def picture(value: Any, path: str) -> UInt8Array:
 
 
 def resized(image: UInt8Array, size: int) -> UInt8Array:
-    """The picture as a square of `size` pixels; itself if it is one."""
+    """The image resized to a square of `size` pixels; unchanged if it is one."""
     if image.shape[:2] == (size, size):
         return image
     return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
 
 
 def state(value: Any, path: str) -> FloatArray:
-    """The numbers at a path, in a row."""
+    """The values at a path, flattened."""
     array = as_array(value)
     if array.dtype.kind not in "fiub":
-        raise missing("gym.proprio", path, f"is {described(value)}; the robot's state is made of numbers")
-    with np.errstate(over="ignore"):  # what float32 can't hold is infinity, and refused
-        numbers: FloatArray = array.astype(np.float32).ravel()
-    if not np.isfinite(numbers).all():
+        raise missing("gym.proprio", path, f"is {described(value)}; the robot's state must be numeric")
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which is refused
+        values: FloatArray = array.astype(np.float32).ravel()
+    if not np.isfinite(values).all():
         raise missing("gym.proprio", path, "the environment returned NaN or infinity; the robot's state must be finite")
-    return numbers
+    return values
 
 
 class Tasks:
-    """What a policy is told, and how an environment is told which task and initial state to start."""
+    """The instructions for the policy, and the reset options that choose a task."""
 
     def __init__(self, config: GymConfig) -> None:
         given = config.instructions
@@ -167,16 +167,16 @@ class Tasks:
         """The sentence for a task that has just been started."""
         if self.path is None:
             return self.sentences[task_id]
-        told = find("gym.instructions", self.path)
-        if not isinstance(told, str):
-            raise missing("gym.instructions", self.path, f"is {described(told)}; an instruction is text")
-        return told
+        text = find("gym.instructions", self.path)
+        if not isinstance(text, str):
+            raise missing("gym.instructions", self.path, f"is {described(text)}; an instruction is text")
+        return text
 
 
-def judged(
+def step_outcome(
     success_path: str, find: Find, reward: Any, terminated: Any, truncated: Any, mode: RewardMode
 ) -> StepOutcome:
-    """A step in vlarl's words: success ends an episode, and what has ended is not truncated as well."""
+    """A step as vlarl defines it: success ends an episode, and a terminated one is not truncated as well."""
     ended, cut = truth(terminated, "terminated"), truth(truncated, "truncated")
     subject = f"gym.success = {shown(success_path)}"
     success = ended if success_path == ENDED else truth(find("gym.success", success_path), subject)
@@ -185,9 +185,9 @@ def judged(
 
 
 class ActionMap:
-    """From the policy's actions to the environment's: which number goes where, stretched from [-1, 1] to its range.
+    """Maps the policy's actions to the environment's: selects dimensions and scales them from [-1, 1] to its bounds.
 
-    Where the environment has no bounds, numbers are passed on as they are.
+    Dimensions without bounds are passed on unchanged.
     """
 
     def __init__(self, space: gymnasium.Space[Any], actions: Sequence[int] | None) -> None:
@@ -200,10 +200,10 @@ class ActionMap:
         self._shape, self._dtype = space.shape, space.dtype
         size = int(np.prod(space.shape))
         if actions is not None and len(actions) != size:
-            message = f"names {len(actions)} numbers, the environment takes {size}: {space}"
+            message = f"names {len(actions)} dimensions, the environment takes {size}: {space}"
             raise ConfigError([Problem(f"gym.actions = {shown(tuple(actions))}", message, ("gym.actions",))])
-        self._places = np.arange(size) if actions is None else np.asarray(actions, np.intp)
-        self.action_dim = size if actions is None else max(POLICY_ACTIONS, *(place + 1 for place in actions))
+        self._indices = np.arange(size) if actions is None else np.asarray(actions, np.intp)
+        self.action_dim = size if actions is None else max(POLICY_ACTIONS, *(index + 1 for index in actions))
         low, high = space.low.astype(np.float64).ravel(), space.high.astype(np.float64).ravel()
         self._bounded = np.isfinite(low) & np.isfinite(high)
         self._low, self._high = np.where(self._bounded, low, -1.0), np.where(self._bounded, high, 1.0)
@@ -211,16 +211,16 @@ class ActionMap:
     def __call__(self, actions: FloatArray) -> NDArray[Any]:
         """[..., D] of the policy -> [..., *shape] of the environment; a fresh array."""
         if actions.shape[-1] != self.action_dim:
-            raise ValueError(f"an action must have {self.action_dim} numbers, not {actions.shape[-1]}")
-        chosen = actions[..., self._places].astype(np.float64)
-        share = (chosen + 1.0) / 2.0
-        within = (self._low + share * (self._high - self._low)).clip(self._low, self._high)
-        stretched = np.where(self._bounded, within, chosen)
-        return stretched.reshape(*actions.shape[:-1], *self._shape).astype(self._dtype)
+            raise ValueError(f"an action must have {self.action_dim} dimensions, not {actions.shape[-1]}")
+        chosen = actions[..., self._indices].astype(np.float64)
+        fraction = (chosen + 1.0) / 2.0
+        within = (self._low + fraction * (self._high - self._low)).clip(self._low, self._high)
+        scaled = np.where(self._bounded, within, chosen)
+        return scaled.reshape(*actions.shape[:-1], *self._shape).astype(self._dtype)
 
 
 def gym_suite(config: GymConfig, max_steps: int, action_dim: int, first: Observation) -> SuiteSpec:
-    """The suite that a Gymnasium environment makes: its states are the seeds of its resets."""
+    """The suite of a Gymnasium environment: its states are the seeds of its resets."""
     num_train = config.num_states - num_gym_eval_states(config)
     states = tuple(range(config.num_states))
     sentences = [first.instruction] if Tasks(config).path else list(Tasks(config).sentences)

@@ -23,11 +23,11 @@ GymnasiumEnv = gymnasium.Env[Any, Any]
 GymnasiumVectorEnv = VectorEnv[Any, Any, Any]
 
 RESET_OPTIONS = ("reset_mask", "env_idx")
-"""How a batched environment is told which of its slots to reset: by Gymnasium's mask, or by ManiSkill's indices."""
+"""The reset option that selects slots of a batched environment: Gymnasium's mask, or ManiSkill's indices."""
 
 
 def make_env(config: GymConfig, max_steps: int | None) -> GymnasiumEnv:
-    """One environment. `max_steps` replaces the time limit that a registered id brings."""
+    """One environment. `max_steps` replaces the time limit of a registered id."""
     factory = find_factory(config)
     if factory is not None:
         log_warnings()
@@ -48,7 +48,7 @@ def make_env(config: GymConfig, max_steps: int | None) -> GymnasiumEnv:
 
 
 def make_vector_env(config: GymConfig, num_envs: int) -> GymnasiumVectorEnv:
-    """A batch of `num_envs` environments that leaves it to vlarl when a slot is reset."""
+    """A batch of `num_envs` environments that never resets a slot by itself."""
     factory = find_factory(config)
     if factory is None:
         raise refused(config, "gym.batched needs module:factory, a function that takes num_envs and returns the vector")
@@ -60,7 +60,7 @@ def make_vector_env(config: GymConfig, num_envs: int) -> GymnasiumVectorEnv:
             config, f"returned {_kind(made)}, not a gymnasium.vector.VectorEnv; leave out gym.batched for one"
         )
     if made.num_envs != num_envs:
-        raise refused(config, f"made {made.num_envs} environments where {num_envs} were asked for")
+        raise refused(config, f"made {made.num_envs} environments instead of {num_envs}")
     mode = made.metadata.get("autoreset_mode")
     if mode not in (AutoresetMode.DISABLED, AutoresetMode.DISABLED.value):
         remedy = "make it with autoreset_mode=AutoresetMode.DISABLED, and say so in metadata['autoreset_mode']"
@@ -77,13 +77,13 @@ def reset_option(env: GymnasiumVectorEnv) -> str:
 
 
 def find_factory(config: GymConfig) -> Callable[..., Any] | None:
-    """What was given in Python, or what `module:factory` names; None for an id, which Gymnasium finds by itself
+    """The callable given in Python, or named by `module:factory`; None for an id, which Gymnasium resolves
     (`module:Name-v0` is one too)."""
     source = str(config.env)
     if is_given(source):
         return find_given("gym.env", source, config.given, "env")
     module_name, colon, name = source.partition(":")
-    if os.getcwd() not in sys.path:  # the `vlarl` program starts without the folder it is called from
+    if os.getcwd() not in sys.path:  # the `vlarl` program starts without the working directory
         sys.path.append(os.getcwd())
     if not colon or not all(part.isidentifier() for part in name.split(".")):
         return None
@@ -110,10 +110,10 @@ def refused(config: GymConfig, message: str) -> ConfigError:
 
 
 def raised(config: GymConfig, doing: str, error: BaseException) -> ConfigError:
-    """The error for a user's environment that raised something or called sys.exit, with the line it came from."""
+    """The error for a user's environment that raised an exception or called sys.exit, with the line."""
     frames = raised_in(error)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return refused(config, f"{doing} {told(error)}{place}")
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return refused(config, f"{doing} {told(error)}{where}")
 
 
 def _kind(value: object) -> str:

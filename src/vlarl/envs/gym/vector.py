@@ -1,15 +1,15 @@
 """A batched Gymnasium environment as an `EnvPool`, for simulators that run all their slots at once on a GPU.
 
-A batch steps as a whole, so all episodes that run are sent together, as the collector does with a lock-step pool. A
-slot whose episode ends within a chunk waits for the others: it is given the middle of the action range, and nobody
-looks at it. A slot whose episode runs and that is left out of a chunk loses its episode. A slot of which the
-environment returns what can't be used (NaN, no success) answers with an error, and the others go on.
+A batch steps as a whole, so all running episodes are sent together, as the collector does with a lock-step pool. A slot
+whose episode ends within a chunk waits for the others: it gets the middle of the action range, and its results are
+ignored. A running slot that is left out of a chunk loses its episode. If the environment returns unusable values for a
+slot (NaN, no success), that slot's outcome is an error and the others continue.
 
-What the environment has to bring (`make_vector_env` refuses what has not): it resets no slot by itself, and
-`reset(seed=[…], options={"reset_mask": mask})` resets the chosen slots alone, each by its own seed. That is Gymnasium's
-way. ManiSkill's is `options={"env_idx": tensor}`, and the first seed drives the random numbers of all chosen slots:
-such an environment says `metadata["reset_option"] = "env_idx"` and has its slots reset one by one, so that a seed means
-the same state in any of them.
+Requirements (`make_vector_env` refuses other environments): the environment resets no slot by itself, and
+`reset(seed=[…], options={"reset_mask": mask})` resets only the chosen slots, each by its own seed, as in Gymnasium.
+ManiSkill uses `options={"env_idx": tensor}`, and the first seed drives the random numbers of all chosen slots: such an
+environment sets `metadata["reset_option"] = "env_idx"` and has its slots reset one by one, so that a seed gives the
+same state in every slot.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.envs.base import LockstepPool, RewardMode, StepOutcome, started
-from vlarl.envs.gym.probe import asked, try_out
-from vlarl.envs.gym.reading import RENDER, ActionMap, Find, Reader, Seen, Tasks, judged, missing, picture
+from vlarl.envs.gym.probe import call_env, try_out
+from vlarl.envs.gym.reading import RENDER, ActionMap, EnvOutput, Find, Reader, Tasks, missing, step_outcome, to_image
 from vlarl.envs.gym.source import make_vector_env, refused, reset_option
 from vlarl.envs.signals import SignalError, UnreadableError, as_array, check_reward, shown_value
 from vlarl.errors import VlarlError
@@ -32,16 +32,16 @@ from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 
 class Rows:
-    """Some slots of what a batch showed. Each path is fetched from its device once, when it is looked at."""
+    """Some slots of a batch's output. Each path is copied from its device once, on first use."""
 
-    def __init__(self, seen: Seen, slots: Sequence[int]) -> None:
+    def __init__(self, seen: EnvOutput, slots: Sequence[int]) -> None:
         self._seen = seen
         self._slots = np.asarray(slots, np.intp)
         self._columns: dict[str, Sequence[Any] | NDArray[Any]] = {}
 
-    def of(self, place: int) -> Find:
-        """How to find something in the slot at this place of the slots."""
-        return lambda option, path: self._column(option, path)[place]
+    def of(self, index: int) -> Find:
+        """How to find values of the slot at this index of `slots`."""
+        return lambda option, path: self._column(option, path)[index]
 
     def _column(self, option: str, path: str) -> Sequence[Any] | NDArray[Any]:
         if path not in self._columns:
@@ -64,11 +64,11 @@ class GymVectorPool(LockstepPool):
         super().__init__()
         self.num_envs = num_envs
         self._config = config
-        self._env = asked(config, "making it", lambda: make_vector_env(config, num_envs))
+        self._env = call_env(config, "making it", lambda: make_vector_env(config, num_envs))
         self._reset_option = reset_option(self._env)
         self._reader, self._tasks = Reader(config, image_size), Tasks(config)
         self._success, self._reward = config.success, reward
-        self._record = RENDER if self._env.render_mode == "rgb_array" else config.images[0]
+        self._video_path = RENDER if self._env.render_mode == "rgb_array" else config.images[0]
         self._instructions = [""] * num_envs
         self._running = np.zeros(num_envs, np.bool_)
         self._must_reset = np.ones(num_envs, np.bool_)  # may not be stepped before a reset
@@ -76,7 +76,7 @@ class GymVectorPool(LockstepPool):
         space, registered = self._env.single_action_space, self._env.spec
         limit = env.max_steps or (registered.max_episode_steps if registered is not None else None)
         every = range(num_envs)
-        self._seen = asked(config, "reset", lambda: self._restart(dict.fromkeys(every, 0), self._tasks.options(0)))
+        self._seen = call_env(config, "reset", lambda: self._restart(dict.fromkeys(every, 0), self._tasks.options(0)))
         self.spec = try_out(config, space, limit, Rows(self._seen, [0]).of(0), self._try_step)
         self._actions = ActionMap(space, config.actions)
         self._limit = self.spec.tasks[0].max_steps
@@ -91,35 +91,35 @@ class GymVectorPool(LockstepPool):
         return [first for slot in slots if isinstance(first := seen[slot], Observation)]
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; film the named slots' first pictures."""
+        """Start each task in its slot; record the first frame of the slots in `record`."""
         seen = self._start(slots, tasks)
         for slot in slots:
             first = seen[slot]
             if isinstance(first, str):
-                self._answers.append((slot, self._failed(first)))
+                self._outcomes.append((slot, self._failed(first)))
             else:
-                self._answers.append((slot, started(first, (self.frame(slot),) if slot in record else ())))
+                self._outcomes.append((slot, started(first, (self.frame(slot),) if slot in record else ())))
 
     def _start(self, slots: Sequence[int], tasks: Sequence[Task]) -> dict[int, Observation | str]:
         """The first observation of each slot, or why there is none."""
         seen: dict[int, Observation | str] = {}
-        for part in self._together(dict(zip(slots, tasks, strict=True))):
+        for part in self._reset_groups(dict(zip(slots, tasks, strict=True))):
             task_id = next(iter(part.values())).task_id
             self._seen = self._restart(
                 {slot: task.init_state for slot, task in part.items()}, self._tasks.options(task_id)
             )
             rows = Rows(self._seen, list(part))
-            for place, slot in enumerate(part):
+            for index, slot in enumerate(part):
                 self._running[slot], self._num_steps[slot] = True, 0
                 try:
-                    self._instructions[slot] = self._tasks.instruction(task_id, rows.of(place))
-                    seen[slot] = self._reader.read(rows.of(place), self._instructions[slot])
+                    self._instructions[slot] = self._tasks.instruction(task_id, rows.of(index))
+                    seen[slot] = self._reader.read(rows.of(index), self._instructions[slot])
                 except UnreadableError as error:
                     seen[slot] = self._lost(slot, error)
         return seen
 
     def _lost(self, slot: int, error: Exception) -> str:
-        """End the episode of a slot of which the environment returned what can't be used; what to say of it."""
+        """End the episode of a slot with unusable values, and return the error message."""
         self._running[slot] = False
         step = f"in step {self._num_steps[slot]}" if self._num_steps[slot] else "at the reset"
         return f"{error}, {step} in slot {slot}"
@@ -132,7 +132,7 @@ class GymVectorPool(LockstepPool):
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
-        """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
         if actions.ndim != 3 or actions.shape[0] != len(slots) or actions.shape[2] != self.spec.action_dim:
             raise ValueError(f"actions must be [{len(slots)}, K, {self.spec.action_dim}], not {list(actions.shape)}")
         if idle := [slot for slot in slots if not self._running[slot]]:
@@ -144,30 +144,30 @@ class GymVectorPool(LockstepPool):
         seen: dict[int, Observation | str] = {}
         live = list(range(len(slots)))
         for k in range(actions.shape[1]):
-            running = [slots[place] for place in live]
-            for place, step in zip(live, self._step(running, actions[live, k]), strict=True):
+            running = [slots[index] for index in live]
+            for index, step in zip(live, self._step(running, actions[live, k]), strict=True):
                 if isinstance(step, str):
-                    seen[slots[place]] = step
+                    seen[slots[index]] = step
                     continue
-                rewards[place, k] = step.reward
-                steps[slots[place]].append(step)
+                rewards[index, k] = step.reward
+                steps[slots[index]].append(step)
             for slot in record.intersection(running).difference(seen):
                 frames[slot].append(self.frame(slot))
             ended = [slot for slot in running if not self._running[slot] and slot not in seen]
-            seen |= self._observe(ended)  # now: in the next step the batch goes on
-            live = [place for place in live if self._running[slots[place]]]
+            seen |= self._observe(ended)  # now: the next step changes the batch
+            live = [index for index in live if self._running[slots[index]]]
             if not live:
                 break
-        seen |= self._observe([slots[place] for place in live])
+        seen |= self._observe([slots[index] for index in live])
         outcomes = []
-        for place, slot in enumerate(slots):
+        for index, slot in enumerate(slots):
             last = seen[slot]
             if isinstance(last, str):
                 outcomes.append(self._failed(last))
                 continue
             outcomes.append(
                 ChunkOutcome(
-                    rewards=rewards[place],
+                    rewards=rewards[index],
                     num_executed=len(steps[slot]),
                     terminated=steps[slot][-1].terminated,
                     truncated=steps[slot][-1].truncated,
@@ -179,35 +179,35 @@ class GymVectorPool(LockstepPool):
         return outcomes
 
     def frame(self, slot: int) -> UInt8Array:
-        """A picture [H, W, 3] of a slot as it is now, in the environment's own size."""
-        return picture(Rows(self._seen, [slot]).of(0)("gym.images", self._record), self._record).copy()
+        """An image [H, W, 3] of the slot's current state, in the environment's own size."""
+        return to_image(Rows(self._seen, [slot]).of(0)("gym.images", self._video_path), self._video_path).copy()
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
     def _step(self, slots: list[int], actions: FloatArray) -> list[StepOutcome | str]:
-        """One step of the whole batch, in which these slots run their episodes; a text says what is wrong with one."""
+        """One step of the whole batch, in which these slots run their episodes; a string is the error of a slot."""
         if self._must_reset.any():
             ended = np.flatnonzero(self._must_reset).tolist()
             self._restart(dict.fromkeys(ended, 0), self._tasks.options(0))
         batch = np.zeros((self.num_envs, self.spec.action_dim), np.float32)
         batch[slots] = actions
-        answer = asked(self._config, "step", lambda: self._env.step(self._actions(batch)))
-        observation, reward, terminated, truncated, info = answer
-        self._seen = Seen(observation, info, self._env.render)
+        result = call_env(self._config, "step", lambda: self._env.step(self._actions(batch)))
+        observation, reward, terminated, truncated, info = result
+        self._seen = EnvOutput(observation, info, self._env.render)
         rewards, ends, cuts = (
-            self._of_slots(name, value)
+            self._per_slot(name, value)
             for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated))
         )
-        # Environments of the other kind may be stepped on and on.
+        # Environments of the other kind may be stepped past the end of an episode.
         self._must_reset = ((ends != 0) | (cuts != 0)) & (self._reset_option == "reset_mask")
         self._num_steps[slots] += 1
         rows = Rows(self._seen, slots)
         outcomes: list[StepOutcome | str] = []
-        for place, slot in enumerate(slots):
+        for index, slot in enumerate(slots):
             try:
-                step = judged(self._success, rows.of(place), rewards[slot], ends[slot], cuts[slot], self._reward)
+                step = step_outcome(self._success, rows.of(index), rewards[slot], ends[slot], cuts[slot], self._reward)
                 check_reward(step.reward)
             except (SignalError, UnreadableError) as error:
                 outcomes.append(self._lost(slot, error))
@@ -218,8 +218,8 @@ class GymVectorPool(LockstepPool):
             outcomes.append(step)
         return outcomes
 
-    def _of_slots(self, name: str, value: Any) -> NDArray[Any]:
-        """[num_envs] what the environment returned of each slot."""
+    def _per_slot(self, name: str, value: Any) -> NDArray[Any]:
+        """[num_envs] what the environment returned for each slot."""
         array = as_array(value)
         if array.shape != (self.num_envs,) or array.dtype.kind not in "biuf":
             kind = f"{array.dtype}{list(array.shape)}"
@@ -227,18 +227,18 @@ class GymVectorPool(LockstepPool):
         return array
 
     def _observe(self, slots: Sequence[int]) -> dict[int, Observation | str]:
-        """What the robots of these slots see and feel now, or what is wrong with it."""
+        """The current observation of each of these slots, or its error."""
         rows = Rows(self._seen, slots)
         seen: dict[int, Observation | str] = {}
-        for place, slot in enumerate(slots):
+        for index, slot in enumerate(slots):
             try:
-                seen[slot] = self._reader.read(rows.of(place), self._instructions[slot])
+                seen[slot] = self._reader.read(rows.of(index), self._instructions[slot])
             except UnreadableError as error:
                 seen[slot] = self._lost(slot, error)
         return seen
 
-    def _together(self, tasks: Mapping[int, Task]) -> Iterator[dict[int, Task]]:
-        """Slots that one call of `reset` can start: those of one task, or each by itself."""
+    def _reset_groups(self, tasks: Mapping[int, Task]) -> Iterator[dict[int, Task]]:
+        """Groups of slots that one call of `reset` can start: those of one task, or each by itself."""
         for task in tasks.values():
             if task.suite != self.spec.name:
                 raise ValueError(f"this pool runs {self.spec.name}, but the task is of {task.suite}")
@@ -248,25 +248,25 @@ class GymVectorPool(LockstepPool):
             for task_id in sorted({task.task_id for task in tasks.values()}):
                 yield {slot: task for slot, task in tasks.items() if task.task_id == task_id}
 
-    def _restart(self, seeds: Mapping[int, int], options: dict[str, Any]) -> Seen:
-        """Reset these slots, each by its seed, and leave the others alone."""
+    def _restart(self, seeds: Mapping[int, int], options: dict[str, Any]) -> EnvOutput:
+        """Reset these slots, each by its seed, without touching the others."""
         chosen = np.zeros(self.num_envs, np.bool_)
         chosen[list(seeds)] = True
         if self._reset_option == "env_idx":
             import torch
 
-            # The seed of every slot, chosen or not: some random numbers are drawn by the first, some by the slot's own.
+            # One seed for every slot, chosen or not: some random numbers depend on the first, some on the slot's own.
             every = [next(iter(seeds.values()))] * self.num_envs
             device = getattr(self._env, "device", None)
             options = {**options, "env_idx": torch.as_tensor(np.flatnonzero(chosen), device=device)}
         else:
             every = [seeds.get(slot, 0) for slot in range(self.num_envs)]
             options = {**options, "reset_mask": chosen}
-        answer = asked(self._config, "reset", lambda: self._env.reset(seed=every, options=options))  # type: ignore[arg-type]  # as its own vectors take it
-        observation, info = answer
+        result = call_env(self._config, "reset", lambda: self._env.reset(seed=every, options=options))  # type: ignore[arg-type]  # as its own vectors take it
+        observation, info = result
         self._must_reset[chosen] = False
-        return Seen(observation, info, self._env.render)
+        return EnvOutput(observation, info, self._env.render)
 
     def _try_step(self, action: FloatArray) -> Find:
         observation, _, _, _, info = self._env.step(np.stack([action] * self.num_envs))
-        return Rows(Seen(observation, info, self._env.render), [0]).of(0)
+        return Rows(EnvOutput(observation, info, self._env.render), [0]).of(0)

@@ -1,9 +1,9 @@
 """LIBERO: four suites of ten tasks and one of ninety, for a Panda arm in MuJoCo.
 
-suites.py   what the tasks are, without loading the simulator
-assets.py   meshes and textures; importing the package without its questions
-physics.py  a task's simulator without pictures
-render.py   pictures
+suites.py   the tasks, without loading the simulator
+assets.py   meshes and textures; importing the package without its prompts
+physics.py  a task's simulator without rendering
+render.py   images
 env.py      both behind `SingleEnv`, and all conventions
 expert.py   scripted demonstrator
 stock.py    the package's own environment, for comparison
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.suites import libero_spec, package_folder
 from vlarl.envs.libero.versions import KNOWN_GOOD_MUJOCO, mujoco_problem
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.errors import MissingExtraError, UsageError
 
 __all__ = ["KNOWN_GOOD_MUJOCO", "LiberoFactory", "find_installed", "libero_factory", "mujoco_problem"]
@@ -45,14 +45,9 @@ class LiberoFactory:
     render_gpu: int | None
 
     def variables(self, slot: int) -> Mapping[str, str]:
-        """Environment variables of the process: how it draws, and one thread for everything."""
-        backend = os.environ.get("MUJOCO_GL", "egl") if self.render == "auto" else self.render
-        variables = {"MUJOCO_GL": backend, "LP_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        if backend in ("egl", "osmesa", "glx"):
-            variables["PYOPENGL_PLATFORM"] = backend
-        if self.render_gpu is not None:
-            variables["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
-        return variables
+        """Environment variables of the process: how it renders, and one thread."""
+        backend = render_backend(self.render)
+        return render_variables(backend, self.render_gpu, pyopengl=backend in ("egl", "osmesa", "glx"))
 
     def build(self) -> SingleEnv:
         """The environment; called in its process."""
@@ -61,7 +56,7 @@ class LiberoFactory:
         return LiberoEnv(self.spec, self.assets, self.cameras, self.image_shape[1], self.exact_pixels)
 
     def build_expert(self, env: SingleEnv) -> Expert:
-        """The scripted expert of an environment that this factory made."""
+        """The scripted expert for an environment of this factory."""
         from vlarl.envs.libero.env import LiberoEnv
         from vlarl.envs.libero.expert import LiberoExpert
 
@@ -70,9 +65,9 @@ class LiberoFactory:
 
 
 def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse", "dense"]) -> LiberoFactory:
-    """The factory of a configured suite; what is missing on this machine is said here, before anything starts."""
+    """The factory of a configured suite; anything missing on this machine is refused here, before a run starts."""
     if reward == "dense":
-        raise UsageError(f"reward: {config.suite} pays at success only; choose another reward than dense.")
+        raise UsageError(f"reward: {config.suite} rewards success only; choose another reward than dense.")
     spec = libero_spec(config.suite, config.max_steps)
     assets, mujoco = find_installed(config)
     if problem := mujoco_problem(mujoco):
@@ -83,7 +78,7 @@ def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse",
 
 
 def find_installed(config: EnvConfig) -> tuple[Path, str]:
-    """The folder of the assets and the version of MuJoCo; what is missing is refused."""
+    """The folder of the assets and the version of MuJoCo; UsageError if either is missing."""
     package_folder()
     assets = find_assets(config.assets)
     try:

@@ -1,4 +1,4 @@
-"""Where LIBERO's meshes and textures are, and how its package is imported without questions, downloads and noise."""
+"""Finds LIBERO's meshes and textures, and imports its package without prompts, downloads and log output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def find_assets(configured: str | None) -> Path:
 
 def _missing(folder: Path) -> str | None:
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     absent = [part for part in _PARTS if not (folder / part).is_dir()]
     return f"lacks {', '.join(absent)}" if absent else None
 
@@ -62,14 +62,14 @@ def how_to_get(folder: Path) -> str:
 
 
 def download_command(folder: Path) -> str:
-    """As a shell takes it."""
+    """The command, quoted for a shell."""
     return f"hf download {ASSETS_REPOSITORY} --repo-type dataset --local-dir {shlex.quote(str(folder))}"
 
 
 def prepare(assets: Path) -> None:
-    """Import LIBERO in this process, with these assets; to be called before anything of it is used.
+    """Import LIBERO in this process, with these assets; call this before using any of it.
 
-    By itself, its first import asks a question on the terminal and writes to the home folder.
+    By default, its first import prompts on the terminal and writes to the home folder.
     """
     with _private_configuration(assets), _any_render_gpu():
         _import_robosuite_quietly()
@@ -79,12 +79,12 @@ def prepare(assets: Path) -> None:
         import libero.libero.envs
     import mujoco
 
-    mujoco.set_mju_user_warning(_log.warning)  # by default they are appended to MUJOCO_LOG.TXT in the working folder
+    mujoco.set_mju_user_warning(_log.warning)  # by default they go to MUJOCO_LOG.TXT in the working directory
 
 
 @contextmanager
 def _private_configuration(assets: Path) -> Iterator[None]:
-    """A configuration of LIBERO's that lives while it is imported; each process has one of its own."""
+    """A temporary LIBERO configuration for the import; each process has one of its own."""
     package = package_folder()
     with tempfile.TemporaryDirectory(prefix="vlarl-libero-") as folder:
         paths = {
@@ -101,7 +101,7 @@ def _private_configuration(assets: Path) -> Iterator[None]:
 
 @contextmanager
 def _any_render_gpu() -> Iterator[None]:
-    """robosuite refuses to draw on a GPU that CUDA_VISIBLE_DEVICES hides; EGL counts GPUs by itself."""
+    """robosuite refuses to render on a GPU that CUDA_VISIBLE_DEVICES hides; EGL counts GPUs independently."""
     with _variable("CUDA_VISIBLE_DEVICES", None):
         yield
 
@@ -120,7 +120,7 @@ def _variable(name: str, value: str | None) -> Iterator[None]:
 
 
 def _import_robosuite_quietly() -> None:
-    """Without its advice on stderr and its log in /tmp/robosuite.log, which only its first user can open."""
+    """Without its advice on stderr and its log file /tmp/robosuite.log, which only its first user can open."""
     if "robosuite" in sys.modules:
         return
     package = importlib.util.find_spec("robosuite")

@@ -1,4 +1,4 @@
-"""LIBERO as a `SingleEnv`. The conventions of LIBERO and of checkpoints trained on it meet here, and nowhere else."""
+"""LIBERO as a `SingleEnv`. All conversions between LIBERO's conventions and those of checkpoints are here."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vlarl.types import FloatArray, Observation, Task, UInt8Array
 CAMERAS = {"agent": "agentview", "wrist": "robot0_eye_in_hand"}
 VIDEO_SIZE = 256
 NUM_SETTLE_STEPS = 10
-SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # stand still, gripper open: objects come to rest
+SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # stand still, gripper open, while objects come to rest
 
 
 class LiberoEnv:
-    """One LIBERO simulator, rebuilt when the task changes; it draws only when somebody looks.
+    """One LIBERO simulator, rebuilt when the task changes; it renders on demand only.
 
-    Episodes of one task and initial state begin alike, whatever their seed. Actions are a policy's: hand movement in
-    [-1, 1], gripper 1 to open and 0 to close.
+    Episodes of one task and initial state begin alike, whatever their seed. Actions are in the policy's convention:
+    hand motion in [-1, 1], gripper 1 to open and 0 to close.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LiberoEnv:
 
     @property
     def simulator(self) -> Any:
-        """LIBERO's own environment of the task that runs, for experts that read the state of the world."""
+        """LIBERO's own environment of the running task, for experts that read the simulator's state."""
         return self._running().simulator
 
     def reset(self, task: Task) -> None:
@@ -69,19 +69,19 @@ class LiberoEnv:
             physics.step(SETTLE_ACTION)
 
     def step(self, action: FloatArray) -> StepOutcome:
-        """Apply one action [7] of the policy; draws nothing."""
+        """Apply one action [7] of the policy, without rendering."""
         success = self._running().step(simulator_action(action))
         return StepOutcome(reward=float(success), terminated=success, truncated=False, success=success)
 
     def observe(self) -> Observation:
-        """What the robot sees and feels now; renders the policy's cameras."""
-        images = np.stack([self._draw(camera, self._image_size) for camera in self._cameras])
+        """The current images and proprio; renders the policy's cameras."""
+        images = np.stack([self._render(camera, self._image_size) for camera in self._cameras])
         instruction = self._spec.tasks[self._task_id].instruction
         return Observation(images, proprio(*self._running().proprio()), instruction)
 
     def frame(self) -> UInt8Array:
-        """A picture [H, W, 3] for videos, from the agent's camera."""
-        return self._draw(CAMERAS["agent"], VIDEO_SIZE)
+        """An image [H, W, 3] for videos, from the agent's camera."""
+        return self._render(CAMERAS["agent"], VIDEO_SIZE)
 
     def close(self) -> None:
         """Release the simulator and the OpenGL context."""
@@ -89,9 +89,9 @@ class LiberoEnv:
         self._scenes = SceneReader()
         self._renderer.close()
 
-    def _draw(self, camera: str, size: int) -> UInt8Array:
+    def _render(self, camera: str, size: int) -> UInt8Array:
         physics = self._running()
-        return upright(self._renderer.draw(physics.model, physics.seen(), camera, size))
+        return upright(self._renderer.render(physics.model, physics.seen(), camera, size))
 
     def _running(self) -> Physics:
         if self._physics is None:
@@ -101,7 +101,7 @@ class LiberoEnv:
     def _load(self, task_id: int) -> Physics:
         if self._physics is None or self._task_id != task_id:
             self._physics = None
-            gc.collect()  # LIBERO's objects refer to each other in circles
+            gc.collect()  # LIBERO's objects have reference cycles
             try:
                 self._physics = Physics(problem_file(self._spec.name, task_id), self._scenes)
             except FileNotFoundError as error:
@@ -113,26 +113,26 @@ class LiberoEnv:
 
 
 def furniture_seed(task: Task) -> int:
-    """Seed of what an initial state leaves open; the same for all episodes of a group."""
+    """Seed of what an initial state does not contain; the same for all episodes of a group."""
     return 1000 * task.task_id + task.init_state
 
 
 def simulator_action(action: FloatArray) -> Float64Array:
     """A policy's action [7] as LIBERO reads it: the gripper's 1 (open) and 0 (closed) become -1 and 1."""
     if action.shape != (7,) or not np.isfinite(action).all():
-        raise ValueError(f"an action is 7 finite numbers, not {action!r}")
+        raise ValueError(f"an action is 7 finite values, not {action!r}")
     converted = action.astype(np.float64)
     converted[6] = -np.sign(2 * converted[6] - 1)
     return converted
 
 
 def upright(pixels: UInt8Array) -> UInt8Array:
-    """A picture as OpenGL gives it, turned by 180 degrees: what checkpoints for LIBERO were trained on."""
+    """An OpenGL image rotated by 180 degrees, as in the training data of LIBERO checkpoints."""
     return np.ascontiguousarray(pixels[::-1, ::-1])
 
 
 def proprio(position: Float64Array, quaternion: Float64Array, fingers: Float64Array) -> FloatArray:
-    """[8] hand position 3, its orientation (a quaternion wxyz) as axis times angle 3, fingers 2."""
+    """[8] hand position 3, its orientation (a quaternion wxyz) as axis-angle 3, fingers 2."""
     w = float(np.clip(quaternion[0], -1.0, 1.0))
     sine = np.sqrt(1.0 - w * w)
     rotation = np.zeros(3) if np.isclose(sine, 0.0) else quaternion[1:] * (2.0 * np.arccos(w) / sine)

@@ -1,9 +1,9 @@
-"""Where a parallel gripper that points down can take hold of a thing, found from the shapes of the scene.
+"""Grasps of an object by a parallel gripper that points down, planned from the shapes of the scene.
 
-    collision geoms ── boxes ── surface heights, seen from above ── grasps ── the cheapest one
+    collision geoms ── boxes ── height map from above ── grasps ── the cheapest one
 
-A grasp needs free ground under both open fingers and under the palm, and something of the thing between the pads. So a
-bowl is taken by its rim and a box across its narrow side, without a word about bowls and boxes.
+A grasp needs free ground under both open fingers and under the palm, and a part of the object between the pads. So a
+bowl is grasped by its rim and a box across its narrow side, without rules for bowls or boxes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vlarl.envs.libero.physics import Float64Array
 
-# The Panda hand in metres; heights relative to its grip site, `along` the way that the fingers move.
+# The Panda hand in metres; heights relative to its grip site, `along` the direction in which the fingers move.
 FINGER_ALONG = (0.034, 0.070)  # of an open finger, from the middle
 FINGER_ACROSS = 0.014
 FINGER_TIP = 0.0125  # below the grip site
@@ -24,13 +24,13 @@ PALM_ALONG, PALM_ACROSS = 0.108, 0.036
 PALM_BOTTOM = 0.026  # above the grip site
 PAD_ACROSS = 0.006
 TIP_GAP, PALM_GAP = 0.001, 0.004  # kept free below
-GOOD_DEPTH = 0.018  # of the thing's top above the grip site; more holds no better
+GOOD_DEPTH = 0.018  # of the object's top above the grip site; more holds no better
 
-TURNS = np.arange(-75, 91, 15)  # degrees of the wrist; the hand is the same turned by 180
-SHIFT_ALONG, SHIFT_ACROSS = (-0.08, 0.08), 0.03  # of the hand from the middle of the thing
+TURNS = np.arange(-75, 91, 15)  # degrees of the wrist; the hand is symmetric under 180
+SHIFT_ALONG, SHIFT_ACROSS = (-0.08, 0.08), 0.03  # of the hand from the middle of the object
 
 CELL = 0.005  # of the grids
-REACH = 0.20  # of the map around a thing
+REACH = 0.20  # of the map around an object
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Boxes:
     halves: Float64Array  # [G, 3]
 
     def tops(self, points: Float64Array) -> Float64Array:
-        """Heights of the highest box over each point [N, 2]; -inf where there is none."""
+        """Heights of the highest box over each point [N, 2]; -inf if there is none."""
         if not len(self.centres):
             return np.full(len(points), -np.inf)
-        down = -self.rotations[:, 2, :] + 1e-9  # [G, 3] in each box's frame, never quite parallel to a face
+        down = -self.rotations[:, 2, :] + 1e-9  # [G, 3] in each box's frame, never exactly parallel to a face
         start = np.pad(points, ((0, 0), (0, 1)))[:, None, :] - self.centres  # [N, G, 3]
         start = np.einsum("ngi,gij->ngj", start, self.rotations)
         faces = np.stack([(-self.halves - start) / down, (self.halves - start) / down])
@@ -62,7 +62,7 @@ class Boxes:
 
 
 class Scene:
-    """The shapes of a simulator's things, as they lie now. The robot is not part of it."""
+    """The current shapes of a simulator's objects, without the robot."""
 
     def __init__(self, simulator: Any) -> None:
         self._simulator = simulator
@@ -71,12 +71,12 @@ class Scene:
         robot = model.body_rootid[model.site_bodyid[simulator.robots[0].eef_site_id]]
         self._solid = ((model.geom_contype | model.geom_conaffinity) != 0) & (self._roots != robot)
 
-    def thing(self, name: str) -> Boxes:
-        """The boxes of one thing."""
+    def object_boxes(self, name: str) -> Boxes:
+        """The boxes of one object."""
         return self._boxes(self._solid & (self._roots == self._root(name)))
 
     def others(self, name: str, around: Float64Array, radius: float) -> Boxes:
-        """The boxes of everything but this thing that reach within `radius` of a point [2]."""
+        """The boxes of everything but this object that reach within `radius` of a point [2]."""
         model, data = self._simulator.sim.model, self._simulator.sim.data
         away = np.linalg.norm(data.geom_xpos[:, :2] - around, axis=1)
         unbounded = model.geom_rbound == 0  # planes
@@ -95,24 +95,24 @@ class Scene:
 
 
 class Map:
-    """Surface heights of a thing and of its surroundings on a grid around a point [2]."""
+    """Surface heights of an object and of everything else on a grid around a point [2]."""
 
     def __init__(self, scene: Scene, name: str, around: Float64Array) -> None:
         self._corner = around - REACH
         ticks = np.arange(-REACH, REACH + CELL / 2, CELL)
         points = around + np.stack(np.meshgrid(ticks, ticks, indexing="ij"), axis=-1).reshape(-1, 2)
-        self.thing = scene.thing(name).tops(points).reshape(len(ticks), -1)
+        self.object = scene.object_boxes(name).tops(points).reshape(len(ticks), -1)
         self.others = scene.others(name, around, 1.5 * REACH).tops(points).reshape(len(ticks), -1)
 
     def cells(self, points: Float64Array) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Indices of the cells under points [..., 2]."""
-        index = np.rint((points - self._corner) / CELL).astype(np.intp).clip(0, len(self.thing) - 1)
+        index = np.rint((points - self._corner) / CELL).astype(np.intp).clip(0, len(self.object) - 1)
         return index[..., 0], index[..., 1]
 
 
 @dataclass(frozen=True)
 class Grasp:
-    """A pose of the gripper around a thing."""
+    """A pose of the gripper around an object."""
 
     position: Float64Array  # [3] of the grip site
     turn: float  # of the wrist from its rest, in radians
@@ -136,44 +136,44 @@ def lowest_grip(chart: Map, surface: Float64Array, at: Float64Array, turn: float
 
 
 def resting_surface(chart: Map, at: Float64Array) -> float:
-    """Height of what a thing comes to stand on when it is put down at a point [2]."""
+    """Height of the surface under an object that is put down at a point [2]."""
     base = 0.02 * np.array([[0, 0], [0, 1], [0, -1], [1, 0], [-1, 0]])
     return float(chart.others[chart.cells(at + base)].max())
 
 
 def plan_grasp(scene: Scene, name: str, gripper: Float64Array, shift: Float64Array) -> Grasp | None:
-    """The cheapest grasp of a thing that is to be moved by `shift` [2], for a gripper that is here [3].
+    """The cheapest grasp of an object that is to be moved by `shift` [2], for a gripper at this position [3].
 
-    None where the hand fits nowhere.
+    None if the hand fits nowhere.
     """
-    corners = scene.thing(name).corners()
+    corners = scene.object_boxes(name).corners()
     middle = (corners.min(axis=0) + corners.max(axis=0))[:2] / 2
-    errand = _Errand(
+    transfer = _Transfer(
         corners, middle, shift, gripper, here=Map(scene, name, middle), there=Map(scene, name, middle + shift)
     )
-    cost, grasp = min((errand.best_at_turn(turn) for turn in np.radians(TURNS)), key=lambda choice: choice[0])
+    cost, grasp = min((transfer.best_at_turn(turn) for turn in np.radians(TURNS)), key=lambda choice: choice[0])
     return grasp if np.isfinite(cost) else None
 
 
 @dataclass(frozen=True)
-class _Errand:
-    """A thing, where it is and where it has to go."""
+class _Transfer:
+    """An object, where it is and where it has to go."""
 
-    corners: Float64Array  # [C, 3] of the thing
-    middle: Float64Array  # [2] of the thing
+    corners: Float64Array  # [C, 3] of the object
+    middle: Float64Array  # [2] of the object
     shift: Float64Array  # [2]
     gripper: Float64Array  # [3]
     here: Map
     there: Map
 
     def best_at_turn(self, turn: float) -> tuple[float, Grasp]:
-        """The cheapest grasp with the wrist turned so, and its cost."""
+        """The cheapest grasp at this turn of the wrist, and its cost."""
         here = self.here
         direction, normal = _axes(turn)
         at = hand_points(self.middle, turn, SHIFT_ALONG, SHIFT_ACROSS)  # [S, 2]
-        heights = lowest_grip(here, np.maximum(here.thing, here.others), at, turn)  # [S]
+        heights = lowest_grip(here, np.maximum(here.object, here.others), at, turn)  # [S]
         pads = hand_points(at, turn, (-FINGER_ALONG[0], FINGER_ALONG[0]), PAD_ACROSS)  # [S, N, 2]
-        between = here.thing[here.cells(pads)]
+        between = here.object[here.cells(pads)]
         depth = between.max(axis=1) - heights
         blocked = (here.others[here.cells(pads)] > heights[:, None] - FINGER_TIP).any(axis=1)
         held = between > heights[:, None]
@@ -185,7 +185,8 @@ class _Errand:
             + np.maximum(GOOD_DEPTH - depth, 0) / 0.002
             + self._drop(at, heights, turn) / 0.01
             + np.linalg.norm(at - self.gripper[:2], axis=1) / 0.1
-            + np.ptp(self.corners[:, :2] @ direction) / 0.02  # the width of the thing: a box is not to be taken askew
+            + np.ptp(self.corners[:, :2] @ direction)
+            / 0.02  # the width of the object: avoids grasping a box diagonally
             + abs(turn)
         )
         cost = np.where((depth > 0) & ~blocked, cost, np.inf)
@@ -193,7 +194,7 @@ class _Errand:
         return float(cost[choice]), Grasp(np.append(at[choice], heights[choice]), turn)
 
     def _drop(self, at: Float64Array, heights: Float64Array, turn: float) -> Float64Array:
-        """[S] how far the thing would fall when it is let go at its place, because the hand fits no lower there."""
+        """[S] how far the object would fall when released at the target, because the hand fits no lower there."""
         below = heights - self.corners[:, 2].min()
         resting = resting_surface(self.there, self.middle + self.shift) + below
         drop: Float64Array = lowest_grip(self.there, self.there.others, at + self.shift, turn) - resting
@@ -201,7 +202,7 @@ class _Errand:
 
 
 def _axes(turn: float) -> tuple[Float64Array, Float64Array]:
-    """The ways [2] along and across the fingers; at rest they move along the world's y axis."""
+    """Directions [2] along and across the fingers; at rest they move along the world's y axis."""
     direction = np.array([-np.sin(turn), np.cos(turn)])
     return direction, np.array([direction[1], -direction[0]])
 

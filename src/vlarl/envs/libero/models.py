@@ -1,8 +1,8 @@
-"""Compiled scenes, kept in a folder of the user's below the machine's temporary one.
+"""Compiled scenes, cached in a folder of the user below the temporary directory.
 
 Compiling a LIBERO scene takes a second and leaves hundreds of megabytes in the process; reading it back takes a tenth
-of that and leaves nothing. So a process of its own compiles, once for each scene, and the simulators of all runs read.
-Files are written under another name and renamed: whoever reads sees a whole model or none.
+of that and leaves nothing. So a separate process compiles each scene once, and the simulators of all runs read it.
+Files are written under another name and renamed: readers see a complete model or none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 CHANGING_PARTS = ("body_pos", "body_quat", "site_rgba")  # where furniture stands, what glows
-MOST_BYTES = 8 * 2**30  # of all files together; the ones not used for longest are deleted
+MOST_BYTES = 8 * 2**30  # of all files together; the least recently used are deleted
 _COMPILER = """
 import sys, mujoco
 mujoco.mj_saveModel(mujoco.MjModel.from_xml_string(sys.stdin.read()), sys.argv[1], None)
@@ -32,7 +32,7 @@ _FILE = re.compile(r'file="([^"]+)"')
 
 @dataclass(frozen=True)
 class Scene:
-    """A compiled MuJoCo model, and the parts of it that LIBERO writes to as they were at first."""
+    """A compiled MuJoCo model, and the original values of the parts that LIBERO writes to."""
 
     model: Any
     original: Mapping[str, NDArray[Any]]
@@ -46,10 +46,10 @@ class SceneReader:
         self._scene: Scene | None = None
 
     def read(self, xml: str) -> Scene:
-        """The scene that is described; the same object as before where it is the same scene."""
+        """The scene of this XML; the same object as before if it is the same scene."""
         name = _fingerprint(xml)
         if self._scene is None or self._name != name:
-            self._scene = None  # two at a time would be too much
+            self._scene = None  # never hold two models in memory
             model = _load(xml, name)
             self._scene = Scene(model, {part: getattr(model, part).copy() for part in CHANGING_PARTS})
             self._name = name
@@ -57,7 +57,7 @@ class SceneReader:
 
 
 def _load(xml: str, name: str) -> Any:
-    """The compiled model, from the folder where it is or can be put there."""
+    """The compiled model, from the cache folder if possible."""
     import mujoco
 
     folder = models_folder()
@@ -68,13 +68,13 @@ def _load(xml: str, name: str) -> Any:
         try:
             os.utime(file)
             return mujoco.MjModel.from_binary_path(str(file))
-        except (OSError, ValueError):  # not written, deleted by another process meanwhile, or damaged
+        except (OSError, ValueError):  # not written, deleted by another process, or damaged
             file.unlink(missing_ok=True)
     return mujoco.MjModel.from_xml_string(xml)
 
 
 def models_folder() -> Path | None:
-    """The folder, which nobody else can write to; None where there can't be one."""
+    """The folder, which only this user can write to; None if there can't be one."""
     folder = Path(tempfile.gettempdir()) / f"vlarl-libero-models-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -85,7 +85,7 @@ def models_folder() -> Path | None:
 
 
 def _fingerprint(xml: str) -> str:
-    """Of everything that a model is made from; FileNotFoundError names a mesh or texture that is not there."""
+    """A hash of all inputs of a model; FileNotFoundError names a missing mesh or texture."""
     from mujoco import __version__
 
     parts = [__version__, xml]
@@ -96,19 +96,19 @@ def _fingerprint(xml: str) -> str:
 
 
 def _compile(xml: str, target: Path) -> None:
-    """Compile in another process and keep the result, if there is room. Failing is no error: the caller compiles."""
+    """Compile in another process and cache the result if it fits. After a failure the caller compiles itself."""
     descriptor, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
     os.close(descriptor)
     try:
         subprocess.run(
-            [sys.executable, "-P", "-c", _COMPILER, name],  # -P: nothing from the working folder
+            [sys.executable, "-P", "-c", _COMPILER, name],  # -P: nothing from the working directory
             input=xml.encode(),
             env={**os.environ, "MUJOCO_GL": "disabled"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=True,
         )
-        if _make_room(target.parent, os.stat(name).st_size):
+        if _free_space(target.parent, os.stat(name).st_size):
             os.replace(name, target)
     except (OSError, subprocess.CalledProcessError):
         return
@@ -116,8 +116,8 @@ def _compile(xml: str, target: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _make_room(folder: Path, num_bytes: int) -> bool:
-    """Delete old models until another one fits; False where the disk is too full to keep any."""
+def _free_space(folder: Path, num_bytes: int) -> bool:
+    """Delete old models until another one fits; False if the disk is too full to keep any."""
     used = {file: file.stat() for file in folder.glob("*.mjb")}
     total = sum(status.st_size for status in used.values())
     limit = min(MOST_BYTES, total + shutil.disk_usage(folder).free // 4)

@@ -1,12 +1,12 @@
-"""One LIBERO task without its pictures: stock physics, control and goals to the bit, at a fraction of the cost.
+"""One LIBERO task without rendering: stock physics, control and goals to the bit, at a fraction of the cost.
 
 Stock LIBERO simulates a control step of 50 ms in 25 substeps. In each, robosuite computes positions, collisions and
 velocities three times over (before the controller, in the controller, in the step) and polls some thirty sensors,
-cameras among them. Nothing moves between the three, so here they are computed once; what stays is every call that
-the constraint solver remembers, for it starts from its last answer.
+cameras among them. Nothing moves between the three, so here they are computed once; every call that affects the
+constraint solver stays, because the solver starts from its last solution.
 
-Stock resets leave traces of earlier episodes: in the model (where furniture stands, what glows) and in the gripper.
-Here an episode begins as in a newly made simulator, whatever ran before.
+Stock resets leave state of earlier episodes in the model (furniture positions, glowing sites) and in the gripper. Here
+an episode begins as in a new simulator, whatever ran before.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vlarl.envs.signals import truth
 Float64Array = NDArray[np.float64]
 
 SEEN_SUBSTEP = 23
-"""Stock sensors are read once a control step. Two forced readings, in reset and in set_init_state, move their clock by
-two substeps, so that what is seen after a step is the world at the beginning of its last substep but one."""
+"""Stock sensors are read once a control step. Two forced readings, in reset and in set_init_state, shift their clock by
+two substeps, so the observation after a step is the world at the beginning of its last substep but one."""
 
 
 class Physics:
@@ -49,12 +49,12 @@ class Physics:
         self._num_substeps = int(self.simulator.control_timestep / self.simulator.model_timestep)
 
     def reset(self, seed: int, state: Float64Array) -> None:
-        """Begin an episode in a state [S]; the seed decides where furniture stands, which is no part of the state."""
+        """Begin an episode in a state [S]; the seed decides where furniture stands, which the state lacks."""
         from robosuite.utils.errors import RandomizationError
 
         simulator = self.simulator
         np.random.seed(seed)
-        while True:  # LIBERO itself tries again, with the random numbers that follow
+        while True:  # LIBERO itself retries, with the next random numbers
             try:
                 simulator.reset()
                 break
@@ -71,11 +71,11 @@ class Physics:
     def step(self, action: Float64Array) -> bool:
         """Run one control step with an action [7] of the simulator; whether the goal is reached.
 
-        Raises RuntimeError where the simulation blew up: MuJoCo then begins anew by itself, without a word.
+        Raises RuntimeError if the simulation diverged: MuJoCo then resets itself silently.
         """
         import mujoco
 
-        self.simulator._post_process()  # what glows, from the last step: stock pictures show it one step late
+        self.simulator._post_process()  # glowing sites, from the last step: stock images show them one step late
         for substep in range(self._num_substeps):
             mujoco.mj_forward(self.model, self.data)
             if substep == 0:
@@ -89,11 +89,11 @@ class Physics:
         warnings = mujoco.mjtWarning
         for kind in (warnings.mjWARN_BADQPOS, warnings.mjWARN_BADQVEL, warnings.mjWARN_BADQACC):
             if self.data.warning[kind].number:
-                raise RuntimeError(f"MuJoCo gave up the simulation ({kind.name}); the episode can't go on")
+                raise RuntimeError(f"MuJoCo gave up the simulation ({kind.name}); the episode can't continue")
         return truth(self.simulator._check_success(), "_check_success() of LIBERO")
 
     def seen(self) -> Any:
-        """MuJoCo's data of the world as it was when the sensors were last read, for pictures and proprio."""
+        """MuJoCo's data at the time of the last sensor reading, for images and proprio."""
         return self._seen
 
     def proprio(self) -> tuple[Float64Array, Float64Array, Float64Array]:
@@ -111,7 +111,7 @@ class Physics:
 
 
 class _Arm:
-    """robosuite's operational space controller, fed with what is computed already."""
+    """robosuite's operational space controller, fed with quantities that are already computed."""
 
     def __init__(self, model: Any, data: Any, robot: Any) -> None:
         self._model, self._data, self._robot = model, data, robot
@@ -127,11 +127,11 @@ class _Arm:
         self.begin()
 
     def begin(self) -> None:
-        """Take up the controller that the robot was given by a reset."""
+        """Use the controller that a reset gave the robot."""
         self._controller = self._robot.controller
 
     def set_goal(self, action: Float64Array) -> None:
-        """Where the hand shall go in this control step."""
+        """Set the hand's target for this control step."""
         self._refresh()
         self._controller.set_goal(action[:6])
 
@@ -151,7 +151,7 @@ class _Arm:
         if not controller.new_update:
             return
         model, data, velocities = self._model, self._data, controller.qvel_index
-        # The solver's second answer, which it starts from next time; nothing moved, so the rest is up to date.
+        # The solver's second solution, from which it starts next time; nothing moved, so the rest is up to date.
         mujoco.mj_forwardSkip(model, data, mujoco.mjtStage.mjSTAGE_VEL, 1)
         controller.ee_pos = data.site_xpos[self._site].copy()
         controller.ee_ori_mat = data.site_xmat[self._site].reshape(3, 3).copy()
@@ -169,13 +169,13 @@ class _Arm:
 
 
 def _build(problem_file: Path, scenes: SceneReader) -> Any:
-    """LIBERO's environment of a problem, as its own wrapper configures it, but for pictures and sensors."""
+    """LIBERO's environment of a problem, as its own wrapper configures it, but without images and sensors."""
     import robosuite
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.bddl_utils import get_problem_info
 
     problem = TASK_MAPPING[get_problem_info(str(problem_file))["problem_name"]]
-    # LIBERO compares the class's name with the problem's.
+    # LIBERO compares the class name with the problem name.
     headless = type(problem)(problem.__name__, (_Headless, problem), {"_scenes": scenes})
     np.random.seed(0)
     return headless(
@@ -191,7 +191,7 @@ def _build(problem_file: Path, scenes: SceneReader) -> Any:
 
 
 class _Headless:
-    """What differs from a LIBERO environment of robosuite, which is the next base."""
+    """Overrides of a LIBERO environment, which is the next base class."""
 
     model: Any
     robots: Any
@@ -214,7 +214,7 @@ class _Headless:
     def _reset_internal(self) -> None:
         for part, values in self._scene.original.items():
             getattr(self._scene.model, part)[:] = values
-        for _ in range(2):  # stock makes the model and a renderer here, and the solver remembers
+        for _ in range(2):  # as stock does when it builds the model and a renderer; the solver keeps state
             self.sim.forward()
         for robot in self.robots:
             robot.gripper.current_action = np.zeros_like(robot.gripper.current_action)

@@ -1,4 +1,4 @@
-"""Pictures of MuJoCo scenes, drawn off screen when they are asked for."""
+"""Images of MuJoCo scenes, rendered off screen on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLISION_SHAPES, _VISIBLE_SHAPES = 0, 1  # robosuite's groups of geoms
 
 
 class Renderer:
-    """Draws one model at a time, all of them in one OpenGL context: a process can't have many, nor free them safely."""
+    """Renders one model at a time, all in one OpenGL context: a process can't have many, nor free them safely."""
 
     def __init__(self, largest: int, exact: bool) -> None:
         import mujoco
@@ -28,18 +28,18 @@ class Renderer:
             self._gl = mujoco.GLContext(largest, largest)
             self._gl.make_current()
         except (ImportError, RuntimeError) as error:
-            way = os.environ.get("MUJOCO_GL")
-            remedy = "vlarl doctor says which ways work here; choose one with env.render."
-            raise UsageError(f"MuJoCo can't draw with {way}: {error}. {remedy}") from error
+            backend = os.environ.get("MUJOCO_GL")
+            remedy = "vlarl doctor lists the backends that work here; choose one with env.render."
+            raise UsageError(f"MuJoCo can't render with {backend}: {error}. {remedy}") from error
         self._attached: weakref.ref[Any] | None = None
         self._context: Any = None
-        atexit.register(self.close)  # the driver is shut down at exit, and must not be called after that
+        atexit.register(self.close)  # the driver shuts down at exit and must not be called after that
 
-    def draw(self, model: Any, data: Any, camera: str, size: int) -> UInt8Array:
-        """[size, size, 3] what a camera of the model sees, with the bottom row first as OpenGL has it."""
+    def render(self, model: Any, data: Any, camera: str, size: int) -> UInt8Array:
+        """[size, size, 3] what a camera of the model sees, with the bottom row first, as in OpenGL."""
         import mujoco
 
-        self._gl.make_current()  # others may have drawn meanwhile
+        self._gl.make_current()  # another renderer may have been used meanwhile
         if self._attached is None or self._attached() is not model:
             self._attach(model)
         view = mujoco.MjvCamera()
@@ -54,7 +54,7 @@ class Renderer:
         return pixels
 
     def _attach(self, model: Any) -> None:
-        """Draw this model from now on: its meshes and textures replace those of the last one."""
+        """Render this model from now on: its meshes and textures replace those of the last one."""
         import mujoco
 
         self._detach()
@@ -68,7 +68,7 @@ class Renderer:
         self._options.geomgroup[_VISIBLE_SHAPES] = 1
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-        self._attached = weakref.ref(model)  # to hold it would keep two models in memory while the next one is read
+        self._attached = weakref.ref(model)  # a strong reference would keep two models in memory while the next is read
 
     def _detach(self) -> None:
         if self._context is not None:
@@ -76,7 +76,7 @@ class Renderer:
         self._context = self._scene = self._attached = None
 
     def close(self) -> None:
-        """Give back everything; nothing can be drawn any more."""
+        """Release everything; nothing can be rendered any more."""
         atexit.unregister(self.close)
         if self._gl is not None:
             self._gl.make_current()

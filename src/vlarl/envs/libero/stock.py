@@ -1,4 +1,4 @@
-"""LIBERO as its package runs it, two cameras drawn in every step: what `vlarl bench env` compares with."""
+"""LIBERO as its package runs it, two cameras rendered in every step: the baseline of `vlarl bench env`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def stock_env(task: Task, image_size: int, assets: str | None = None) -> Any:
 
 
 def restart(env: Any, task: Task) -> Any:
-    """Bring a stock environment of this task to its initial state, and return what it observes there."""
+    """Reset a stock environment of this task to its initial state, and return its observation."""
     env.seed(furniture_seed(task))
     env.reset()
     return env.set_init_state(initial_states(task.suite, task.task_id)[task.init_state])

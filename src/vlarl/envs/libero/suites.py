@@ -1,4 +1,4 @@
-"""LIBERO's suites as the installed package has them, read without importing it: the parent process stays light."""
+"""LIBERO's suites, read from the installed package without importing it: the parent process stays light."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlarl.errors import MissingExtraError, UsageError
 
 NUM_STATES = 50  # initial states that LIBERO ships for each task
 NUM_TRAIN_STATES = 30
-_SCENE = re.compile(r"^[A-Z][A-Z_]*SCENE\d+_")  # names of libero_10 and libero_90 begin with the room
+_SCENE = re.compile(r"^[A-Z][A-Z_]*SCENE\d+_")  # names of libero_10 and libero_90 begin with the scene
 
 
 def libero_spec(suite: str, max_steps: int | None) -> SuiteSpec:
@@ -28,13 +28,13 @@ def libero_spec(suite: str, max_steps: int | None) -> SuiteSpec:
     names = task_names(suite)
     limit = max_steps or SUITES[suite].max_steps
     assert limit is not None
-    tasks = tuple(TaskSpec(number, instruction_of(name), limit) for number, name in enumerate(names))
+    tasks = tuple(TaskSpec(task_id, instruction_of(name), limit) for task_id, name in enumerate(names))
     states = tuple(range(NUM_STATES))
     return SuiteSpec(suite, tasks, states[:NUM_TRAIN_STATES], states[NUM_TRAIN_STATES:], states)
 
 
 def instruction_of(name: str) -> str:
-    """What the robot is told, which LIBERO writes into the name of the task."""
+    """The instruction, which LIBERO writes into the name of the task."""
     return _SCENE.sub("", name).replace("_", " ")
 
 
@@ -80,7 +80,7 @@ def initial_states(suite: str, task_id: int) -> NDArray[np.float64]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads an array that torch saved: torch would cost each process 180 MB, and its loader runs whatever is inside."""
+    """Reads an array that torch saved: torch would cost each process 180 MB, and its loader runs any code inside."""
 
     _ALLOWED = {
         ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],

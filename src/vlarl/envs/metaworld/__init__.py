@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from vlarl.config.schema import Camera, EnvConfig
 from vlarl.config.suites import cameras_of
 from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec
 from vlarl.envs.metaworld.suites import metaworld_spec
+from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ class MetaWorldFactory:
         return (len(self.cameras), self.image_size, self.image_size, 3)
 
     def variables(self, slot: int) -> Mapping[str, str]:
-        """How MuJoCo draws; and one thread for each process, as there are as many processes as cores."""
-        chosen = {"MUJOCO_GL": self.render, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-        if self.render != "glx":
-            chosen["PYOPENGL_PLATFORM"] = self.render
-        if self.render_gpu is not None:
-            chosen["MUJOCO_EGL_DEVICE_ID"] = str(self.render_gpu)
-        return chosen
+        """Environment variables of the process: how it renders, and one thread."""
+        return render_variables(self.render, self.render_gpu, pyopengl=self.render != "glx")
 
     def build(self) -> MetaWorldEnv:
         """The environment; called in its process."""
@@ -52,7 +47,7 @@ class MetaWorldFactory:
         return MetaWorldEnv(self.spec, self.cameras, self.image_size, self.reward, self.exact_pixels)
 
     def build_expert(self, env: SingleEnv) -> MetaWorldExpert:
-        """The scripted expert of an environment that this factory made."""
+        """The scripted expert for an environment of this factory."""
         from vlarl.envs.metaworld.env import MetaWorldEnv
         from vlarl.envs.metaworld.expert import MetaWorldExpert
 
@@ -61,21 +56,20 @@ class MetaWorldFactory:
 
 
 def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) -> MetaWorldFactory:
-    """What makes the configured suite's environments; refuses where Meta-World is not installed."""
+    """The factory of the configured suite; refuses if Meta-World is not installed."""
     refuse_not_installed()
-    render = os.environ.get("MUJOCO_GL", "egl") if config.render == "auto" else config.render
     return MetaWorldFactory(
         metaworld_spec(config.suite, config.max_steps),
         cameras_of(config),
         image_size,
         reward,
         config.exact_pixels,
-        render,
+        render_backend(config.render),
         config.render_gpu,
     )
 
 
 def refuse_not_installed() -> None:
-    """Refuse where Meta-World is not installed."""
+    """Refuse if Meta-World is not installed."""
     if importlib.util.find_spec("metaworld") is None:
         raise MissingExtraError("metaworld", "metaworld")

@@ -10,14 +10,14 @@ from vlarl.types import FloatArray
 
 
 class MetaWorldExpert:
-    """Plays whatever task its environment is running, by Meta-World's own observation."""
+    """Plays its environment's running task, from Meta-World's own observation."""
 
     def __init__(self, env: MetaWorldEnv) -> None:
         self._env = env
         self._policy: Any = None
 
     def reset(self) -> None:
-        """Take the policy of the task that has just started."""
+        """Use the scripted policy of the task that has just started."""
         from metaworld.policies import ENV_POLICY_MAP
 
         policies: dict[str, Any] = ENV_POLICY_MAP
@@ -26,5 +26,5 @@ class MetaWorldExpert:
     def act(self) -> FloatArray:
         """The next action [7]."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said whenever an action is going to be clipped
+            warnings.simplefilter("ignore")  # raised whenever an action is going to be clipped
             return from_metaworld(self._policy.get_action(self._env.state))

@@ -1,10 +1,10 @@
-"""Pictures of MuJoCo models, drawn offscreen with one OpenGL context for a process.
+"""Images of MuJoCo models, rendered offscreen with one OpenGL context per process.
 
-    Canvas                 the process's OpenGL context
-      └─ Drawing           what one model has uploaded to it: meshes, textures, a framebuffer
-           └─ draw(view)   one picture
+    Canvas                   the process's OpenGL context
+      └─ ModelRenderer       what one model has uploaded to it: meshes, textures, a framebuffer
+           └─ render(view)   one image
 
-Nothing is drawn, and no context made, before the first picture is asked for.
+Nothing is rendered, and no context made, before the first image is requested.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from vlarl.envs.metaworld.views import FixedView, View
 from vlarl.types import UInt8Array
 
 MAX_GEOMS = 1000  # Meta-World's largest scene has a fifth of it
-HIDDEN_GROUP = 5  # of geoms that MuJoCo does not draw
+HIDDEN_GROUP = 5  # of geoms that MuJoCo does not render
 
 
 class Canvas:
-    """An OpenGL context, for pictures of at most `size` pixels square."""
+    """An OpenGL context, for images of at most `size` pixels square."""
 
     def __init__(self, size: int, exact: bool) -> None:
         self.size = size
-        self.exact = exact  # multisampling, shadows and reflections, as the model asks for them
+        self.exact = exact  # multisampling, shadows and reflections, as the model specifies
         self._context: Any = None
 
     def use(self) -> None:
-        """Make the context and make it the current one."""
+        """Make the context current; create it at first use."""
         import mujoco
 
         if self._context is None:
@@ -38,14 +38,14 @@ class Canvas:
         self._context.make_current()
 
     def close(self) -> None:
-        """Release the context; drawings on it have to be closed before."""
+        """Release the context; its renderers must be closed before."""
         if self._context is not None:
             self._context.free()
             self._context = None
 
 
-class Drawing:
-    """One model on a canvas."""
+class ModelRenderer:
+    """Renders one model on a canvas."""
 
     def __init__(self, canvas: Canvas, model: Any) -> None:
         import mujoco
@@ -64,8 +64,8 @@ class Drawing:
         self._options = mujoco.MjvOption()
         self._groups = model.geom_group.copy()
 
-    def draw(self, data: Any, view: View, size: int) -> UInt8Array:
-        """A picture [size, size, 3], upright, of the model in the given state."""
+    def render(self, data: Any, view: View, size: int) -> UInt8Array:
+        """An image [size, size, 3], upright, of the model in the given state."""
         import mujoco
 
         self._canvas.use()
@@ -76,12 +76,12 @@ class Drawing:
             self._compose(data, camera)
             self._model.geom_group[:] = self._groups
         viewport = mujoco.MjrRect(0, 0, size, size)
-        picture = np.empty((size, size, 3), np.uint8)
+        image = np.empty((size, size, 3), np.uint8)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._resources)
         mujoco.mjr_render(viewport, self._scene, self._resources)
-        mujoco.mjr_readPixels(picture, None, viewport, self._resources)
+        mujoco.mjr_readPixels(image, None, viewport, self._resources)
         # OpenGL's first row is the lowest; a camera that hangs upside down has its columns swapped instead.
-        return np.ascontiguousarray(picture[:, ::-1] if upside_down else picture[::-1])
+        return np.ascontiguousarray(image[:, ::-1] if upside_down else image[::-1])
 
     def _compose(self, data: Any, camera: Any) -> None:
         import mujoco
@@ -90,17 +90,17 @@ class Drawing:
         mujoco.mjv_updateScene(self._model, data, self._options, None, camera, every, self._scene)
 
     def _out_of_view(self, data: Any) -> NDArray[np.bool_]:
-        """Which geoms lie wholly outside the picture: the robot's large meshes often do, and cost half of the time."""
+        """Which geoms lie wholly outside the image: the robot's large meshes often do, and cost half of the time."""
         import mujoco
 
         camera = mujoco.mjv_averageCamera(*self._scene.camera)  # of two eyes
         right = np.cross(camera.forward, camera.up)
         offsets = data.geom_xpos - camera.pos
         depth = offsets @ camera.forward
-        slope = camera.frustum_top / camera.frustum_near  # pictures are square, so that all four sides have it
+        slope = camera.frustum_top / camera.frustum_near  # images are square: the same on all four sides
         radius = self._model.geom_rbound * np.sqrt(1 + slope**2)
         aside = np.maximum(np.abs(offsets @ right), np.abs(offsets @ camera.up))
-        out: NDArray[np.bool_] = (aside - slope * depth > radius) & (radius > 0)  # a plane has no bounds
+        out: NDArray[np.bool_] = (aside - slope * depth > radius) & (radius > 0)  # planes have no bounds
         return out
 
     def _camera(self, view: View) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""One of Meta-World's environments, made to start from a numbered state."""
+"""One of Meta-World's environments, which starts from a state given by its index."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlarl.envs.mujoco import log_warnings
 from vlarl.envs.signals import truth
 
 State = NDArray[np.float64]
-"""Meta-World's own observation [39]: hand, fingers, objects, the same one step before, goal."""
+"""Meta-World's own observation [39]: hand, fingers, objects, the same of the previous step, goal."""
 
 
 @dataclass(frozen=True)
 class SimulatorStep:
-    """What Meta-World says about a step."""
+    """Meta-World's result of a step."""
 
     state: State
     reward: float  # shaped, between 0 and 10
@@ -27,7 +27,7 @@ class SimulatorStep:
 
 
 class Simulator:
-    """The physics of one task. Models take a quarter of a second to load, so that they are kept and reset."""
+    """The physics of one task. Models take a quarter of a second to load, so they are kept and reset."""
 
     def __init__(self, env_name: str) -> None:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
@@ -35,10 +35,10 @@ class Simulator:
         log_warnings()
         self._sim: Any = ALL_V3_ENVIRONMENTS[env_name]()
         self._name = env_name
-        self._sim.max_path_length = sys.maxsize  # the pool holds the time limit
+        self._sim.max_path_length = sys.maxsize  # the pool applies the time limit
         self._sim.seeded_rand_vec = True
-        self._sim._set_task_called = True  # `set_task` would only say what `start` says
-        self._sim._partially_observable = False  # experts are told the goal
+        self._sim._set_task_called = True  # `start` does what `set_task` would
+        self._sim._partially_observable = False  # experts observe the goal
         self._sim.__dict__.pop("sawyer_observation_space", None)  # cached before, without the goal
 
     @property
@@ -64,14 +64,14 @@ class Simulator:
         return closed - now
 
     def start(self, state_index: int) -> State:
-        """Put everything where the initial state has it, and say what Meta-World observes."""
+        """Set the initial state, and return Meta-World's observation."""
         import mujoco
 
         vector = self._random_vector(state_index)
         self._sim._freeze_rand_vec = True
         self._sim._last_rand_vec = vector
         self._sim.reset()
-        # Some tasks move things after the last simulated step, window-close by 20 cm: look again where they are.
+        # Some tasks move objects after the last simulated step, window-close by 20 cm: recompute the observation.
         mujoco.mj_forward(self.model, self.data)
         self._sim._prev_obs = self._sim._get_curr_obs_combined_no_goal()
         state: State = self._sim._get_obs()
@@ -84,7 +84,7 @@ class Simulator:
         return SimulatorStep(state, float(reward), success)
 
     def _random_vector(self, state_index: int) -> State:
-        """Where objects and goal are in this state. Meta-World draws it, as it refuses some of its own draws."""
+        """Positions of objects and goal in this state. Meta-World samples them, as it rejects some samples."""
         self._sim.seed(zlib.crc32(f"{self._name}/{state_index}".encode()))
         self._sim._freeze_rand_vec = False
         self._sim.reset_model()

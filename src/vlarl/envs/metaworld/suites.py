@@ -1,4 +1,4 @@
-"""Meta-World's benchmarks as suites: what each task asks for in words, and its initial states.
+"""Meta-World's benchmarks as suites: the instruction of each task, and its initial states.
 
 Nothing here loads the simulator. A test compares the tables with the package.
 """
@@ -9,8 +9,8 @@ from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.envs.base import SuiteSpec, TaskSpec
 
 NUM_STATES = 50
-"""Initial states of a task that suites use; as many as Meta-World's benchmarks draw. Larger indices are states as well,
-for whoever needs more of them, such as demonstrators."""
+"""Initial states of a task that suites use; as many as Meta-World's benchmarks sample. Larger indices are states as
+well, for demonstrations."""
 
 NUM_TRAIN_STATES = 30
 """The first of them; the others are for evaluation."""
@@ -70,7 +70,7 @@ INSTRUCTIONS = {
     "window-open-v3": "slide the window open",
     "window-close-v3": "slide the window closed",
 }
-"""What each environment asks for. Markers that are named are drawn in its pictures."""
+"""The instruction of each environment. Markers that it names are visible in its images."""
 
 
 def metaworld_spec(suite: str, max_steps: int | None = None) -> SuiteSpec:

@@ -1,10 +1,10 @@
-"""Where the cameras stand.
+"""Camera poses.
 
-Meta-World's own cameras are far away: at 64 pixels a goal marker of 4 cm is a pixel or two. The agent's camera comes
-nearer, to one of two places.
+Meta-World's own cameras are far away: at 64 pixels a goal marker of 4 cm is a pixel or two. The agent's camera is
+nearer, in one of two poses.
 
     front   opposite the robot, for tasks on the open table. No arm hides the marker; and the direction that a single
-            picture tells little about, towards the camera, is the one in which the hand approaches.
+            image shows poorly, towards the camera, is the one in which the hand approaches.
     side    over the robot's right shoulder, for tasks with something built on the table, which faces the robot.
 
 `exact_pixels` keeps Meta-World's cameras.
@@ -31,7 +31,7 @@ class OrbitView:
 
     lookat: tuple[float, float, float]
     distance: float
-    azimuth: float  # the way it looks: 0 along x, 90 along y
+    azimuth: float  # viewing direction: 0 along x, 90 along y
     elevation: float  # negative: down
     fovy: float
 
@@ -41,7 +41,7 @@ View = FixedView | OrbitView
 FRONT = OrbitView(lookat=(0.0, 0.7, 0.12), distance=0.85, azimuth=270.0, elevation=-38.0, fovy=45.0)
 SIDE = OrbitView(lookat=(0.0, 0.68, 0.12), distance=1.05, azimuth=145.0, elevation=-32.0, fovy=45.0)
 STOCK = FixedView("corner4", upside_down=True)
-"""Where work on VLAs puts Meta-World's corner2."""
+"""Where VLA papers place Meta-World's corner2."""
 
 WRIST = FixedView("gripperPOV")
 
@@ -51,11 +51,11 @@ OPEN_TABLE = frozenset(
         *("hand-insert-v3", "sweep-v3", "sweep-into-v3"),
     }
 )
-"""Tasks with nothing on the table that could hide something from the front."""
+"""Tasks with nothing on the table that could block the view from the front."""
 
 
 def view_of(env_name: str, camera: Camera, exact_pixels: bool) -> View:
-    """Where a task's camera stands."""
+    """The pose of a task's camera."""
     if camera == "wrist":
         return WRIST
     if exact_pixels:

@@ -19,7 +19,7 @@ EDGE = 0.026  # thickness of the table top on the screen
 
 @lru_cache(maxsize=16)
 def paint_background(canvas: int, scale: float, left: float, top: float) -> NDArray[np.uint16]:
-    """[canvas, canvas * 3] the table without things, for a window on the picture plane."""
+    """[canvas, canvas * 3] the empty table, for a window on the image plane."""
     fine = 2
     steps = (np.arange(canvas * fine, dtype=np.float64) + 0.5) / (scale * fine)
     brush = Brush((left + steps)[None, :], (top - steps)[:, None], 1.0 / (scale * fine))

@@ -1,4 +1,4 @@
-"""Antialiased painting with signed distances: shapes are functions of the picture plane, so any resolution is sharp."""
+"""Antialiased painting with signed distances: shapes are functions on the image plane, so any resolution is sharp."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import numpy as np
 from vlarl.envs.tabletop.geometry import DEPTH_TO_SCREEN, HEIGHT_TO_SCREEN, Float64Array
 
 Color = tuple[float, float, float]
-LIGHT_FROM = -0.35  # where the brightest line of an upright cylinder lies, as a share of its radius
+LIGHT_FROM = -0.35  # where the brightest line of an upright cylinder lies, as a fraction of its radius
 OUTLINE: Color = (0.10, 0.09, 0.09)
 
 
-def mix(a: Color, b: Color, share: float) -> Color:
+def mix(a: Color, b: Color, weight: float) -> Color:
     """Between two colours."""
-    return (a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1]), a[2] + share * (b[2] - a[2]))
+    return (a[0] + weight * (b[0] - a[0]), a[1] + weight * (b[1] - a[1]), a[2] + weight * (b[2] - a[2]))
 
 
-def lighter(color: Color, share: float) -> Color:
+def lighter(color: Color, weight: float) -> Color:
     """Towards white."""
-    return mix(color, (1.0, 1.0, 1.0), share)
+    return mix(color, (1.0, 1.0, 1.0), weight)
 
 
-def darker(color: Color, share: float) -> Color:
+def darker(color: Color, weight: float) -> Color:
     """Towards black."""
-    return mix(color, (0.0, 0.0, 0.0), share)
+    return mix(color, (0.0, 0.0, 0.0), weight)
 
 
 class Brush:
-    """An RGBA canvas over sample points u (right), v (up), in metres from a thing's base on the picture plane."""
+    """An RGBA canvas over sample points u (right), v (up), in metres from an object's base on the image plane."""
 
     def __init__(self, u: Float64Array, v: Float64Array, pixel: float) -> None:
         self.u, self.v, self.pixel = np.broadcast_arrays(u, v)[0], np.broadcast_arrays(u, v)[1], pixel
@@ -45,7 +45,7 @@ class Brush:
         self.alpha = self.alpha * keep + cover
 
     def outlined(self, distance: Float64Array, color: Color | Float64Array, width: float = 0.003) -> None:
-        """Fill a shape with a soft dark edge, which parts it from what is behind."""
+        """Fill a shape with a soft dark edge, which separates it from what is behind."""
         self.fill(distance - width, OUTLINE, alpha=0.45)
         self.fill(distance, color)
 
@@ -63,7 +63,7 @@ class Brush:
         return self.ellipse(0.0, up, radius, DEPTH_TO_SCREEN * radius)
 
     def box(self, u0: float, u1: float, v0: float, v1: float, rounding: float = 0.0) -> Float64Array:
-        """Distance to an upright rectangle of the picture plane."""
+        """Distance to an upright rectangle on the image plane."""
         hu, hv = (u1 - u0) / 2 - rounding, (v1 - v0) / 2 - rounding
         qu = np.abs(self.u - (u0 + u1) / 2) - hu
         qv = np.abs(self.v - (v0 + v1) / 2) - hv

@@ -31,11 +31,11 @@ GYM_IDS: dict[str, str] = {
     "vlarl/TabletopLong-v0": "tabletop_long",
 }
 
-Obs = dict[str, Any]  # Gymnasium's own currency for Dict spaces
+Obs = dict[str, Any]  # an element of a Gymnasium Dict space
 
 
 class TabletopVectorEnv(VectorEnv[Obs, FloatArray, np.ndarray[Any, Any]]):
-    """A suite as a Gymnasium vector environment; ended environments start anew at the next step."""
+    """A suite as a Gymnasium vector environment; ended environments are reset at the next step."""
 
     metadata: dict[str, Any] = {
         "render_modes": ["rgb_array"],
@@ -64,11 +64,11 @@ class TabletopVectorEnv(VectorEnv[Obs, FloatArray, np.ndarray[Any, Any]]):
         self._tasks: list[Task] = []
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Obs, dict[str, Any]]:
-        """Start all environments; `options` may fix `task_id` and `init_state` (a number, or one for each)."""
+        """Start all environments; `options` may fix `task_id` and `init_state` (one value, or one for each)."""
         super().reset(seed=seed, options=options)
         if seed is not None:
             self.np_random = np.random.default_rng(seed)
-        self._tasks = [self._draw_task(slot, options or {}) for slot in range(self.num_envs)]
+        self._tasks = [self._sample_task(slot, options or {}) for slot in range(self.num_envs)]
         self.pool.start(range(self.num_envs), self._tasks)
         self._ended[:] = False
         return self._observe(), self._info(np.zeros(self.num_envs, dtype=np.bool_))
@@ -82,7 +82,7 @@ class TabletopVectorEnv(VectorEnv[Obs, FloatArray, np.ndarray[Any, Any]]):
         truncated = np.zeros(self.num_envs, dtype=np.bool_)
         live, ended = np.flatnonzero(~self._ended), np.flatnonzero(self._ended).tolist()
         for slot in ended:
-            self._tasks[slot] = self._draw_task(slot, {})
+            self._tasks[slot] = self._sample_task(slot, {})
         self.pool.start(ended, [self._tasks[slot] for slot in ended])
         if len(live):
             chosen = np.asarray(actions, dtype=np.float32)[live]
@@ -91,12 +91,12 @@ class TabletopVectorEnv(VectorEnv[Obs, FloatArray, np.ndarray[Any, Any]]):
         return self._observe(), rewards, terminated, truncated, self._info(terminated)
 
     def render(self) -> tuple[UInt8Array, ...] | None:
-        """A large picture of every environment, in render mode `rgb_array`."""
+        """A large image of every environment, in render mode `rgb_array`."""
         if self.render_mode != "rgb_array":
             return None
         return tuple(self.pool.frame(slot) for slot in range(self.num_envs))
 
-    def _draw_task(self, slot: int, options: dict[str, Any]) -> Task:
+    def _sample_task(self, slot: int, options: dict[str, Any]) -> Task:
         spec = self.pool.spec
         task_id = int(self.np_random.integers(len(spec.tasks)))
         state = int(self.np_random.choice(spec.train_states))
@@ -151,7 +151,7 @@ class TabletopEnv(gym.Env[Obs, FloatArray]):
         return _first(observation), float(reward[0]), bool(terminated[0]), bool(truncated[0]), _first(info)
 
     def render(self) -> UInt8Array | None:
-        """A large picture, in render mode `rgb_array`."""
+        """A large image, in render mode `rgb_array`."""
         frames = self._envs.render()
         return None if frames is None else frames[0]
 

@@ -1,6 +1,6 @@
-"""Numbers of the tabletop world and its projection: x to the right, y away from the viewer, z up, in metres.
+"""Constants of the tabletop world and its projection: x to the right, y away from the viewer, z up, in metres.
 
-The table is about 0.6 wide. Distances that decide success are given as shares of its width, as in the recipe.
+The table is about 0.6 wide. Distances that decide success are given as fractions of its width, as in the recipe.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ EEF_HOME = np.array([0.0, 0.0, 0.20])
 DEPTH_TO_SCREEN = 0.8
 HEIGHT_TO_SCREEN = 0.6
 
-MAX_SLOTS = 10  # things in a scene
+MAX_SLOTS = 10  # objects in a scene
 MAX_GOALS = 2
 
 
-Number = TypeVar("Number", float, Float64Array)
+Coordinate = TypeVar("Coordinate", float, Float64Array)
 
 
-def screen_up(y: Number, z: Number) -> Number:
-    """How high a point appears on the screen, in metres of the picture plane."""
+def screen_up(y: Coordinate, z: Coordinate) -> Coordinate:
+    """How high a point appears on the screen, in metres of the image plane."""
     return DEPTH_TO_SCREEN * y + HEIGHT_TO_SCREEN * z
 
 

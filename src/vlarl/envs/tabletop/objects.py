@@ -1,4 +1,4 @@
-"""The catalogue of things on the table: their sizes and how the gripper may act on them."""
+"""The catalogue of objects on the table: their sizes and how the gripper can act on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlarl.envs.tabletop.geometry import PLACE_RADIUS
 
 
 class Grip(IntEnum):
-    """What closing the gripper on a thing does."""
+    """What closing the gripper on an object does."""
 
     NONE = 0
     CARRY = 1
@@ -21,7 +21,7 @@ class Grip(IntEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """One sort of thing."""
+    """One kind of object."""
 
     name: str
     radius: float  # footprint, for keeping initial states free of overlaps
@@ -29,9 +29,9 @@ class Kind:
     grip: Grip = Grip.NONE
     grasp_height: float = 0.0  # of the fingertips above the base
     grip_width: float = 0.0  # finger opening while held, 0 to 1
-    surface: float = -1.0  # height at which things rest on it; negative: nothing rests on it
+    surface: float = -1.0  # height at which objects rest on it; negative: none can
     place_radius: float = PLACE_RADIUS
-    place_offset: float = 0.0  # along y, from the thing's position to where things are put
+    place_offset: float = 0.0  # along y, from its position to where objects are placed
     pushable: bool = False
 
 

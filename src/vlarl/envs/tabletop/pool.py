@@ -44,7 +44,7 @@ class TabletopPool(LockstepPool):
         self.num_envs = num_envs
         self.world = TabletopWorld(num_envs)
         self._renderers = [Renderer(self.world, camera, image_size) for camera in cameras]
-        self._record = Renderer(self.world, "agent", video_size)
+        self._video_renderer = Renderer(self.world, "agent", video_size)
         self._dense = reward == "dense"
         self._instructions = [""] * num_envs
         self._running = np.zeros(num_envs, dtype=np.bool_)
@@ -56,7 +56,7 @@ class TabletopPool(LockstepPool):
         return self.observe(np.asarray(slots, dtype=np.intp))
 
     def start(self, slots: Sequence[int], tasks: Sequence[Task]) -> None:
-        """Reset without looking: for callers that render by themselves."""
+        """Reset without rendering, for callers that render by themselves."""
         for slot, task in zip(slots, tasks, strict=True):
             if task.suite != self.suite.name:
                 raise ValueError(f"this pool runs {self.suite.name}, but the task is of {task.suite}")
@@ -68,7 +68,7 @@ class TabletopPool(LockstepPool):
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
-        """Run one chunk [len(slots), K, 7] in each slot, stopping a slot at its first end; film the named slots."""
+        """Run one chunk [len(slots), K, 7] in each slot, stopping at a slot's first end; record slots in `record`."""
         rows = np.asarray(slots, dtype=np.intp)
         if actions.ndim != 3 or actions.shape[0] != len(rows) or actions.shape[2] != ACTION_DIM:
             raise ValueError(f"actions must be [{len(rows)}, K, {ACTION_DIM}], not {list(actions.shape)}")
@@ -101,7 +101,7 @@ class TabletopPool(LockstepPool):
         ]
 
     def step(self, rows: IndexArray, actions: FloatArray) -> tuple[Float64Array, BoolArray, BoolArray]:
-        """One step without looking: rewards, terminated (success) and truncated of each row [n]."""
+        """One step without rendering: rewards, terminated (success) and truncated of each row [n]."""
         if not self._running[rows].all():
             idle = rows[~self._running[rows]].tolist()
             raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
@@ -116,7 +116,7 @@ class TabletopPool(LockstepPool):
         return rewards, success, truncated
 
     def observe(self, rows: IndexArray) -> list[Observation]:
-        """What each slot's robot sees and feels now."""
+        """The current observation of each slot."""
         images, proprio = self.render(rows), self.world.proprio(rows)
         return [Observation(images[i], proprio[i], self._instructions[row]) for i, row in enumerate(rows)]
 
@@ -125,9 +125,9 @@ class TabletopPool(LockstepPool):
         return np.stack([renderer.render(rows) for renderer in self._renderers], axis=1)
 
     def frame(self, slot: int) -> UInt8Array:
-        """A large picture [H, W, 3] of a slot as it is now, for videos."""
-        picture: UInt8Array = self._record.render(np.array([slot]))[0]
-        return picture
+        """A large image [H, W, 3] of the slot's current state, for videos."""
+        image: UInt8Array = self._video_renderer.render(np.array([slot]))[0]
+        return image
 
     def close(self) -> None:
         """Nothing to release: the pool is plain memory."""

@@ -1,7 +1,7 @@
-"""Pictures of the tabletop world.
+"""Images of the tabletop world.
 
-What rests on the table is painted once and kept (`_bases`); a step only adds what moves: the gripper, its shadow and
-the thing it holds. Sprites are kept at 4 x 4 subpixel positions, so moving by a third of a pixel changes the picture.
+What rests on the table is painted once and cached (`_bases`); a step only adds what moves: the gripper, its shadow and
+the object it holds. Sprites are cached at 4 x 4 subpixel positions, so moving by a third of a pixel changes the image.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPAQUE = 256  # alpha is kept in 1/256, so that blending is a multiplication and
 
 @dataclass(frozen=True)
 class View:
-    """A window on the picture plane; a `follows` view is cut out of a larger canvas around the gripper."""
+    """A window on the image plane; a `follows` view is cut out of a larger canvas around the gripper."""
 
     image_size: int
     scale: float  # pixels a metre
@@ -59,7 +59,7 @@ class Atlas:
     """A sprite at one resolution: a patch for each subpixel phase."""
 
     color: UInt16Array  # [PHASES * PHASES, h, w * 3] premultiplied
-    keep: UInt16Array  # [PHASES * PHASES, h, w * 3] how much of the ground shows through, of OPAQUE
+    keep: UInt16Array  # [PHASES * PHASES, h, w * 3] how much of the background shows through, of OPAQUE
     up: int  # rows from the patch's top to the anchor's
     left: int  # columns from the patch's left to the anchor's
 
@@ -110,7 +110,7 @@ class Renderer:
             origin[:, 1] = np.rint((centre_u - view.left) * view.scale - size / 2)
         images = np.empty((len(rows), size, size * 3), dtype=np.uint16)
         opening = np.rint(world.finger_opening(rows) * (GRIPPER_LEVELS - 1)).astype(int).tolist()
-        places = zip(
+        poses = zip(
             rows.tolist(),
             origin.tolist(),
             centre_u.tolist(),
@@ -118,7 +118,7 @@ class Renderer:
             geo.screen_up(eef[:, 1], eef[:, 2]).tolist(),
             strict=True,
         )
-        for i, (row, (top, left), u, ground_v, v) in enumerate(places):
+        for i, (row, (top, left), u, ground_v, v) in enumerate(poses):
             base = self._bases[row]
             assert base is not None
             canvas = images[i]
@@ -158,7 +158,7 @@ class Renderer:
         return -float(self._world.position[row, slot, 1])
 
     def _paint_tree(self, canvas: UInt16Array, row: int, slot: int, origin: tuple[int, int] = (0, 0)) -> None:
-        """Paint a thing, what rests on it, and the part of it that hides what rests in it."""
+        """Paint an object, what rests on it, and the part of it that hides what rests in it."""
         world = self._world
         self._blend_slot(canvas, row, slot, self._sprite_name(row, slot), origin)
         riders = [int(s) for s in np.flatnonzero(world.support[row] == slot) if s != world.held[row]]

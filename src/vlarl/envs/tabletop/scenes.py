@@ -1,4 +1,4 @@
-"""Scenes: what stands where at the start of an episode, and what has to become true."""
+"""Scenes: object positions at the start of an episode, and its goals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from vlarl.envs.tabletop.geometry import MAX_GOALS, MAX_SLOTS, Float64Array, IndexArray
 from vlarl.envs.tabletop.objects import KIND_IDS, KINDS
 
-REACH = 0.25  # things start within this distance of the table's middle lines
+REACH = 0.25  # objects start within this distance of the table's middle lines
 MAX_ATTEMPTS = 400
 
 
@@ -19,10 +19,10 @@ class GoalType(IntEnum):
     """The predicates of the tabletop world."""
 
     NONE = 0
-    ON = 1  # the thing rests on (or in) the target
+    ON = 1  # the object rests on (or in) the target
     OPEN = 2  # the drawer is pulled out
     TURNED_ON = 3  # the stove burns
-    NEAR = 4  # the thing stands near a point
+    NEAR = 4  # the object stands near a point
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Goal:
     """One predicate over names of a scene."""
 
     type: GoalType
-    thing: str
-    target: str = ""  # of ON, and the thing that NEAR is measured from
+    obj: str
+    target: str = ""  # of ON, and the object that NEAR is measured from
     offset: tuple[float, float] = (0.0, 0.0)  # of NEAR, from the target
 
 
 @dataclass
 class Scene:
-    """Named things being put on a table; names are kinds, or a kind and a suffix as in `bowl:other`."""
+    """Named objects being placed on a table; names are kinds, or a kind and a suffix as in `bowl:other`."""
 
     rng: np.random.Generator
     names: list[str] = field(default_factory=list)
@@ -45,28 +45,28 @@ class Scene:
     supports: list[int] = field(default_factory=list)
 
     def add(self, name: str, x: float, y: float, z: float = 0.0, support: str = "") -> None:
-        """Put a thing exactly there."""
+        """Place an object at this position."""
         self.names.append(name)
         self.positions.append((x, y, z))
         self.supports.append(self.names.index(support) if support else -1)
 
     def add_near(self, name: str, x: float, y: float, jitter: float, gap: float = 0.006) -> None:
-        """Put a thing within `jitter` of a point, clear of what is there already."""
+        """Place an object within `jitter` of a point, clear of the objects already there."""
         for attempt in range(MAX_ATTEMPTS):
             reach = jitter * (1 + attempt / 40)  # crowded scenes widen the search rather than fail
             px, py = np.clip((x, y) + self.rng.uniform(-reach, reach, 2), -REACH, REACH)
             if self._is_free(name, px, py, gap):
                 return self.add(name, float(px), float(py))
-        raise RuntimeError(f"no free place for {name} near ({x:.2f}, {y:.2f}) among {self.names}")
+        raise RuntimeError(f"no free position for {name} near ({x:.2f}, {y:.2f}) among {self.names}")
 
     def add_on(self, name: str, support: str) -> None:
-        """Put a thing on another one."""
+        """Place an object on another one."""
         x, y, z = self.positions[self.names.index(support)]
         kind = KINDS[kind_of(support)]
         self.add(name, x, y + kind.place_offset, z + kind.surface, support)
 
     def position(self, name: str) -> tuple[float, float]:
-        """Where a thing stands."""
+        """Position of an object on the table."""
         x, y, _ = self.positions[self.names.index(name)]
         return x, y
 
@@ -87,13 +87,13 @@ class InitialState:
     position: Float64Array  # [MAX_SLOTS, 3]
     support: IndexArray  # [MAX_SLOTS] slot it rests on, -1 the table
     goal_type: IndexArray  # [MAX_GOALS]
-    goal_thing: IndexArray  # [MAX_GOALS] slot
+    goal_object: IndexArray  # [MAX_GOALS] slot
     goal_target: IndexArray  # [MAX_GOALS] slot
     goal_point: Float64Array  # [MAX_GOALS, 2]
 
 
 def kind_of(name: str) -> str:
-    """The kind of a named thing."""
+    """The kind of a named object."""
     return name.partition(":")[0]
 
 
@@ -106,12 +106,12 @@ def compile_scene(scene: Scene, goals: Sequence[Goal]) -> InitialState:
     kind[:count] = [KIND_IDS[kind_of(name)] for name in scene.names]
     position[:count] = scene.positions
     support[:count] = scene.supports
-    goal_type, goal_thing, goal_target = (np.zeros(MAX_GOALS, dtype=np.intp) for _ in range(3))
+    goal_type, goal_object, goal_target = (np.zeros(MAX_GOALS, dtype=np.intp) for _ in range(3))
     goal_point = np.zeros((MAX_GOALS, 2))
     for g, goal in enumerate(goals):
         goal_type[g] = goal.type
-        goal_thing[g] = scene.names.index(goal.thing)
+        goal_object[g] = scene.names.index(goal.obj)
         if goal.target:
             goal_target[g] = scene.names.index(goal.target)
             goal_point[g] = np.add(scene.position(goal.target), goal.offset)
-    return InitialState(kind, position, support, goal_type, goal_thing, goal_target, goal_point)
+    return InitialState(kind, position, support, goal_type, goal_object, goal_target, goal_point)

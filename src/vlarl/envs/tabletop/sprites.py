@@ -1,4 +1,4 @@
-"""How each kind of thing looks: one painting function a sprite, in metres, painted at any resolution.
+"""The appearance of each kind of object: one painting function per sprite, in metres, at any resolution.
 
 Names are kinds, plus states (`stove_on`), levels (`drawer:7`, `gripper:3`), `shadow:<kind>` and overlays that are
 painted over a container's contents (`basket_front`).
@@ -33,7 +33,7 @@ Paint = Callable[[Brush], None]
 
 @dataclass(frozen=True)
 class Sprite:
-    """A painting function and the part of the picture plane it paints, around the thing's base."""
+    """A painting function and the part of the image plane it paints, around the object's base."""
 
     paint: Paint
     half_width: float
@@ -199,13 +199,13 @@ def _basket_front(brush: Brush) -> None:
 
 def _gripper(brush: Brush, level: int) -> None:
     """Two fingers whose tips are at the origin, the hand above them, and an arm that fades out."""
-    spread = 0.007 + 0.033 * level / (GRIPPER_LEVELS - 1)
+    half_gap = 0.007 + 0.033 * level / (GRIPPER_LEVELS - 1)
     fade = np.clip((0.20 - brush.v) / 0.07, 0.0, 1.0)
     arm = np.clip(0.5 - brush.box(-0.017, 0.017, 0.09, 0.24, 0.004) / brush.pixel, 0, 1)
     brush.blend(0.9 * arm * fade, brush.round_shade((0.86, 0.87, 0.90), 0.02))
     brush.outlined(brush.box(-0.024, 0.024, 0.086, 0.112, 0.007), brush.round_shade((0.20, 0.45, 0.85), 0.026))
     for side in (-1, 1):
-        centre = side * (spread + 0.0055)
+        centre = side * (half_gap + 0.0055)
         finger = brush.box(centre - 0.0065, centre + 0.0065, -0.004, 0.066, 0.003)
         brush.outlined(finger, (0.26, 0.27, 0.31), width=0.002)
         brush.fill(brush.box(centre - 0.0065, centre + 0.0065, -0.004, 0.012, 0.003), (0.95, 0.42, 0.10))

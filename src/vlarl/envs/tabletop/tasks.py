@@ -1,7 +1,7 @@
-"""The four suites of ten tasks: spatial (which bowl), object (which thing), goal (what to do), long (two things to do).
+"""The four suites of ten tasks: spatial (which bowl), object (which object), goal (which goal), long (two goals).
 
 An initial state is a function of suite, task and index alone. Indices 0-49 are the fixed states (30 for training, 20
-for evaluation); from `FIRST_FRESH_STATE` on there is a fresh state for every index, for demonstrations.
+for evaluation); from `FIRST_FRESH_STATE` on every index is a new state, for demonstrations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SceneBuilder = Callable[[Scene, int], None]
 
 @dataclass(frozen=True)
 class TabletopTask:
-    """A sentence, the goals it means and the scene it is set in."""
+    """An instruction, its goals and its scene."""
 
     instruction: str
     goals: tuple[Goal, ...]
@@ -52,8 +52,8 @@ class TabletopSuite:
         return SuiteSpec(self.name, tasks, train_states=tuple(train), eval_states=states, benchmark_states=states)
 
 
-def _on(thing: str, target: str) -> Goal:
-    return Goal(GoalType.ON, thing, target)
+def _on(obj: str, target: str) -> Goal:
+    return Goal(GoalType.ON, obj, target)
 
 
 TURN_ON_STOVE = Goal(GoalType.TURNED_ON, "knob")
@@ -75,7 +75,7 @@ def _add_cabinet(scene: Scene, x: float, y: float) -> None:
 
 # --- spatial: the same bowl on the same plate, but which bowl? -----------------------------------------------------
 
-_BOWL_SPOTS: dict[str, tuple[float, float] | str] = {  # a point, or the thing the bowl stands on
+_BOWL_SPOTS: dict[str, tuple[float, float] | str] = {  # a point, or the object the bowl stands on
     "between the plate and the ramekin": (-0.02, -0.11),
     "next to the ramekin": (-0.15, -0.01),
     "in the center of the table": (0.0, 0.04),
@@ -148,7 +148,7 @@ _OBJECT = tuple(
     for kind, words in _GROCERIES.items()
 )
 
-# --- goal: one scene, ten things to do in it --------------------------------------------------------------------------
+# --- goal: one scene, ten goals in it ---------------------------------------------------------------------------------
 
 
 def _goal_scene(scene: Scene, task_id: int) -> None:
@@ -241,7 +241,7 @@ SUITES: dict[str, TabletopSuite] = {
 
 
 def get_suite(name: str) -> TabletopSuite:
-    """The suite of that name, or an error that lists the names there are."""
+    """The suite of that name, or an error that lists all names."""
     if name not in SUITES:
         raise ValueError(f"unknown tabletop suite {name!r}; there are {', '.join(SUITES)}")
     return SUITES[name]

@@ -1,7 +1,7 @@
 """Kinematics and predicates of the tabletop world, over all environments at once.
 
-There are no forces: the gripper goes where it is sent, closing it near a thing takes hold of it, opening it lets the
-thing drop onto whatever is below. Arrays have the environment first: N environments, M slots, G goals.
+There are no forces: the gripper moves as commanded, closing it near an object grasps it, opening it lets the object
+drop onto whatever is below. Arrays have the environment first: N environments, M slots, G goals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlarl.envs.tabletop.scenes import GoalType, InitialState
 from vlarl.types import FloatArray
 
 NOTHING = -1
-REACH_SCALE = 0.15  # distance at which a shaping term has lost three quarters of its worth
+REACH_SCALE = 0.15  # distance at which a shaping term has lost three quarters of its value
 
 
 class TabletopWorld:
@@ -44,7 +44,7 @@ class TabletopWorld:
         self.start = np.zeros((n, m, 3))  # positions at reset; a drawer's rail begins there
         self.support = np.full((n, m), NOTHING, dtype=np.intp)
         self.goal_type = np.zeros((n, g), dtype=np.intp)
-        self.goal_thing = np.zeros((n, g), dtype=np.intp)
+        self.goal_object = np.zeros((n, g), dtype=np.intp)
         self.goal_target = np.zeros((n, g), dtype=np.intp)
         self.goal_point = np.zeros((n, g, 2))
 
@@ -60,7 +60,7 @@ class TabletopWorld:
         self.start[row] = state.position
         self.support[row] = state.support
         self.goal_type[row] = state.goal_type
-        self.goal_thing[row] = state.goal_thing
+        self.goal_object[row] = state.goal_object
         self.goal_target[row] = state.goal_target
         self.goal_point[row] = state.goal_point
 
@@ -90,13 +90,13 @@ class TabletopWorld:
             self._release(rows[opens])
 
     def grasp_points(self, rows: IndexArray, slots: IndexArray) -> Float64Array:
-        """[n, 3] where the fingertips belong to take hold of a thing."""
+        """[n, 3] fingertip positions for grasping an object."""
         points = self.position[rows, slots]
         points[:, 2] += GRASP_HEIGHT[self.kind[rows, slots]]
         return points
 
     def place_points(self, rows: IndexArray, slots: IndexArray) -> Float64Array:
-        """[n, 3] where things rest on a target."""
+        """[n, 3] where objects rest on a target."""
         points = self.position[rows, slots]
         kind = self.kind[rows, slots]
         points[:, 1] += PLACE_OFFSET[kind]
@@ -112,11 +112,11 @@ class TabletopWorld:
         """[n, G] which goals hold now; a goal that a task does not have always holds."""
         met = np.ones((len(rows), geo.MAX_GOALS), dtype=np.bool_)
         for g in range(geo.MAX_GOALS):
-            goal, thing = self.goal_type[rows, g], self.goal_thing[rows, g]
-            free = self.held[rows] != thing
-            on = free & (self.support[rows, thing] == self.goal_target[rows, g])
-            opened = self.extension(rows, thing) >= geo.DRAWER_OPEN
-            offset = self.position[rows, thing, :2] - self.goal_point[rows, g]
+            goal, obj = self.goal_type[rows, g], self.goal_object[rows, g]
+            free = self.held[rows] != obj
+            on = free & (self.support[rows, obj] == self.goal_target[rows, g])
+            opened = self.extension(rows, obj) >= geo.DRAWER_OPEN
+            offset = self.position[rows, obj, :2] - self.goal_point[rows, g]
             near = free & (np.hypot(offset[:, 0], offset[:, 1]) <= geo.PUSH_TOLERANCE)
             conditions = [goal == GoalType.ON, goal == GoalType.OPEN, goal == GoalType.TURNED_ON, goal == GoalType.NEAR]
             met[:, g] = np.select(conditions, [on, opened, self.stove_on[rows], near], default=True)
@@ -127,7 +127,7 @@ class TabletopWorld:
         return np.asarray(self.goals_met(rows).all(axis=1))
 
     def progress(self, rows: IndexArray) -> Float64Array:
-        """[n] how far the task has come, from 0 to 1 (all goals met): the potential behind the dense reward."""
+        """[n] progress of the task from 0 to 1 (all goals met): the potential of the dense reward."""
         met = self.goals_met(rows)
         count = np.maximum((self.goal_type[rows] != GoalType.NONE).sum(axis=1), 1)
         total = np.zeros(len(rows))
@@ -145,20 +145,20 @@ class TabletopWorld:
         return proprio
 
     def finger_opening(self, rows: IndexArray) -> Float64Array:
-        """[n] the opening one sees: fingers stop at the thing between them."""
+        """[n] the visible opening: fingers stop at the object between them."""
         held = self.held[rows]
         width = np.where(held == NOTHING, 0.0, GRIP_WIDTH[self.kind[rows, held]])
         wanted: Float64Array = np.maximum(self.opening[rows], width)
         return wanted
 
     def _goal_progress(self, rows: IndexArray, g: int) -> Float64Array:
-        goal, thing = self.goal_type[rows, g], self.goal_thing[rows, g]
-        reach = _closeness(self.eef[rows] - self.grasp_points(rows, thing))
-        holds = self.held[rows] == thing
+        goal, obj = self.goal_type[rows, g], self.goal_object[rows, g]
+        reach = _closeness(self.eef[rows] - self.grasp_points(rows, obj))
+        holds = self.held[rows] == obj
         target = self.place_points(rows, self.goal_target[rows, g])
         carried = _closeness((self.eef[rows] - target)[:, :2])
-        pulled = np.clip(self.extension(rows, thing) / geo.DRAWER_OPEN, 0.0, 1.0)
-        pushed = _closeness(self.position[rows, thing, :2] - self.goal_point[rows, g])
+        pulled = np.clip(self.extension(rows, obj) / geo.DRAWER_OPEN, 0.0, 1.0)
+        pushed = _closeness(self.position[rows, obj, :2] - self.goal_point[rows, g])
         place = np.where(holds, 0.5 + 0.25 * carried, 0.25 * reach)
         pull = np.where(holds, 0.5, 0.25 * reach) + 0.25 * pulled
         conditions = [goal == GoalType.ON, goal == GoalType.OPEN, goal == GoalType.TURNED_ON]
@@ -180,7 +180,7 @@ class TabletopWorld:
 
     def _push(self, rows: IndexArray, before: Float64Array) -> None:
         moved = self.eef[rows] - before
-        gap = (self.position[rows] - self.eef[rows, None])[..., :2]  # [n, M, 2] from the fingertips to each thing
+        gap = (self.position[rows] - self.eef[rows, None])[..., :2]  # [n, M, 2] from the fingertips to each object
         reached = PUSHABLE[self.kind[rows]] & (np.hypot(gap[..., 0], gap[..., 1]) < RADIUS[self.kind[rows]])
         ahead = (gap * moved[:, None, :2]).sum(axis=2) > 0
         for n, slot in np.argwhere(reached & ahead):
@@ -191,7 +191,7 @@ class TabletopWorld:
             self._shift(row, np.array([slot]), shift)
 
     def _shift(self, rows: IndexArray, slots: IndexArray, shift: Float64Array) -> None:
-        """Move things, and with them what rests on them."""
+        """Move objects, and with them what rests on them."""
         self.position[rows, slots] += shift
         rides = self.support[rows] == slots[:, None]  # [n, M]
         if rides.any():
@@ -212,7 +212,7 @@ class TabletopWorld:
             rows, slots, carries = rows[takes], slots[takes], (grips == Grip.CARRY)[takes]
             self.held[rows] = slots
             self.support[rows[carries], slots[carries]] = NOTHING
-            self._move_held(rows)  # the fingers centre the thing between them
+            self._move_held(rows)  # the fingers centre the object between them
 
     def _release(self, rows: IndexArray) -> None:
         slots = self.held[rows]
@@ -224,17 +224,17 @@ class TabletopWorld:
         kind = self.kind[rows]
         centre = self.position[rows].copy()  # [n, M, 3]
         centre[..., 1] += PLACE_OFFSET[kind]
-        thing = self.position[rows, slots]
-        gap = centre[..., :2] - thing[:, None, :2]
+        obj = self.position[rows, slots]
+        gap = centre[..., :2] - obj[:, None, :2]
         top = centre[..., 2] + SURFACE[kind]
         shut = (GRIP[kind] == Grip.SLIDE) & (self.start[rows, :, 1] - self.position[rows, :, 1] < geo.DRAWER_OPEN)
         takes = (SURFACE[kind] >= 0) & ~shut & (np.hypot(gap[..., 0], gap[..., 1]) <= PLACE_RADII[kind])
         takes &= (np.arange(geo.MAX_SLOTS) != slots[:, None]) & (self.support[rows] != slots[:, None])
-        takes &= top <= thing[:, None, 2] + geo.GRASP_HEIGHT_TOLERANCE
+        takes &= top <= obj[:, None, 2] + geo.GRASP_HEIGHT_TOLERANCE
         height = np.where(takes, top, 0.0)
         best = np.where(takes, top, -1.0).argmax(axis=1)
         landed = takes.any(axis=1)
-        drop = np.where(landed, height[np.arange(len(rows)), best], 0.0) - thing[:, 2]
+        drop = np.where(landed, height[np.arange(len(rows)), best], 0.0) - obj[:, 2]
         self._shift(rows, slots, np.stack([0 * drop, 0 * drop, drop], axis=1))
         self.support[rows, slots] = np.where(landed, best, NOTHING)
 
