@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): which groups are trained on, and how many fresh ones replace the rest."""
+"""Dynamic sampling (DAPO, arXiv:2503.14476): which groups are trained on, and how many new ones replace the rest."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from vlarl.types import TrajectoryGroup
 
 
 class GroupSelection:
-    """The groups of one iteration. Unless refilling, oversampling or bounds are asked for, all of them are kept."""
+    """The groups of one iteration. Without refilling, oversampling or bounds, all of them are kept."""
 
-    def __init__(self, config: RolloutConfig, has_lesson: Callable[[TrajectoryGroup], bool]) -> None:
-        """`has_lesson` is the algorithm's word on a group: whether its episodes differ in what they earned."""
+    def __init__(self, config: RolloutConfig, has_learning_signal: Callable[[TrajectoryGroup], bool]) -> None:
+        """`has_learning_signal` is the algorithm's: whether the returns of a group's episodes differ."""
         self.config = config
-        self.num_tried = 0  # groups that were rolled out, whatever came of them
+        self.num_tried = 0  # groups that were rolled out, whether kept or not
         self._is_active = config.refill or config.oversample > 1 or config.accuracy_bounds is not None
-        self._has_lesson = has_lesson
+        self._has_learning_signal = has_learning_signal
         self._useful: list[TrajectoryGroup] = []
         self._rounds = 0
         self._num_refilled = 0
 
     def add(self, groups: Sequence[TrajectoryGroup], num_tried: int) -> int:
-        """Take in what `num_tried` groups left; the number of fresh groups to try next, 0 for none."""
+        """Add what is left of `num_tried` groups; returns how many new groups to roll out next, 0 for none."""
         self.num_tried += num_tried
-        self._useful += [group for group in groups if not self._is_active or self._has_learning_signal(group)]
+        self._useful += [group for group in groups if not self._is_active or self._is_useful(group)]
         missing = self.config.num_groups - len(self._useful)
         if not self.config.refill or missing <= 0 or self._rounds == self.config.max_refills:
             return 0
-        fresh = math.ceil(missing * self.config.oversample)
+        num_new = math.ceil(missing * self.config.oversample)
         self._rounds += 1
-        self._num_refilled += fresh
-        return fresh
+        self._num_refilled += num_new
+        return num_new
 
     @property
     def kept(self) -> list[TrajectoryGroup]:
-        """The groups to train on: the first `num_groups` that teach something."""
+        """The groups to train on: the first `num_groups` that have a learning signal."""
         return self._useful[: self.config.num_groups]
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were left out, and how many took their place.
+        """How many groups were dropped, and how many replaced them.
 
-        All other `rollout/` metrics are of all episodes, those of groups that were left out included.
+        All other `rollout/` metrics are over all episodes, including those of dropped groups.
         """
         if not self._is_active:
             return {}
@@ -53,7 +53,7 @@ class GroupSelection:
             "rollout/refill_rounds": float(self._rounds),
         }
 
-    def _has_learning_signal(self, group: TrajectoryGroup) -> bool:
+    def _is_useful(self, group: TrajectoryGroup) -> bool:
         low, high = self.config.accuracy_bounds or (-math.inf, math.inf)
         rate = sum(t.success for t in group.trajectories) / len(group.trajectories)
-        return low < rate < high and self._has_lesson(group)
+        return low < rate < high and self._has_learning_signal(group)

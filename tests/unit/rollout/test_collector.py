@@ -100,7 +100,7 @@ class FakePolicy:
 
 
 class FakeEngine:
-    """Token = 100 * task + step, then + 1; notes the seeds and the size of each batch."""
+    """Token = 100 * task + step, then + 1; records the seeds and the size of each batch."""
 
     version = 7
 
@@ -119,7 +119,7 @@ class FakeEngine:
 
 
 class RegressingEngine(FakeEngine):
-    """Gives actions of a regression head beside its tokens."""
+    """Returns actions of a regression head besides its tokens."""
 
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         tokens = super().generate(inputs, temperature, seeds)
@@ -142,7 +142,7 @@ def test_the_regression_head_acts_where_the_engine_has_one():
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 4, 20])
-def test_every_task_is_run_once_and_answered_in_its_place(num_envs):
+def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
     pool, engine = FakePool(num_envs, LENGTHS), FakeEngine()
     episodes = Collector(pool, FakePolicy(), engine).collect(tasks(), 0.5)
     assert [e.trajectory.task for e in episodes] == tasks()
@@ -196,7 +196,7 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
 
 
 class LearningEngine(FakeEngine):
-    """Is given new weights after each batch of decisions."""
+    """Gets new weights after each batch of decisions."""
 
     def generate(self, inputs, temperature, seeds):
         tokens = super().generate(inputs, temperature, seeds)
@@ -290,7 +290,7 @@ def test_crashed_episodes_leave_their_group(trajectory):
     assert [[t.task.seed for t in g.trajectories] for g in groups] == [[1], [0, 2]]
 
 
-def test_films_have_the_first_picture_and_one_for_each_step():
+def test_videos_have_the_first_frame_and_one_for_each_step():
     pool = FakePool(2, LENGTHS)
     episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5, record=frozenset({0, 3}))
     assert [len(e.frames) for e in episodes] == [6, 0, 0, 8, 0, 0]
@@ -301,7 +301,7 @@ def test_no_tasks_no_episodes():
     assert Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect([], 0.5) == []
 
 
-def test_whoever_listens_may_stop_it():
+def test_a_callback_may_stop_it():
     class StopError(Exception):
         pass
 
@@ -314,7 +314,7 @@ def test_whoever_listens_may_stop_it():
 
 
 @pytest.mark.parametrize("decoder", ["parallel", "autoregressive"])
-def test_an_episode_goes_the_same_way_alone_and_in_any_crowd(decoder):
+def test_an_episode_is_the_same_alone_and_in_any_batch(decoder):
     """Sampled, not greedy: what an episode does depends on its own seed, whatever runs beside it."""
     policy = init_tiny(decoder, seed=3, chunk_length=8 if decoder == "parallel" else 1)
     suite = "tabletop_object"

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups stay, how many fresh ones are asked for, and that everything is counted."""
+"""Dynamic sampling: which groups are kept, how many new ones are requested, and that everything is counted."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def returns_differ(group: TrajectoryGroup) -> bool:
 
 @pytest.fixture
 def groups(episodes):
-    """groups(outcomes, …, first=0): a group for each tuple of outcomes, numbered on."""
+    """groups(outcomes, …, first=0): a group for each tuple of outcomes, numbered from `first`."""
 
     def make(*outcomes, first: int = 0) -> list[TrajectoryGroup]:
         return [TrajectoryGroup(tuple(episodes(0, won, group=first + n))) for n, won in enumerate(outcomes)]
@@ -24,12 +24,12 @@ def groups(episodes):
     return make
 
 
-def numbers(selection: GroupSelection) -> list[int]:
+def indices(selection: GroupSelection) -> list[int]:
     return [group.trajectories[0].task.group for group in selection.kept]
 
 
-def select(has_lesson=returns_differ, **options) -> GroupSelection:
-    return GroupSelection(RolloutConfig(num_groups=3, group_size=8, **options), has_lesson)
+def select(has_learning_signal=returns_differ, **options) -> GroupSelection:
+    return GroupSelection(RolloutConfig(num_groups=3, group_size=8, **options), has_learning_signal)
 
 
 def counts(selection: GroupSelection) -> list[float]:
@@ -37,22 +37,22 @@ def counts(selection: GroupSelection) -> list[float]:
     return [selection.metrics()[f"rollout/{name}"] for name in names]
 
 
-def test_without_dynamic_sampling_every_group_is_kept_and_nothing_is_asked(groups):
+def test_without_dynamic_sampling_every_group_is_kept_unchecked(groups):
     def never(group: TrajectoryGroup) -> bool:
-        raise AssertionError("asked")
+        raise AssertionError("called")
 
     selection = select(never)
     assert selection.add(groups(ALL_WON, MIXED, ALL_LOST), 3) == 0
-    assert numbers(selection) == [0, 1, 2] and selection.metrics() == {}
+    assert indices(selection) == [0, 1, 2] and selection.metrics() == {}
 
 
-def test_groups_without_a_lesson_are_replaced_round_by_round(groups):
+def test_groups_without_a_learning_signal_are_replaced_round_by_round(groups):
     selection = select(refill=True)
     assert selection.add(groups(ALL_WON, MIXED, ALL_LOST), 3) == 2
     assert selection.num_tried == 3
     assert selection.add(groups(ALL_LOST, MIXED, first=3), 2) == 1
     assert selection.add(groups(MIXED, first=5), 1) == 0
-    assert numbers(selection) == [1, 4, 5]
+    assert indices(selection) == [1, 4, 5]
     assert counts(selection) == [3, 0, 3, 2]
 
 
@@ -63,13 +63,13 @@ def test_refills_end_with_the_last_round(groups):
         selection.add(groups(ALL_LOST, ALL_LOST, first=3), 2),
     ] == [2, 2]
     assert selection.add(groups(ALL_WON, MIXED, first=5), 2) == 0, "one is missing still"
-    assert numbers(selection) == [1, 6] and counts(selection) == [5, 0, 4, 2]
+    assert indices(selection) == [1, 6] and counts(selection) == [5, 0, 4, 2]
 
 
-def test_oversampling_keeps_the_first_that_teach_and_counts_the_rest(groups):
+def test_oversampling_keeps_the_first_with_a_signal_and_counts_the_rest(groups):
     selection = select(oversample=2.0)
     assert selection.add(groups(MIXED, ALL_WON, MIXED, ONE_LOST, MIXED, ALL_LOST), 6) == 0
-    assert numbers(selection) == [0, 2, 3]
+    assert indices(selection) == [0, 2, 3]
     assert counts(selection) == [2, 1, 0, 0]
 
 
@@ -77,7 +77,7 @@ def test_too_few_after_oversampling_are_refilled_in_the_same_proportion(groups):
     selection = select(oversample=1.5, refill=True)
     assert selection.add(groups(ALL_WON, ALL_WON, MIXED, ALL_LOST, ALL_LOST), 5) == 3  # ceil(2 * 1.5)
     assert selection.add(groups(MIXED, MIXED, MIXED, first=5), 3) == 0
-    assert numbers(selection) == [2, 5, 6] and counts(selection) == [4, 1, 3, 1]
+    assert indices(selection) == [2, 5, 6] and counts(selection) == [4, 1, 3, 1]
 
 
 def test_bounds_are_exclusive_and_apply_without_refilling(groups):
@@ -86,16 +86,16 @@ def test_bounds_are_exclusive_and_apply_without_refilling(groups):
     wide, narrow = select(accuracy_bounds=(0.1, 0.9)), select(accuracy_bounds=(0.125, 0.875))
     for selection in (wide, narrow):
         assert selection.add(groups(one_won, MIXED, ONE_LOST), 3) == 0
-    assert numbers(wide) == [0, 1, 2] and counts(wide) == [0, 0, 0, 0]
-    assert numbers(narrow) == [1] and counts(narrow) == [2, 0, 0, 0]
+    assert indices(wide) == [0, 1, 2] and counts(wide) == [0, 0, 0, 0]
+    assert indices(narrow) == [1] and counts(narrow) == [2, 0, 0, 0]
 
 
-def test_an_always_successful_group_teaches_if_the_algorithm_says_so_and_no_bound_forbids(groups):
-    """With algorithm.verifier_gamma below 1, a sooner success is worth more."""
+def test_an_always_successful_group_is_kept_if_the_algorithm_and_the_bounds_allow_it(groups):
+    """With algorithm.verifier_gamma below 1, an earlier success has a higher return."""
     free, bound = select(lambda group: True, refill=True), select(lambda group: True, accuracy_bounds=(0.0, 1.0))
     free.add(groups(ALL_WON, MIXED, ALL_LOST), 3)
     bound.add(groups(ALL_WON, MIXED, ALL_LOST), 3)
-    assert numbers(free) == [0, 1, 2] and numbers(bound) == [1]
+    assert indices(free) == [0, 1, 2] and indices(bound) == [1]
 
 
 def test_a_group_that_crashed_as_a_whole_is_dropped_and_replaced(groups):
