@@ -135,7 +135,7 @@ class Cluster:
         self.trace = trace
         self._groups: list[PlacementGroup] = []
         self._variables = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-        self._found = ray.is_initialized()  # by the program that uses vlarl, which also ends it
+        self._found = ray.is_initialized()  # started by the program that uses vlarl, which also ends it
 
     def connect(self, demand_here: float) -> None:
         """Join the cluster at the configured address, or start one on this machine with at least this many CPUs."""

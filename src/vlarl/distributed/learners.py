@@ -229,8 +229,8 @@ class LearnerGroup:
         return values
 
     def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
-        of the reward; as they are where there is no reference."""
+        """The groups with the reference's log-probs of every decision, and with the learner's own if the KL is part of
+        the reward; unchanged without a reference."""
         if self.config.kl.coef == 0:
             return list(groups)
         scored: list[TrajectoryGroup] = self.call_all("reference_logprobs", put(list(groups)))

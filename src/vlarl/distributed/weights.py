@@ -96,15 +96,15 @@ class EngineCalls:
         self.wait([actor.call.remote("init_weight_transfer_engine", info) for actor, info in pairs])
 
     def start_sync(self, shapes: dict[str, tuple[int, ...]], version: int) -> None:
-        """Begin a sync."""
+        """Start a sync."""
         self.call("start_sync", shapes, version)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One message of it."""
+        """Send one message of the sync."""
         self.call("update_weights", update_info)
 
     def finish_sync(self, version: int) -> None:
-        """End it: the engines act with the new weights."""
+        """Finish the sync: the engines act with the new weights."""
         self.call("finish_sync", version)
 
 
