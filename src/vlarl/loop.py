@@ -5,15 +5,15 @@
         │                        ▲                                                                      ▼
         └──── next iteration ────┴─────────── weights ◄──────────── Learner ◄──── TrainBatch ◄─── build_batch
 
-This is the order in which one iteration's data goes round, in one process or on a cluster. `launch` builds the parts,
-`session` writes down what happens, and `loop_async` lets rollouts run ahead of the update.
+This is the order in which one iteration's data goes round, in one process or on a cluster. `run/open.py` builds the
+parts, `run/session.py` writes down what happens, and `rollout/source.py` lets rollouts run ahead of the update.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from vlarl.algorithms.base import Estimate
@@ -22,11 +22,11 @@ from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
 from vlarl.errors import VlarlError
-from vlarl.evaluation.run import evaluate_policy
+from vlarl.evaluation.run import evaluate_policy, without_images
 from vlarl.observability.clock import Stopwatch
 from vlarl.rewards.safe import RewardFailureError, SafeReward
 from vlarl.rollout.selection import GroupSelection
-from vlarl.rollout.source import Rollouts, RolloutsAhead, RolloutsInTurn
+from vlarl.rollout.source import RolloutsAhead, RolloutsInTurn, RolloutSource
 from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
 from vlarl.run.open import open_run
 from vlarl.run.parts import Parts
@@ -34,7 +34,7 @@ from vlarl.run.session import RunSummary, Session
 from vlarl.training.batch import build_batch
 from vlarl.training.reference import reference_kl
 from vlarl.training.weight_sync import evaluated_weights, publish_weights
-from vlarl.types import Rollout, Task, Trajectory, TrajectoryGroup
+from vlarl.types import EpisodeResult, EvalResult, Rollout, Task, Trajectory
 
 
 def train(
@@ -43,58 +43,63 @@ def train(
     checkpoint: Path | None = None,
     callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
 ) -> RunSummary:
-    """Improve a policy as configured; `resume` is the folder of an earlier run to go on with, from a checkpoint of it.
+    """Improve a policy as configured; `resume` is the folder of an earlier run to continue, from a checkpoint of it.
 
     Without `checkpoint` that is the newest one; with it, later ones are set aside.
     """
     parts, session = open_run(config, resume, checkpoint, callbacks)
+    schedule = session.schedule
     with closing(parts), session:
         if session.is_new:
             session.end_iteration(evaluate(parts, session))
         elif session.unfinished:  # an earlier session failed after the update
-            evaluated = evaluate(parts, session) if session.evaluation_due else {}
+            evaluated = evaluate(parts, session) if schedule.evaluation_due(session.state) else {}
             session.end_iteration(session.unfinished | evaluated)
-        with rollouts(parts, session) as experience:
-            while not session.finished:
-                iteration = session.start_iteration()
-                rollout = experience.get(iteration)
+        with rollouts(parts, session) as source:
+            while not schedule.finished(session.state):
+                rollout = source.get(session.start_iteration())
                 metrics = session.record_rollout(rollout)
-                metrics |= improve(parts, session, rollout)
+                update_due = schedule.update_due(session.state)
+                gathered = source.gather(rollout, update_due)
+                if update_due:
+                    metrics |= improve(parts, session, gathered)
+                else:
+                    metrics["train/waiting_trajectories"] = float(source.num_waiting)
                 session.keep(metrics)
                 publish_weights(parts.learner, parts.engine)
-                experience.learnt(iteration)
-                if session.evaluation_due:
-                    with experience.resting():
+                source.updated()
+                if schedule.evaluation_due(session.state):
+                    with source.paused():
                         metrics |= evaluate(parts, session)
                 session.end_iteration(metrics)
     return session.summary()
 
 
-def rollouts(parts: Parts, session: Session) -> Rollouts:
-    """Where experience comes from: collected when it is asked for, or ahead of that, while the policy learns."""
+def rollouts(parts: Parts, session: Session) -> RolloutSource:
+    """Where rollouts come from: collected in turn with the update, or ahead of it while the policy is trained."""
     config = session.config
     if not config.distributed.asynchronous:
         return RolloutsInTurn(lambda iteration: collect(parts, session, iteration, session.stopwatch()))
     return RolloutsAhead(
         lambda iteration: collect(parts, session, iteration, session.stopwatch("rollout")),
-        session.iterations_ahead,
+        session.schedule.iterations_left(session.state),
         config.distributed.max_staleness,
         session.guard,
     )
 
 
 def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) -> Rollout:
-    """Roll the policy out on the iteration's tasks, and on fresh ones while too few groups teach something."""
+    """Roll the policy out on the iteration's tasks, and on new ones while too few groups have a learning signal."""
     selection = GroupSelection(session.config.rollout, parts.algorithm.has_learning_signal)
     trajectories: list[Trajectory] = []
     tasks = parts.sampler.get_batch(iteration)
     while tasks:
         with watch.timed("rollout"):
-            fresh = roll_out(parts, session, tasks)
+            collected = roll_out(parts, session, tasks)
         with watch.timed("reward"):
-            fresh = score(parts, session, iteration, fresh)
-        trajectories += fresh
-        num_missing = selection.add(group_up(fresh), len(tasks))
+            collected = score(parts, session, iteration, collected)
+        trajectories += collected
+        num_missing = selection.add(collected)
         tasks = parts.sampler.refill(iteration, selection.num_tried, num_missing)
     refuse_unscored(iteration, trajectories)
     parts.sampler.report_results(trajectories)
@@ -103,7 +108,7 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
     return Rollout(
         iteration=iteration,
         trajectories=tuple(trajectories),
-        groups=tuple(selection.kept),
+        kept=tuple(selection.kept),
         metrics=metrics,
         sampler_state=parts.sampler.state(),
         curriculum=parts.sampler.describe(),
@@ -111,17 +116,18 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
     )
 
 
-def roll_out(parts: Parts, session: Session, groups: list[list[Task]]) -> list[Trajectory]:
-    """One episode of every task."""
-    tasks = [task for group in groups for task in group]
-    episodes = parts.collector.collect(
-        tasks, session.config.rollout.temperature, on_episode=session.watch_rollout(len(tasks))
-    )
-    return [episode.trajectory for episode in episodes]
+def roll_out(parts: Parts, session: Session, tasks: list[Task]) -> list[Trajectory]:
+    """One episode of every task, in the order of the tasks."""
+    ended: dict[int, Trajectory] = {}
+    temperature, check = session.config.rollout.temperature, session.guard.check
+    for index, episode in parts.collector.episodes(tasks, temperature, check=check):
+        ended[index] = episode.trajectory
+        session.progress.rollout(len(ended), len(tasks))
+    return [ended[index] for index in range(len(tasks))]
 
 
 def score(parts: Parts, session: Session, iteration: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Pay for what happened; a reward that fails too often ends the run."""
+    """Assign the rewards; a reward that fails too often ends the run."""
     try:
         scored = parts.reward.score_all(trajectories, session.guard.check)
     except RewardFailureError as error:
@@ -134,7 +140,7 @@ def score(parts: Parts, session: Session, iteration: int, trajectories: list[Tra
 
 
 def refuse_unscored(iteration: int, trajectories: Sequence[Trajectory]) -> None:
-    """End the run where the reward failed on every episode: there is nothing to learn from, however few they are."""
+    """End the run where the reward failed on every episode: there is nothing to train on, however few they are."""
     tried = [trajectory for trajectory in trajectories if trajectory.status != "crashed"]
     if tried and all(trajectory.reward_error is not None for trajectory in tried):
         raise VlarlError(
@@ -144,32 +150,20 @@ def refuse_unscored(iteration: int, trajectories: Sequence[Trajectory]) -> None:
         )
 
 
-def group_up(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
-    """Trajectories by group. One that crashed or can't be scored is missing from its group: smaller then, or gone."""
-    groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        groups[trajectory.task.group].append(trajectory)
-    remaining = ((len(tried), tuple(t for t in tried if t.status == "ok")) for _, tried in sorted(groups.items()))
-    return [TrajectoryGroup(members, size - len(members)) for size, members in remaining if members]
-
-
-def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float]:
-    """Estimate advantages and let the learner take its optimizer steps, once enough rollouts are gathered."""
-    iteration = rollout.iteration
-    parts.learner.gathered += rollout.groups
-    if not session.update_due:
-        waiting = sum(len(group.trajectories) for group in parts.learner.gathered)
-        return {"train/waiting_trajectories": float(waiting)}
+def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> dict[str, float]:
+    """Estimate advantages and let the learner take its optimizer steps."""
+    iteration = session.state.iteration
     stale = session.config.distributed.asynchronous
-    staleness = staleness_metrics(parts.learner.gathered, parts.learner.version) if stale else {}
+    staleness = staleness_metrics(gathered, parts.learner.version) if stale else {}
     with session.timed("update"):
-        estimates = estimate(parts, session.config)
+        estimates = estimate(parts, session.config, gathered)
         if not estimates:
             session.progress.note(f"iteration {iteration}: no group has episodes that differ: nothing to learn from")
             return {"train/kept_trajectories": 0.0}
         batch = build_batch(estimates, parts.policy)
         session.start_update()
-        result = parts.learner.update(batch, iteration, session.progress.update, session.total_iterations)
+        total = session.schedule.total_iterations(session.state)
+        result = parts.learner.update(batch, iteration, session.progress.update, total)
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         session.refuse_update()
         raise VlarlError(
@@ -186,40 +180,50 @@ def improve(parts: Parts, session: Session, rollout: Rollout) -> dict[str, float
     )
 
 
-def estimate(parts: Parts, config: Config) -> list[Estimate]:
-    """What the decisions of all gathered groups were worth; none of them is gathered any longer."""
-    groups, parts.learner.gathered = parts.learner.with_reference(parts.learner.gathered), []
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+def estimate(parts: Parts, config: Config, gathered: Sequence[Trajectory]) -> list[Estimate]:
+    """The advantages of the decisions of all trajectories that have a learning signal."""
+    trajectories = parts.algorithm.with_learning_signal(gathered)
+    if not trajectories:
+        return []
+    trajectories = parts.learner.with_reference(trajectories)
     values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
     penalized = config.kl.coef > 0 and config.kl.place == "reward"
     ref_kl = [reference_kl(trajectory, kl_estimator(config.kl)) for trajectory in trajectories] if penalized else None
-    return parts.algorithm.estimate(groups, values, ref_kl, parts.learner.kl_coef)
+    return parts.algorithm.estimate(trajectories, values, ref_kl, parts.learner.kl_coef)
 
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     """Measure success, and the configured reward, on initial states that training never sees."""
-
-    def on_episode(done: int) -> None:
-        session.guard.check()
-        session.progress.evaluating(done, len(parts.eval_tasks))
-
-    reward = parts.reward.for_evaluation(len(parts.eval_tasks))
+    tasks, num_videos = parts.eval_tasks, session.schedule.num_videos(session.state)
+    reward = parts.reward.for_evaluation(len(tasks))
+    results: dict[int, EpisodeResult] = {}
+    unscored: dict[int, Trajectory] = {}  # with their images only where the reward reads them: those take memory
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
-        result = evaluate_policy(
-            parts.collector,
-            parts.eval_tasks,
-            session.config.eval.temperature,
-            num_videos=session.videos_due,
-            on_episode=on_episode,
-            score=lambda trajectories: score_evaluated(reward, session, trajectories),
-            with_images=reward.batch_size if reward.reads_images else None,
+        episodes = evaluate_policy(
+            parts.collector, tasks, session.config.eval.temperature, num_videos, session.guard.check
         )
-        return session.record_evaluation(result)
+        for index, result, trajectory in episodes:
+            results[index] = result
+            unscored[index] = trajectory if reward.reads_images else without_images(trajectory)
+            if reward.reads_images and len(unscored) == reward.batch_size:
+                results |= score_evaluated(reward, session, results, unscored)
+                unscored.clear()
+            session.progress.evaluating(len(results), len(tasks))
+        if unscored:
+            results |= score_evaluated(reward, session, results, unscored)
+        return session.record_evaluation(EvalResult(tuple(results[index] for index in range(len(tasks)))))
 
 
-def score_evaluated(reward: SafeReward, session: Session, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Apply the configured reward to evaluated episodes; one that fails too often ends the run here, too."""
+def score_evaluated(
+    reward: SafeReward, session: Session, results: dict[int, EpisodeResult], unscored: dict[int, Trajectory]
+) -> dict[int, EpisodeResult]:
+    """The results of the unscored episodes with the configured reward; one that fails too often ends the run."""
+    indices = sorted(unscored)
     try:
-        return reward.score_all(trajectories, session.guard.check)
+        scored = reward.score_all([unscored[index] for index in indices], session.guard.check)
     except RewardFailureError as error:
         raise VlarlError(f"evaluation after iteration {session.state.iteration}: {error}") from error
+    return {
+        index: replace(results[index], episode_return=each.env_return, reward_error=each.reward_error)
+        for index, each in zip(indices, scored, strict=True)
+    }

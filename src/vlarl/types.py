@@ -1,9 +1,9 @@
 """The nouns of vlarl: what crosses the borders between its parts, in the order one observation meets them.
 
     Task -> Observation -> PolicyInput -> ActionTokens -> ChunkOutcome -> Transition -> Trajectory
-         -> TrajectoryGroup -> Rollout -> TrainBatch -> UpdateResult -> (weights) -> Task
+         -> Rollout -> TrainBatch -> UpdateResult -> (weights) -> Task
 
-Shapes are given in comments: B rows of a batch, K actions of a chunk, D numbers of an action, L prompt tokens,
+Shapes are given in comments: B rows of a batch, K actions of a chunk, D dimensions of an action, L prompt tokens,
 I images of an observation.
 """
 
@@ -28,14 +28,16 @@ EpisodeStatus = Literal["ok", "crashed", "reward_failed"]  # crashed: by its sim
 
 @dataclass(frozen=True)
 class Task:
-    """One episode to run. Everything random about it follows from these numbers, so it can be run again."""
+    """One episode to run. Everything random about it follows from these fields, so it can be run again."""
 
     suite: str
     task_id: int
     init_state: int  # index of the initial state within the task
     seed: int  # drives the environment's and the action sampler's randomness
-    group: int = 0  # episodes of one group share task and initial state
-    member: int = 0  # place within the group
+    group: int = 0  # index within the iteration; episodes of one group share task and initial state
+    member: int = 0  # index within the group
+    group_size: int = 1  # episodes of the group
+    iteration: int = 0  # that the task was sampled for; 0 in an evaluation
 
     @property
     def episode_id(self) -> str:
@@ -110,7 +112,7 @@ class ActionTokens:
 
 @dataclass(frozen=True)
 class ChunkOutcome:
-    """One environment's answer to one chunk of actions, which stops at the first end."""
+    """What one environment made of one chunk of actions, which stops at the first end of the episode."""
 
     rewards: FloatArray  # [K], zero for steps that were not executed
     num_executed: int
@@ -118,7 +120,7 @@ class ChunkOutcome:
     truncated: bool  # the time limit ended it: the value of `observation` stands for the rest
     success: bool
     observation: Observation  # after the last executed step
-    frames: tuple[UInt8Array, ...] = ()  # one a step, when the episode is filmed
+    frames: tuple[UInt8Array, ...] = ()  # one a step, when a video of the episode is recorded
     error: str | None = None  # the simulator failed here: the episode is counted as crashed and never trained on
 
 
@@ -162,23 +164,23 @@ class Trajectory:
         """Undiscounted sum of the environment's rewards."""
         return float(sum(float(t.rewards.sum()) for t in self.transitions))
 
+    @property
+    def group(self) -> tuple[int, int]:
+        """The key of its group: episodes of one task from one initial state, which methods compare with each other."""
+        return self.task.iteration, self.task.group
+
     def with_rewards(self, rewards: Sequence[FloatArray]) -> Trajectory:
         """The same episode scored differently: one array [K] for each transition."""
         scored = tuple(replace(t, rewards=r) for t, r in zip(self.transitions, rewards, strict=True))
         return replace(self, transitions=scored)
 
 
-@dataclass(frozen=True)
-class TrajectoryGroup:
-    """Episodes of one task from one initial state, which group-relative methods compare with each other."""
-
-    trajectories: tuple[Trajectory, ...]
-    num_left_out: int = 0  # members that crashed or could not be scored
-
-    @property
-    def returns(self) -> FloatArray:
-        """[G] the return of each member."""
-        return np.array([t.env_return for t in self.trajectories], dtype=np.float32)
+def group_members(trajectories: Sequence[Trajectory]) -> list[IntArray]:
+    """The indices of the members of each group, groups in the order of their first member."""
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        members.setdefault(trajectory.group, []).append(index)
+    return [np.array(indices) for indices in members.values()]
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Rollout:
 
     iteration: int
     trajectories: tuple[Trajectory, ...]
-    groups: tuple[TrajectoryGroup, ...]  # those that are trained on
+    kept: tuple[Trajectory, ...]  # those that are trained on; members of a group follow each other
     metrics: dict[str, float]
     sampler_state: dict[str, Any]  # what the next iteration's tasks depend on
     curriculum: dict[str, Any]  # the same for people
@@ -316,7 +318,7 @@ class EvalResult:
 
     @property
     def success_rate(self) -> float:
-        """Share of episodes that reached the goal; NaN where none could be run."""
+        """Fraction of the episodes that reached the goal; NaN where none could be run."""
         return _mean([float(e.success) for e in self.counted])
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from fakes.groups import flat
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
@@ -32,7 +33,7 @@ from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
-from vlarl.types import Observation, Task, Trajectory, TrajectoryGroup, Transition
+from vlarl.types import Observation, Task, Trajectory, Transition
 
 CPU = torch.device("cpu")
 DEADLINE = timedelta(seconds=120)
@@ -137,7 +138,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     return Learner(policy, algorithm, config, CPU, ranks, sharding), config
 
 
-def experience(bases: Path, decoder: str) -> list[TrajectoryGroup]:
+def experience(bases: Path, decoder: str) -> list[Trajectory]:
     """Two groups of two episodes that the base acted in, on made-up observations; one of each pair succeeds."""
     settings = Config.model_validate({"policy": {"path": str(bases / decoder)}}).policy
     policy = load_configured(settings, settings.path, CPU)
@@ -146,7 +147,7 @@ def experience(bases: Path, decoder: str) -> list[TrajectoryGroup]:
         seen = [observation(10 * number + t, INSTRUCTIONS[(number + t) % 3]) for t in range(length + 1)]
         tokens = engine.generate(policy.process(seen[:-1]), 1.0, [10 * number + t for t in range(length)])
         episodes.append(episode(policy, number, seen, tokens.ids.numpy(), tokens.engine_logprobs.numpy()))
-    return [TrajectoryGroup(tuple(episodes[:2])), TrajectoryGroup(tuple(episodes[2:]))]
+    return flat(episodes[:2], episodes[2:])
 
 
 def observation(seed: int, instruction: str) -> Observation:
@@ -169,12 +170,11 @@ def episode(
     return Trajectory(task, tuple(transitions), seen[-1], success, not success, success, 0)
 
 
-def update(learner: Learner, groups: Sequence[TrajectoryGroup], iteration: int, case: Case, outcome: Outcome) -> None:
-    """What the loop does with an iteration's groups."""
-    scored = learner.with_reference(groups)
-    trajectories = [trajectory for group in scored for trajectory in group.trajectories]
+def update(learner: Learner, gathered: Sequence[Trajectory], iteration: int, case: Case, outcome: Outcome) -> None:
+    """What the loop does with an iteration's trajectories."""
+    trajectories = learner.with_reference(learner.algorithm.with_learning_signal(gathered))
     values = learner.values(trajectories) if learner.algorithm.needs_critic else None
-    batch = build_batch(learner.algorithm.estimate(scored, values), learner.policy)
+    batch = build_batch(learner.algorithm.estimate(trajectories, values), learner.policy)
     if iteration in case.broken:
         advantages, old_logprobs = batch.advantages.clone(), batch.old_logprobs.clone()
         advantages[0] = math.inf

@@ -15,7 +15,7 @@ from vlarl.algorithms.aggregate import token_weights
 from vlarl.algorithms.kl import ESTIMATORS
 from vlarl.algorithms.losses import clipped_policy_loss, cpgd_loss, masked_sum, value_loss
 from vlarl.config.schema import AlgorithmConfig
-from vlarl.types import Trajectory, TrajectoryGroup
+from vlarl.types import Trajectory
 
 Episodes = Callable[..., Trajectory]  # the fixture `trajectory`
 
@@ -93,7 +93,7 @@ def check_reinforce_pp_advantages(golden: Arrays, trajectory: Episodes) -> None:
         for row, reward in zip(mask, golden["outcome_rewards"], strict=True)
     ]
     config = AlgorithmConfig(name="reinforce_pp", gamma=1.0)
-    estimates = build_algorithm(config, 1.0).estimate([TrajectoryGroup((e,)) for e in episodes], None)
+    estimates = build_algorithm(config, 1.0).estimate(episodes, None)
     for estimate, row, theirs in zip(estimates, mask, golden["reinforcepp_advantages"], strict=True):
         assert_equal(estimate.advantages[:, 0], theirs[row])
 
@@ -155,11 +155,9 @@ def test_zero_spread_is_zero_advantage_in_the_golden_arrays_and_nothing_in_ours(
     rewards, ids, theirs = golden["outcome_rewards"], golden["group_ids"], golden["grpo_advantages"]
     rows = [np.flatnonzero(ids == group) for group in np.unique(ids)]
     several = [members for members in rows if len(members) > 1]
-    groups = [
-        TrajectoryGroup(tuple(trajectory([[0.0], [float(rewards[i])]], group=int(ids[i])) for i in members))
-        for members in several
-    ]
-    estimates = build_algorithm(configure().algorithm, 1.0).estimate(groups, None)
+    trajectories = [trajectory([[0.0], [float(rewards[i])]], group=int(ids[i])) for members in several for i in members]
+    algorithm = build_algorithm(configure().algorithm, 1.0)
+    estimates = algorithm.estimate(algorithm.with_learning_signal(trajectories), None)
     kept = [i for members in several if np.ptp(rewards[members]) > 0 for i in members]
     assert len(estimates) == len(kept)
     for estimate, i in zip(estimates, kept, strict=True):

@@ -9,18 +9,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fakes.groups import flat
 
 import vlarl.loop
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.errors import VlarlError
-from vlarl.loop import estimate, group_up, improve, refuse_unscored, score_evaluated
+from vlarl.loop import estimate, improve, refuse_unscored, score_evaluated
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.safe import SafeReward
+from vlarl.run.schedule import Schedule
 from vlarl.training.learner import Learner
-from vlarl.types import Rollout, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+from vlarl.training.state import TrainerState
+from vlarl.types import EpisodeResult, EvalResult, TrainBatch, Trajectory, UpdateResult
 
 RETURNS = {"name": "reinforce", "gamma": 1.0, "epochs": 1}  # the advantage of a step is what follows it
 
@@ -37,12 +40,15 @@ class WatchedLearner(Learner):
 
 @dataclass
 class FakeSession:
-    """As much of a session as an update asks for."""
+    """As much of a session as an update needs."""
 
     config: Config
-    update_due: bool = True
-    total_iterations: int = 20
+    state: TrainerState = field(default_factory=lambda: TrainerState(iteration=1))
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config)
 
     @property
     def progress(self) -> SimpleNamespace:
@@ -72,10 +78,6 @@ def parts_of(policy, config: Config) -> SimpleNamespace:
     return SimpleNamespace(
         policy=policy, algorithm=algorithm, learner=WatchedLearner(policy, algorithm, config, torch.device("cpu"))
     )
-
-
-def rollout_of(*groups: TrajectoryGroup) -> Rollout:
-    return Rollout(1, tuple(t for g in groups for t in g.trajectories), groups, {}, {}, {}, {})
 
 
 def rewarded(episode: Trajectory, value: float) -> Trajectory:
@@ -133,20 +135,18 @@ def test_a_kl_in_the_reward_lowers_each_steps_reward_by_its_coefficient_times_th
     parts, config, start, episode = strayed
     kl = penalties(tiny, start, episode)
     assert len(kl) == 5 and np.abs(kl).max() > 0.05  # three chunks of two, the last step never ran
-    parts.learner.gathered = [TrajectoryGroup((episode,))]
-    (found,) = estimate(parts, config)
+    (found,) = estimate(parts, config, [episode])
     followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]  # the rewards from each step on
     executed = np.concatenate(
         [row[: t.num_executed] for row, t in zip(found.advantages, episode.transitions, strict=True)]
     )
     np.testing.assert_allclose(executed, followed, atol=1e-4)
-    assert parts.learner.gathered == []
 
 
 def test_a_kl_in_the_reward_reaches_the_update(strayed, tiny):
     parts, config, start, episode = strayed
     kl = penalties(tiny, start, episode)
-    metrics = improve(parts, FakeSession(config), rollout_of(TrajectoryGroup((episode,))))
+    metrics = improve(parts, FakeSession(config), [episode])
     (batch,) = parts.learner.batches
     followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]
     np.testing.assert_allclose(by_step(batch.advantages, episode, tiny.action_dim), followed, atol=1e-4)
@@ -160,8 +160,7 @@ def test_a_policy_that_has_not_moved_is_charged_nothing_whatever_its_engine_says
     parts = parts_of(tiny, config)
     (episode,) = act(tiny, lengths=(2,))
     off = tuple(replace(t, engine_logprobs=t.engine_logprobs + np.float32(3)) for t in episode.transitions)
-    parts.learner.gathered = [TrajectoryGroup((rewarded(replace(episode, transitions=off), 1.0),))]
-    (found,) = estimate(parts, config)
+    (found,) = estimate(parts, config, [rewarded(replace(episode, transitions=off), 1.0)])
     np.testing.assert_array_equal(found.advantages.ravel(), [4, 3, 2, 1])
 
 
@@ -174,11 +173,11 @@ def test_the_learners_own_log_probs_cost_a_pass_only_where_they_are_needed(tiny,
         seen.append(len(inputs))
         return score(inputs, token_ids, **options)
 
-    group = TrajectoryGroup(tuple(act(tiny)))
+    episodes = act(tiny)
     tiny.score = counted
-    (scored,) = parts.learner.with_reference([group])
+    scored = parts.learner.with_reference(episodes)
     assert seen == [6] * passes
-    own = [t.learner_logprobs is not None for episode in scored.trajectories for t in episode.transitions]
+    own = [t.learner_logprobs is not None for episode in scored for t in episode.transitions]
     assert own == [place == "reward"] * 6
 
 
@@ -191,25 +190,14 @@ def test_an_update_without_a_finite_step_ends_the_run_and_leaves_the_weights(tin
         match=r"iteration 1: the loss or the gradient was not finite in any of 3 steps, .*Lower optim.lr \(now 0.5\)"
         r" and resume",
     ):
-        improve(parts, FakeSession(config), rollout_of(TrajectoryGroup((broken,))))
+        improve(parts, FakeSession(config), [broken])
     assert all(torch.equal(weight, before[name]) for name, weight in tiny.state_dict().items())
     assert not parts.learner.optimizer.state
 
 
-def test_members_that_crashed_or_were_not_scored_are_left_out_of_their_group(trajectory):
-    def episode(group: int, seed: int, status: str = "ok") -> Trajectory:
-        return replace(trajectory([[1]], group=group, seed=seed), status=status)
-
-    whole = [episode(0, 1), episode(0, 2)]
-    left = episode(1, 3)
-    lost = [episode(1, 4, "crashed"), episode(1, 5, "reward_failed"), episode(2, 6, "crashed")]
-    groups = group_up([*lost, left, *whole])
-    assert groups == [TrajectoryGroup(tuple(whole), 0), TrajectoryGroup((left,), 2)]
-
-
 @pytest.mark.parametrize("status", ["reward_failed", "ok"])
 def test_a_reward_that_fails_on_every_episode_ends_the_run_however_few_there_are(trajectory, status):
-    """`ok`: with reward.fallback zero they count as paid nothing."""
+    """`ok`: with reward.fallback zero their reward is 0."""
     failed = replace(trajectory([[1]], seed=1), status=status, reward_error="KeyError: 'score'")
     crashed, fine = replace(trajectory([[1]], seed=2), status="crashed"), trajectory([[1]], seed=3)
     refuse_unscored(4, [failed, crashed, fine])
@@ -224,8 +212,8 @@ def test_a_reward_that_fails_on_every_episode_ends_the_run_however_few_there_are
 def test_what_is_left_of_a_group_makes_no_update(tiny, act, configure):
     config = configure()
     parts, session = parts_of(tiny, config), FakeSession(config)
-    left = TrajectoryGroup((rewarded(act(tiny, lengths=(2,))[0], 1.0),), num_left_out=7)
-    assert improve(parts, session, rollout_of(left)) == {"train/kept_trajectories": 0.0}
+    left = flat((rewarded(act(tiny, lengths=(2,))[0], 1.0),), sizes=(8,))
+    assert improve(parts, session, left) == {"train/kept_trajectories": 0.0}
     assert session.notes == ["iteration 1: no group has episodes that differ: nothing to learn from"]
     assert not hasattr(parts.learner, "batches") and parts.learner.version == 0
 
@@ -245,15 +233,20 @@ class NotingReward(SparseReward):
         return super().score_all(trajectories)
 
 
+def evaluated(trajectory, count: int) -> tuple[dict[int, EpisodeResult], dict[int, Trajectory]]:
+    episodes = {index: trajectory([[0.0]], success=True, seed=index) for index in range(count)}
+    return {index: EpisodeResult.of(episode, "x") for index, episode in episodes.items()}, episodes
+
+
 def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(trajectory):
     reward = NotingReward(fails=False)
     parts = SimpleNamespace(reward=SafeReward(reward))
     session = SimpleNamespace(guard=SimpleNamespace(check=lambda: None))
-    scored = score_evaluated(
-        parts.reward.for_evaluation(6), session, [trajectory([[0.0]], success=True, seed=s) for s in range(6)]
-    )
-    assert [t.env_return for t in scored] == [1.0] * 6 and reward.batches == [4, 2]
-    assert parts.reward._judged == 0, "the share of failures among rollouts is not changed"
+    results, episodes = evaluated(trajectory, 6)
+    assert [result.episode_return for result in results.values()] == [0.0] * 6
+    scored = score_evaluated(parts.reward.for_evaluation(6), session, results, episodes)
+    assert [scored[index].episode_return for index in range(6)] == [1.0] * 6 and reward.batches == [4, 2]
+    assert parts.reward._judged == 0, "the fraction of failures among rollouts is not changed"
 
 
 def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajectory):
@@ -262,18 +255,40 @@ def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajec
     with pytest.raises(
         VlarlError, match=r"evaluation after iteration 4: the reward failed on .*ValueError: no.*and resume"
     ):
-        score_evaluated(parts.reward.for_evaluation(8), session, [trajectory([[0.0]], seed=s) for s in range(8)])
+        score_evaluated(parts.reward.for_evaluation(8), session, *evaluated(trajectory, 8))
 
 
-@pytest.mark.parametrize(("reads_images", "expected"), [(True, 4), (False, None)])
-def test_an_evaluation_keeps_images_for_a_batch_of_a_reward_that_reads_them(monkeypatch, reads_images, expected):
-    reward, asked = NotingReward(fails=False), {}
+@pytest.mark.parametrize("reads_images", [True, False])
+def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_others(
+    monkeypatch, trajectory, reads_images
+):
+    """Whichever episode ends first, results are in the order of the tasks. Without images all are scored at the end."""
+    seen: list[list[int]] = []  # images that the reward was given, by episode and call
+    recorded: list[EvalResult] = []
+
+    class Looking(NotingReward):
+        def score_all(self, trajectories):
+            seen.append([len(t.transitions[0].observation.images) for t in trajectories])
+            return super().score_all(trajectories)
+
+    reward = Looking(fails=False)
     reward.reads_images = reads_images
-    parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[], collector=None, learner=None, engine=None)
-    session = SimpleNamespace(
-        config=Config(), videos_due=0, timed=lambda name: nullcontext(), record_evaluation=lambda result: {}
-    )
+    results, episodes = evaluated(trajectory, 6)
     monkeypatch.setattr(vlarl.loop, "evaluated_weights", lambda learner, engine: nullcontext())
-    monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments, **named: asked.update(named))
+    ended = [(index, results[index], episodes[index]) for index in (5, 0, 2, 1, 4, 3)]
+    monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments: iter(ended))
+    shown: list[tuple[int, int]] = []
+    session = SimpleNamespace(
+        config=Config(),
+        state=TrainerState(),
+        schedule=Schedule(Config()),
+        timed=lambda name: nullcontext(),
+        guard=SimpleNamespace(check=lambda: None),
+        progress=SimpleNamespace(evaluating=lambda done, total: shown.append((done, total))),
+        record_evaluation=lambda result: recorded.append(result) or {},
+    )
+    parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[0] * 6, collector=None, learner=None, engine=None)
     vlarl.loop.evaluate(parts, session)
-    assert asked["with_images"] == expected
+    assert seen == ([[1] * 4, [1] * 2] if reads_images else [[0] * 4, [0] * 2])
+    assert [(e.task.seed, e.episode_return) for e in recorded[0].episodes] == [(i, 1.0) for i in range(6)]
+    assert shown == [(i, 6) for i in range(1, 7)]

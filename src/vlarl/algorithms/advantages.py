@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
-from vlarl.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
+from vlarl.types import FloatArray, IntArray, Trajectory, group_members
 
-SPREAD = 1e-6  # float32 sums of equal rewards differ by less
+EQUAL_RETURNS = 1e-6  # float32 sums of equal rewards differ by less
 
 Level = Literal["chunk", "step", "token"]
 
@@ -21,20 +20,30 @@ def discounted_return(trajectory: Trajectory, gamma: float) -> float:
     return float(rewards @ gamma ** np.arange(len(rewards)))
 
 
-def outcomes(group: TrajectoryGroup, gamma: float) -> FloatArray:
-    """[G] the discounted return of each member; below 1, `gamma` makes sooner better."""
-    return np.array([discounted_return(trajectory, gamma) for trajectory in group.trajectories], dtype=np.float32)
+def outcomes(trajectories: Sequence[Trajectory], gamma: float) -> FloatArray:
+    """[N] the discounted return of each trajectory; below 1, `gamma` makes sooner better."""
+    return np.array([discounted_return(trajectory, gamma) for trajectory in trajectories], dtype=np.float32)
 
 
 def returns_differ(returns: FloatArray) -> bool:
-    """Whether the members of a group differ, without which a group teaches nothing."""
-    return len(returns) == 1 or bool(returns.max() - returns.min() > SPREAD)
+    """Whether the members of a group differ, without which a group has no learning signal."""
+    return len(returns) == 1 or bool(returns.max() - returns.min() > EQUAL_RETURNS)
+
+
+def by_group(
+    trajectories: Sequence[Trajectory], returns: FloatArray, advantage: Callable[[FloatArray], FloatArray]
+) -> FloatArray:
+    """[N] what `advantage` makes of the returns [G] of each group, in the order of the trajectories."""
+    advantages = np.zeros_like(returns)
+    for members in group_members(trajectories):
+        advantages[members] = advantage(returns[members])
+    return advantages
 
 
 def group_relative(returns: FloatArray, normalize_std: bool, eps: float = 1e-6) -> FloatArray:
     """[G] returns of one group -> how much better each was than the group (GRPO, arXiv:2402.03300).
 
-    The standard deviation is the unbiased one. A group of one has mean 0 and deviation 1: its advantage is its return.
+    The std is the unbiased one. A group of one has mean 0 and std 1: its advantage is its return.
     """
     if len(returns) == 1:
         return returns.astype(np.float32)
@@ -48,21 +57,23 @@ def leave_one_out(returns: FloatArray) -> FloatArray:
     return np.asarray(returns - others, dtype=np.float32)
 
 
-def against_mean(groups: Sequence[FloatArray]) -> list[FloatArray]:
-    """Returns of all groups -> each against its group's mean (REINFORCE++ with baseline, arXiv:2501.03262).
+def against_mean(returns: FloatArray, groups: Sequence[IntArray]) -> FloatArray:
+    """[N] returns, each against the mean of its group (REINFORCE++ with baseline, arXiv:2501.03262).
 
     Where a group is a single episode, the mean over the batch is the baseline (Williams 1992).
     """
-    batch_mean = np.concatenate(groups).mean()
-    return [returns - (returns.mean() if len(returns) > 1 else batch_mean) for returns in groups]
+    advantages = np.zeros_like(returns)
+    for members in groups:
+        own = returns[members]
+        advantages[members] = own - (own.mean() if len(own) > 1 else returns.mean())
+    return advantages
 
 
-def throughout(groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]) -> list[FloatArray]:
-    """One advantage an episode ([G] for each group) as [T, 1] for each trajectory: the same at every decision."""
+def throughout(trajectories: Sequence[Trajectory], advantages: FloatArray) -> list[FloatArray]:
+    """One advantage [N] an episode as [T, 1] for each trajectory: the same at every decision."""
     return [
         np.full((len(trajectory.transitions), 1), advantage, dtype=np.float32)
-        for group, members in zip(groups, advantages, strict=True)
-        for trajectory, advantage in zip(group.trajectories, members, strict=True)
+        for trajectory, advantage in zip(trajectories, advantages, strict=True)
     ]
 
 
@@ -87,10 +98,10 @@ def token_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, Flo
     rewards, discounts = step_rewards(trajectory, gamma)
     first = trajectory.transitions[0]
     action_dim = len(first.token_ids) // len(first.rewards)
-    paid = np.zeros((len(rewards), action_dim), dtype=np.float32)
-    passed = np.ones((len(rewards), action_dim), dtype=np.float32)
-    paid[:, -1], passed[:, -1] = rewards, discounts
-    return paid.ravel(), passed.ravel()
+    token_rewards = np.zeros((len(rewards), action_dim), dtype=np.float32)
+    token_discounts = np.ones((len(rewards), action_dim), dtype=np.float32)
+    token_rewards[:, -1], token_discounts[:, -1] = rewards, discounts
+    return token_rewards.ravel(), token_discounts.ravel()
 
 
 REWARDS = {"chunk": chunk_rewards, "step": step_rewards, "token": token_rewards}
@@ -182,22 +193,17 @@ def whiten(
     ]
 
 
-def penalize(groups: Sequence[TrajectoryGroup], ref_kl: Sequence[FloatArray], kl_coef: float) -> list[TrajectoryGroup]:
-    """The groups with a KL penalty in their rewards (arXiv:1909.08593).
+def penalize(trajectories: Sequence[Trajectory], ref_kl: Sequence[FloatArray], kl_coef: float) -> list[Trajectory]:
+    """The trajectories with a KL penalty in their rewards (arXiv:1909.08593).
 
-    `ref_kl` holds [T, K*D] for each trajectory; what the tokens of a step sum up to is taken off that step's reward.
+    `ref_kl` holds [T, K*D] for each trajectory; what the tokens of a step sum up to is subtracted from its reward.
     """
-    remaining = iter(ref_kl)
     return [
-        replace(group, trajectories=tuple(_penalized(t, next(remaining), kl_coef) for t in group.trajectories))
-        for group in groups
+        trajectory.with_rewards(
+            [
+                (t.rewards - kl_coef * row.reshape(len(t.rewards), -1).sum(axis=1)).astype(np.float32)
+                for t, row in zip(trajectory.transitions, rows, strict=True)
+            ]
+        )
+        for trajectory, rows in zip(trajectories, ref_kl, strict=True)
     ]
-
-
-def _penalized(trajectory: Trajectory, ref_kl: FloatArray, kl_coef: float) -> Trajectory:
-    return trajectory.with_rewards(
-        [
-            (t.rewards - kl_coef * row.reshape(len(t.rewards), -1).sum(axis=1)).astype(np.float32)
-            for t, row in zip(trajectory.transitions, ref_kl, strict=True)
-        ]
-    )

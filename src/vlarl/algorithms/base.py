@@ -12,7 +12,7 @@ import torch
 from vlarl.algorithms.advantages import executed_steps, outcomes, penalize, returns_differ, whiten
 from vlarl.config.schema import AlgorithmConfig, KlConfig
 from vlarl.policies.base import Scores
-from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup
+from vlarl.types import FloatArray, TrainBatch, Trajectory, group_members
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class AlgorithmContext:
     options: AlgorithmConfig
     kl: KlConfig
     temperature: float  # that the rollout samples with; all log-probs are taken at it
-    action_dim: int | None = None  # tokens of an action; None: not known, and then not asked for
-    bins: torch.Tensor | None = None  # [num_bins] float32, the normalised number that each place of the support means
+    action_dim: int | None = None  # tokens of an action; None: not known, and then not needed
+    bins: torch.Tensor | None = None  # [num_bins] float32, the normalised value of each action bin
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A trajectory that goes into the update, and what its decisions were worth.
 
-    A row holds one number for the whole decision, one for each of its K steps, or one for each of its K*D tokens;
-    numbers of steps that were not executed are zero and mean nothing.
+    A row holds one value for the whole decision, one for each of its K steps, or one for each of its K*D tokens;
+    values of steps that were not executed are zero and mean nothing.
     """
 
     trajectory: Trajectory
@@ -42,46 +42,61 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Loss:
-    """A microbatch's share of the loss, and the sums its metrics are made of."""
+    """A microbatch's part of the loss, and the sums its metrics are made of."""
 
-    total: torch.Tensor  # scalar; the shares of a minibatch's microbatches add up to its loss
+    total: torch.Tensor  # scalar; those of a minibatch's microbatches add up to its loss
     token_sums: dict[str, torch.Tensor]  # metric -> sum over executed tokens
     decision_sums: dict[str, torch.Tensor]  # metric -> sum over decisions
     maxima: dict[str, torch.Tensor]
 
 
 class Algorithm(ABC):
-    """Turns groups of trajectories into estimates, and scores of a batch into a loss."""
+    """Turns trajectories into estimates, and scores of a batch into a loss."""
 
     needs_critic: ClassVar[bool] = False
-    compares_groups: ClassVar[bool] = False  # a group without spread teaches it nothing
+    compares_groups: ClassVar[bool] = False  # a group whose returns are equal has no learning signal for it
     normalization: ClassVar[Literal["none", "batch"]] = "none"  # what `normalize_advantages: auto` means
-    lost_degrees: ClassVar[int] = 0  # of freedom, in the deviation that advantages are divided by
+    lost_degrees: ClassVar[int] = 0  # of freedom, in the std that advantages are divided by
 
     def __init__(self, setting: AlgorithmContext) -> None:
         self.setting = setting
         self.config = setting.options
         self.temperature = setting.temperature
 
+    def with_learning_signal(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories of groups that have a learning signal, in their order."""
+        if not self.compares_groups:
+            return list(trajectories)
+        members = ([trajectories[index] for index in indices] for indices in group_members(trajectories))
+        return [trajectory for group in members if self.has_learning_signal(group) for trajectory in group]
+
+    def has_learning_signal(self, members: Sequence[Trajectory]) -> bool:
+        """Whether a group has a learning signal; not if its members are compared and none was better.
+
+        One member that is left of several can't be compared, unlike the only member of a group of one.
+        """
+        if not self.compares_groups:
+            return True
+        is_remnant = len(members) == 1 and members[0].task.group_size > 1
+        return not is_remnant and returns_differ(outcomes(members, self.config.verifier_gamma))
+
     def estimate(
         self,
-        groups: Sequence[TrajectoryGroup],
+        trajectories: Sequence[Trajectory],
         values: Sequence[FloatArray] | None,
         ref_kl: Sequence[FloatArray] | None = None,
         kl_coef: float = 0.0,
     ) -> list[Estimate]:
-        """Advantages of the trajectories that teach something.
+        """Advantages of trajectories that have a learning signal, members of a group following each other.
 
-        For each trajectory in order, `values` holds the critic's [T+1, V], and `ref_kl` the [T, K*D] that lie between
-        the policy and its reference, zero where nothing was executed: with it, `kl_coef` times as much is taken off the
-        rewards. Whether a group has spread is asked of its rewards alone.
+        For each trajectory in order, `values` holds the critic's [T+1, V], and `ref_kl` the KL [T, K*D] of the policy
+        from its reference, zero where nothing was executed: with it, `kl_coef` times as much is subtracted from the
+        rewards.
         """
-        rated = groups if ref_kl is None else penalize(groups, ref_kl, kl_coef)
-        useful = [self.has_learning_signal(group) for group in groups]
-        trajectories = [t for group, kept in zip(groups, useful, strict=True) if kept for t in group.trajectories]
         if not trajectories:
             return []
-        raw = self.advantages([group for group, kept in zip(rated, useful, strict=True) if kept], values)
+        rewarded = trajectories if ref_kl is None else penalize(trajectories, ref_kl, kl_coef)
+        raw = self.advantages(rewarded, values)
         advantages = self._scaled(trajectories, raw)
         if values is None:
             return [Estimate(trajectory, a) for trajectory, a in zip(trajectories, advantages, strict=True)]
@@ -90,23 +105,13 @@ class Algorithm(ABC):
             for trajectory, a, unscaled, value in zip(trajectories, advantages, raw, values, strict=True)
         ]
 
-    def has_learning_signal(self, group: TrajectoryGroup) -> bool:
-        """Whether a group has a learning signal; not if its members are compared and none was better.
-
-        One member that is left of several has nothing to be compared with, unlike the only member of a group of one.
-        """
-        if not self.compares_groups:
-            return True
-        is_remnant = len(group.trajectories) == 1 and group.num_left_out > 0
-        return not is_remnant and returns_differ(outcomes(group, self.config.verifier_gamma))
-
     @classmethod
     def discount(cls, options: AlgorithmConfig) -> float:
         """What a reward loses for each environment step that it comes later."""
         return options.verifier_gamma
 
     @abstractmethod
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """[T, 1 or K or K*D] for each trajectory in order, before normalisation over the batch."""
 
     @abstractmethod
@@ -121,6 +126,6 @@ class Algorithm(ABC):
         how, bound = self.config.normalize_advantages, self.config.advantage_clamp
         how = self.normalization if how == "auto" else how
         if how != "none":
-            places = [executed_steps(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
-            raw = whiten(raw, places, shift_mean=how == "batch", lost_degrees=self.lost_degrees)
+            counts = [executed_steps(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
+            raw = whiten(raw, counts, shift_mean=how == "batch", lost_degrees=self.lost_degrees)
         return raw if bound is None else [a.clip(-bound, bound) for a in raw]

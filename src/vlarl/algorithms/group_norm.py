@@ -6,10 +6,11 @@ An action late in a good episode gets more of the credit than an early one. With
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from vlarl.algorithms.advantages import discounted_back, group_relative, outcomes
+from vlarl.algorithms.advantages import by_group, discounted_back, group_relative, outcomes
 from vlarl.algorithms.surrogate import CriticFree
-from vlarl.types import FloatArray, TrajectoryGroup
+from vlarl.types import FloatArray, Trajectory
 
 
 class GroupNorm(CriticFree):
@@ -17,15 +18,11 @@ class GroupNorm(CriticFree):
 
     compares_groups = True
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every step gets the episode's advantage within its group, discounted by the steps that were still to come."""
-        config = self.config
+        returns = outcomes(trajectories, self.config.verifier_gamma)
+        relative = partial(group_relative, normalize_std=self.config.normalize_std)
         return [
-            discounted_back(trajectory, float(advantage), config.gamma)
-            for group in groups
-            for trajectory, advantage in zip(
-                group.trajectories,
-                group_relative(outcomes(group, config.verifier_gamma), config.normalize_std),
-                strict=True,
-            )
+            discounted_back(trajectory, float(advantage), self.config.gamma)
+            for trajectory, advantage in zip(trajectories, by_group(trajectories, returns, relative), strict=True)
         ]

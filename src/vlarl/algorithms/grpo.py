@@ -8,10 +8,11 @@ the denominators too. With `ratio_level: sequence` and `aggregate: sequence_mean
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from vlarl.algorithms.advantages import group_relative, outcomes, throughout
+from vlarl.algorithms.advantages import by_group, group_relative, outcomes, throughout
 from vlarl.algorithms.surrogate import CriticFree
-from vlarl.types import FloatArray, TrajectoryGroup
+from vlarl.types import FloatArray, Trajectory
 
 
 class GRPO(CriticFree):
@@ -19,8 +20,8 @@ class GRPO(CriticFree):
 
     compares_groups = True
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every decision of an episode gets the episode's advantage within its group."""
-        config = self.config
-        returns = [outcomes(group, config.verifier_gamma) for group in groups]
-        return throughout(groups, [group_relative(members, config.normalize_std) for members in returns])
+        returns = outcomes(trajectories, self.config.verifier_gamma)
+        relative = partial(group_relative, normalize_std=self.config.normalize_std)
+        return throughout(trajectories, by_group(trajectories, returns, relative))

@@ -14,7 +14,7 @@ from vlarl.algorithms.losses import value_loss
 from vlarl.algorithms.surrogate import policy_loss
 from vlarl.config.schema import AlgorithmConfig
 from vlarl.policies.base import Scores
-from vlarl.types import FloatArray, TrainBatch, TrajectoryGroup
+from vlarl.types import FloatArray, TrainBatch, Trajectory
 
 
 class PPO(Algorithm):
@@ -28,11 +28,11 @@ class PPO(Algorithm):
         """Rewards are discounted by `gamma`."""
         return options.gamma
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """GAE for every trajectory."""
         if values is None:
             raise ValueError("PPO needs the values of the trajectories")
-        config, trajectories = self.config, [t for group in groups for t in group.trajectories]
+        config = self.config
         return [
             trajectory_gae(trajectory, value, config.gae_level, config.gamma, config.gae_lambda)
             for trajectory, value in zip(trajectories, values, strict=True)

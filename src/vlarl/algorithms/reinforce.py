@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from vlarl.algorithms.advantages import against_mean, outcomes, returns_to_go, throughout
 from vlarl.algorithms.surrogate import CriticFree
 from vlarl.config.schema import AlgorithmConfig
-from vlarl.types import FloatArray, TrajectoryGroup
+from vlarl.types import FloatArray, Trajectory, group_members
 
 
 class Reinforce(CriticFree):
@@ -21,9 +21,9 @@ class Reinforce(CriticFree):
         """Rewards are discounted by `gamma`."""
         return options.gamma
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every step gets the rewards from it on, discounted by `gamma`."""
-        return [returns_to_go(trajectory, self.config.gamma) for group in groups for trajectory in group.trajectories]
+        return [returns_to_go(trajectory, self.config.gamma) for trajectory in trajectories]
 
 
 class ReinforcePlusPlus(Reinforce):
@@ -40,6 +40,7 @@ class ReinforceBaseline(CriticFree):
     normalization = "batch"
     lost_degrees = 1
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every decision gets its episode's return minus the mean of its group; of the batch, in groups of one."""
-        return throughout(groups, against_mean([outcomes(group, self.config.verifier_gamma) for group in groups]))
+        returns = outcomes(trajectories, self.config.verifier_gamma)
+        return throughout(trajectories, against_mean(returns, group_members(trajectories)))

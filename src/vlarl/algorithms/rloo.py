@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlarl.algorithms.advantages import leave_one_out, outcomes, throughout
+from vlarl.algorithms.advantages import by_group, leave_one_out, outcomes, throughout
 from vlarl.algorithms.surrogate import CriticFree
-from vlarl.types import FloatArray, TrajectoryGroup
+from vlarl.types import FloatArray, Trajectory
 
 
 class RLOO(CriticFree):
@@ -14,7 +14,7 @@ class RLOO(CriticFree):
 
     compares_groups = True
 
-    def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
+    def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every decision of an episode gets the episode's return minus the mean of the others."""
-        returns = [outcomes(group, self.config.verifier_gamma) for group in groups]
-        return throughout(groups, [leave_one_out(members) for members in returns])
+        returns = outcomes(trajectories, self.config.verifier_gamma)
+        return throughout(trajectories, by_group(trajectories, returns, leave_one_out))

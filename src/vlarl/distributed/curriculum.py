@@ -26,15 +26,15 @@ class CurriculumWorker:
         self._state: dict[str, Any] = {}
         self._state = self._call("state")
 
-    def get_batch(self, iteration: int) -> list[list[Task]]:
-        """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""
-        groups: list[list[Task]] = self._call("get_batch", iteration)
-        return groups
+    def get_batch(self, iteration: int) -> list[Task]:
+        """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
+        tasks: list[Task] = self._call("get_batch", iteration)
+        return tasks
 
-    def refill(self, iteration: int, first: int, count: int) -> list[list[Task]]:
-        """`count` more groups of the same iteration, numbered from `first`: the number of groups it has had so far."""
-        groups: list[list[Task]] = self._call("refill", iteration, first, count) if count else []
-        return groups
+    def refill(self, iteration: int, first: int, count: int) -> list[Task]:
+        """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
+        tasks: list[Task] = self._call("refill", iteration, first, count) if count else []
+        return tasks
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
         """Take an iteration's episodes into account; only their outcomes are sent."""

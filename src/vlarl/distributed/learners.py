@@ -42,7 +42,7 @@ from vlarl.training.learner import Learner
 from vlarl.training.prepare import load_trained_policy
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
-from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, UpdateResult
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ class Rank:
         values = self.learner.values(trajectories)
         return values if self.rank == 0 else None
 
-    def reference_logprobs(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup] | None:
-        """The groups with the reference's log-probs, and the learner's where needed; rank 0 returns them."""
-        groups = self.learner.with_reference(groups)
-        return groups if self.rank == 0 else None
+    def reference_logprobs(self, trajectories: Sequence[Trajectory]) -> list[Trajectory] | None:
+        """The trajectories with the reference's log-probs, and the learner's where needed; rank 0 returns them."""
+        scored = self.learner.with_reference(trajectories)
+        return scored if self.rank == 0 else None
 
     def use_average(self, wanted: bool) -> None:
         """Swap the averages in for the weights, or the weights back."""
@@ -175,7 +175,6 @@ class LearnerGroup:
         self.workers = list(workers)
         self.config = config
         self.policy = policy
-        self.gathered: list[TrajectoryGroup] = []
         self.version = 0
         self.kl_coef = config.kl.coef
         self.average = None if config.ema.beta is None else RankAverages(self)
@@ -228,12 +227,12 @@ class LearnerGroup:
         values: list[FloatArray] = self.call_all("values", put(list(trajectories)))
         return values
 
-    def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision, and with the learner's own if the KL is part of
-        the reward; unchanged without a reference."""
+    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with the reference's log-probs of every decision, and with the learner's own if the KL is
+        part of the reward; unchanged without a reference."""
         if self.config.kl.coef == 0:
-            return list(groups)
-        scored: list[TrajectoryGroup] = self.call_all("reference_logprobs", put(list(groups)))
+            return list(trajectories)
+        scored: list[Trajectory] = self.call_all("reference_logprobs", put(list(trajectories)))
         return scored
 
     def publish(self, engine: Engine) -> None:

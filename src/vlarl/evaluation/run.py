@@ -1,4 +1,4 @@
-"""Evaluation: how often a policy succeeds on fixed initial states. Used by the loop, by `vlarl eval` and from Python.
+"""How often a policy succeeds on fixed initial states: for the loop, for `vlarl eval` and from Python.
 
 api, cli ──► run_evaluation ──► evaluate_policy ◄── loop
               EvalLedger: every episode on disk as it ends
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -30,7 +30,7 @@ from vlarl.observability.capacity import refuse_crowd
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
 from vlarl.policies.load import checkpoint_folder, load_configured
-from vlarl.rollout.collector import Collector, Episode
+from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.engines.regression import RegressionEngine
 from vlarl.rollout.engines.torch import TorchEngine
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 
 OnResult = Callable[[EpisodeResult, int, int], None]
-"""Told of an episode as soon as it ends, of how many have ended, and of how many there are."""
+"""Called with each episode as it ends, how many have ended, and how many there are."""
 
 
 def run_evaluation(
     request: EvalRequest, folder: Path | None = None, on_result: OnResult = lambda result, done, total: None
 ) -> EvalRecord:
-    """Do what is asked. After a Ctrl-C the record holds what had ended until then, and is not complete."""
+    """Evaluate as requested. After a Ctrl-C the record holds the episodes that had ended, and is not complete."""
     if folder is not None:
         EvalDirectory.refuse_existing(folder)
     device, settings = choose_device(request.device), request.policy
@@ -66,16 +66,12 @@ def run_evaluation(
         collector = Collector(pool, policy, engine, env.retries)
         ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
 
-        def on_end(result: EpisodeResult) -> EpisodeResult:
-            kept = ledger.take(result)
-            on_result(kept, len(ledger.ended), len(tasks))
-            return kept
-
         with ledger, InterruptGuard() as guard:
             try:
-                evaluate_policy(
-                    collector, tasks, request.temperature, ledger.num_videos, lambda done: guard.check(), on_end
-                )
+                for _, result, _ in evaluate_policy(
+                    collector, tasks, request.temperature, ledger.num_videos, guard.check
+                ):
+                    on_result(ledger.take(result), len(ledger.ended), len(tasks))
             except Interrupted:
                 log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
     return ledger.record
@@ -86,43 +82,19 @@ def evaluate_policy(
     tasks: Sequence[Task],
     temperature: float,
     num_videos: int = 0,
-    on_episode: Callable[[int], None] = lambda done: None,
-    on_result: Callable[[EpisodeResult], EpisodeResult] = lambda result: result,
-    score: Callable[[list[Trajectory]], list[Trajectory]] | None = None,
-    with_images: int | None = None,
-) -> EvalResult:
-    """Run every task once and film some of them, spread over the tasks.
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, EpisodeResult, Trajectory]]:
+    """Run every task once: each episode as it ends, with the index of its task.
 
-    `on_result` is given each episode as soon as it ends, with its frames; what it returns is kept. `on_episode` is told
-    how many are done, and may raise to stop. With `score` returns are by it, and not by the environment. It is called
-    once, after all episodes, and given them without their images, since those of hundreds of episodes take memory; or
-    for every `with_images` episodes that have ended, which still have theirs then.
+    `num_videos` of the results carry the frames of their video, evenly distributed over the tasks. `check` may raise to
+    stop. Drop the trajectories when they are scored: the images of hundreds of episodes would fill the memory.
     """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
-    results: dict[int, EpisodeResult] = {}
-    unscored: dict[int, Trajectory] = {}
-
-    def pay(score: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
-        places = sorted(unscored)
-        for index, paid in zip(places, score([unscored.pop(index) for index in places]), strict=True):
-            results[index] = replace(results[index], episode_return=paid.env_return, reward_error=paid.reward_error)
-
-    def on_end(index: int, episode: Episode) -> Episode:
+    for index, episode in collector.episodes(tasks, temperature, recorded_tasks(len(tasks), num_videos), check):
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
-        told = seen[0] if seen else instructions[trajectory.task.task_id]
-        results[index] = on_result(EpisodeResult.of(trajectory, told, episode.frames))
-        if score is not None:
-            unscored[index] = trajectory if with_images else without_images(trajectory)
-            if len(unscored) == with_images:
-                pay(score)
-        # The pictures of hundreds of episodes would fill the memory, and nobody trains on them.
-        return Episode(replace(without_images(trajectory), transitions=()))
-
-    collector.collect(tasks, temperature, spread(len(tasks), num_videos), on_episode, on_end)
-    if score is not None and unscored:
-        pay(score)
-    return EvalResult(tuple(results[index] for index in range(len(tasks))))
+        instruction = seen[0] if seen else instructions[trajectory.task.task_id]
+        yield index, EpisodeResult.of(trajectory, instruction, episode.frames), trajectory
 
 
 def without_images(trajectory: Trajectory) -> Trajectory:
@@ -135,8 +107,8 @@ def without_images(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, transitions=transitions, final_observation=blank(trajectory.final_observation))
 
 
-def spread(num_tasks: int, num_videos: int) -> frozenset[int]:
-    """Places of the filmed episodes, evenly over the list."""
+def recorded_tasks(num_tasks: int, num_videos: int) -> frozenset[int]:
+    """Indices of the tasks whose video is recorded, evenly distributed over the list."""
     count = min(num_videos, num_tasks)
     return frozenset(i * num_tasks // count for i in range(count)) if count else frozenset()
 
@@ -178,7 +150,7 @@ class EvalLedger:
 
     @property
     def num_videos(self) -> int:
-        """How many episodes have to be filmed; whether one failed is known when it has ended."""
+        """How many episodes are recorded as videos; whether one failed is known only when it has ended."""
         if self._folder is None:
             return 0
         return self._videos if isinstance(self._videos, int) else len(self._tasks)
@@ -191,7 +163,7 @@ class EvalLedger:
         return EvalRecord(self._settings, len(self._tasks), result, self._folder)
 
     def take(self, result: EpisodeResult) -> EpisodeResult:
-        """Write an episode down, film and all, and return it without its frames."""
+        """Write an episode and its video to disk, and return it without its frames."""
         if self._recorder is not None:
             self._recorder.record(0, "eval", [result])
             if result.frames and not (self._videos == "failures" and result.outcome == "success"):
@@ -203,7 +175,7 @@ class EvalLedger:
 
 
 def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
-    """The episodes that a request asks for."""
+    """The episodes of a request."""
     task = request.replay
     if task is None:
         return tasks_from_states(spec, request.env.task_ids, request.init_states, request.seed)
@@ -235,7 +207,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         state for task, state in episodes if training is not None and state in training.states(spec.name, gym_env, task)
     }
     warnings = state_warnings(training, spec.name, gym_env, episodes)
-    is_known = bool(trained) or not warnings  # a checkpoint may tell of some of its training alone
+    is_known = bool(trained) or not warnings  # a checkpoint may know only some of its training
     return EvalSettings(
         checkpoint=request.checkpoint,
         fingerprint=fingerprint(checkpoint_folder(request.checkpoint)),
@@ -264,7 +236,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a checkpoint's files: their names and sizes, and samples spread over each, whatever their size."""
+    """A hash of a checkpoint's files: their names and sizes, and samples from all over each, whatever their size."""
     digest = hashlib.sha256()
     kinds = ("*.safetensors", "*.pt", "config.json", "adapter_config.json")
     found = (path for kind in kinds for path in folder.glob(kind) if path.name != "trainer.safetensors")

@@ -6,8 +6,8 @@
                  │                    ▲                                                                 │
                  └── episode ended ◄──┴─────────────────────────────────────────────────────────────────┘
 
-The slots that are ready act together in one batch, while the others still run: nobody waits for the slowest, unless the
-pool works in lock-step. A slot whose episode ended takes the next task at once. An episode whose simulator died or hung
+The slots that are ready act together in one batch, while the others still run, unless the pool works in lock-step. A
+slot whose episode ended takes the next task at once. An episode whose simulator died or hung
 is run again from its beginning; seeds follow from the task and the decision, so it becomes the same episode.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vlarl.config.words import counted
@@ -34,7 +34,7 @@ RETRIES = 3
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished trajectory, and its film if somebody asked for one."""
+    """A finished trajectory, and the frames of its video if one is recorded."""
 
     trajectory: Trajectory
     frames: tuple[UInt8Array, ...] = ()
@@ -44,7 +44,7 @@ class Episode:
 class _Waiting:
     """An episode to run."""
 
-    index: int  # place of the task in the caller's list
+    index: int  # of the task in the caller's list
     task: Task
     attempt: int = 0
 
@@ -62,7 +62,7 @@ class _Running:
     frames: list[UInt8Array] = field(default_factory=list)
 
     def note(self, outcome: ChunkOutcome) -> None:
-        """Take in what the environment answered."""
+        """Take in what the environment returned."""
         self.frames.extend(outcome.frames)
         if self.observation is not None and self.token_ids is not None and self.engine_logprobs is not None:
             self.transitions.append(
@@ -104,23 +104,22 @@ class Collector:
         self.retries = retries
         self._last_task: list[int | None] = [None] * pool.num_envs  # of each slot
 
-    def collect(
+    def episodes(
         self,
         tasks: Sequence[Task],
         temperature: float,
         record: frozenset[int] = frozenset(),
-        on_episode: Callable[[int], None] = lambda done: None,
-        on_end: Callable[[int, Episode], Episode] = lambda index, episode: episode,
-    ) -> list[Episode]:
-        """Run every task to its end and return the episodes in the order of the tasks.
+        check: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[int, Episode]]:
+        """Run every task to its end: each episode, with the index of its task, as soon as it ends.
 
-        `film` names places in `tasks` to film. `on_end` is given an episode and its place as soon as it ends; what it
-        returns is kept. `on_episode` is told how many are done, and may raise to stop.
+        `record` holds the indices of tasks whose video is recorded. `check` is called at every turn and may raise to
+        stop. An error is raised at the end where no episode could be run.
         """
         waiting = deque(_Waiting(index, task) for index, task in enumerate(tasks))
         running: dict[int, _Running] = {}
-        finished: dict[int, Episode] = {}
         ready: list[int] = []
+        num_ran = 0
         causes: list[str] = []
         while waiting or running:
             self._start(waiting, running, record)
@@ -131,32 +130,30 @@ class Collector:
                     if not (outcome.terminated or outcome.truncated):
                         ready.append(slot)
                         continue
+                    num_ran += 1
                 else:
                     causes.append(outcome.error)
                     if self._try_again(episode, outcome.error, waiting):
                         del running[slot]
                         continue
-                index = episode.started.index
-                finished[index] = on_end(index, episode.finish(outcome))
                 del running[slot]
+                yield episode.started.index, episode.finish(outcome)
             has_free_slot = waiting and len(running) < self.pool.num_envs
             if ready and not (self.pool.lockstep and has_free_slot):
                 self._decide(sorted(ready), running, temperature, record)
                 ready = []
-            on_episode(len(finished))
-        episodes = [finished[index] for index in range(len(tasks))]
-        if episodes and all(episode.trajectory.status == "crashed" for episode in episodes):
-            raise self._none_could_be_run(len(episodes), causes[0])
-        return episodes
+            check()
+        if causes and num_ran == 0:
+            raise self._none_could_be_run(len(tasks), causes[0])
 
     def _start(self, waiting: deque[_Waiting], running: dict[int, _Running], record: frozenset[int]) -> None:
         """Give waiting tasks to free slots, each one of the task that it ran last where there is one."""
         free = [slot for slot in range(self.pool.num_envs) if slot not in running][: len(waiting)]
         for slot in free:
-            place = fitting([each.task for each in waiting], self._last_task[slot], set(self._last_task))
-            running[slot] = _Running(waiting[place], self.engine.version)
-            self._last_task[slot] = waiting[place].task.task_id
-            del waiting[place]
+            chosen = fitting([each.task for each in waiting], self._last_task[slot], set(self._last_task))
+            running[slot] = _Running(waiting[chosen], self.engine.version)
+            self._last_task[slot] = waiting[chosen].task.task_id
+            del waiting[chosen]
         if free:
             tasks = [running[slot].started.task for slot in free]
             self.pool.send_reset(free, tasks, self._recorded(free, running, record))

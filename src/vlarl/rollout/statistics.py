@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vlarl.types import Trajectory, TrajectoryGroup
+from vlarl.types import Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
@@ -43,9 +43,9 @@ def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return means | {f"reward/{name}/std": float(np.std(values)) for name, values in by_part.items()}
 
 
-def staleness_metrics(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, float]:
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
     """How many updates the learner, at `version`, is ahead of the weights that decided; empty without decisions."""
-    ages = [version - t.version for group in groups for member in group.trajectories for t in member.transitions]
+    ages = [version - t.version for trajectory in trajectories for t in trajectory.transitions]
     if not ages:
         return {}
     return {"train/staleness_mean": sum(ages) / len(ages), "train/staleness_max": float(max(ages))}

@@ -28,12 +28,12 @@ def derive_seed(*values: int) -> int:
 class Sampler(Protocol):
     """Samples tasks, in this process or as a worker of a cluster."""
 
-    def get_batch(self, iteration: int) -> list[list[Task]]:
-        """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""
+    def get_batch(self, iteration: int) -> list[Task]:
+        """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
         ...
 
-    def refill(self, iteration: int, first: int, count: int) -> list[list[Task]]:
-        """`count` more groups of the same iteration, numbered from `first`: the number of groups it has had so far."""
+    def refill(self, iteration: int, first: int, count: int) -> list[Task]:
+        """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
         ...
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
@@ -69,12 +69,12 @@ class TaskSampler:
         self.states = training_states(spec, config.env.protocol)
         self.curriculum = Curriculum(config.curriculum, self.task_ids)
 
-    def get_batch(self, iteration: int) -> list[list[Task]]:
-        """The iteration's groups: each the same task and initial state `group_size` times, with different seeds."""
+    def get_batch(self, iteration: int) -> list[Task]:
+        """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
         return self._groups(iteration, 0, self.num_groups)
 
-    def refill(self, iteration: int, first: int, count: int) -> list[list[Task]]:
-        """`count` more groups of the same iteration, numbered from `first`: the number of groups it has had so far."""
+    def refill(self, iteration: int, first: int, count: int) -> list[Task]:
+        """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
         return self._groups(iteration, first, count) if count else []
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
@@ -110,15 +110,16 @@ class TaskSampler:
         }
         return {"suite": self.spec.name, "mode": self.curriculum.config.mode, "tasks": tasks}
 
-    def _groups(self, iteration: int, first: int, count: int) -> list[list[Task]]:
-        """Groups `first` to `first + count - 1` of an iteration."""
+    def _groups(self, iteration: int, first: int, count: int) -> list[Task]:
+        """Tasks of the groups `first` to `first + count - 1` of an iteration."""
         entropy = [self.seed, _TASK_ORDER, iteration] + ([first] if first else [])
         rng = np.random.default_rng(np.random.SeedSequence(entropy))
         order = self._order(count, rng)
         states = rng.choice(self.states, size=count)
         return [
-            [self._task(iteration, group, member, int(task_id), int(state)) for member in range(self.group_size)]
+            self._task(iteration, group, member, int(task_id), int(state))
             for group, task_id, state in zip(range(first, first + count), order, states, strict=True)
+            for member in range(self.group_size)
         ]
 
     def _order(self, count: int, rng: np.random.Generator) -> IntArray:
@@ -131,7 +132,7 @@ class TaskSampler:
 
     def _task(self, iteration: int, group: int, member: int, task_id: int, state: int) -> Task:
         seed = derive_seed(self.seed, _ROLLOUT, iteration, group, member)
-        return Task(self.spec.name, task_id, state, seed, group, member)
+        return Task(self.spec.name, task_id, state, seed, group, member, self.group_size, iteration)
 
 
 def evaluation_tasks(

@@ -1,15 +1,14 @@
-"""The memory of a run: counters, metrics, episodes, films, checkpoints, status and display.
+"""The memory of a run: counters, metrics, episodes, videos, checkpoints, status and display.
 
-The loop says what happened; the session writes it into the run directory, and knows where a resumed run goes on.
+The loop says what happened; the session writes it into the run directory, and knows where a resumed run continues.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,7 +17,6 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
-from vlarl.config.derive import total_iterations
 from vlarl.config.paths import brief
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import resumable_checkpoints
@@ -37,6 +35,7 @@ from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.run.schedule import Schedule
 from vlarl.training.base import Store, Trainer
 from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
@@ -78,6 +77,7 @@ class Session:
         """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
         it away again if it can't begin; `opening`: lines to show first."""
         self.config = config
+        self.schedule = Schedule(config)
         self._lock = lock
         self.trace = trace
         self._created = created
@@ -123,7 +123,9 @@ class Session:
                 sinks.append(self._wandb())
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
-            self.progress = stack.enter_context(Progress(self.total_iterations, start=self.state.iteration))
+            self.progress = stack.enter_context(
+                Progress(self.schedule.total_iterations(self.state), start=self.state.iteration)
+            )
             self.guard = stack.enter_context(InterruptGuard(self.progress.note))
             self._write_status("running")
             for line in self._opening:
@@ -221,51 +223,14 @@ class Session:
         )
 
     @property
-    def finished(self) -> bool:
-        """Whether the run has had all its iterations, or all its environment steps."""
-        limit, budget = self.config.run.iterations, self.config.run.total_env_steps
-        return (limit is not None and self.state.iteration >= limit) or (
-            budget is not None and self.state.env_steps >= budget
-        )
-
-    @property
-    def total_iterations(self) -> int:
-        """How many iterations the run takes, as far as its environment steps tell by now."""
-        done = self.state.iteration
-        return total_iterations(self.config, done, self.state.env_steps) or done + 1
-
-    @property
-    def iterations_ahead(self) -> Iterable[int]:
-        """The iterations that are left; without end where environment steps end the run."""
-        following = self.state.iteration + 1
-        limit = self.config.run.iterations
-        return itertools.count(following) if limit is None else range(following, limit + 1)
-
-    @property
     def is_new(self) -> bool:
-        """Whether nothing has been learnt yet."""
+        """Whether no iteration has been counted yet."""
         return self.state.iteration == 0
 
     @property
     def unfinished(self) -> dict[str, float]:
         """The row of the iteration that an earlier session updated in and failed to finish; empty where it did not."""
         return self.state.unfinished
-
-    @property
-    def evaluation_due(self) -> bool:
-        """Whether the iteration that was just counted ends with an evaluation."""
-        interval = self.config.eval.interval
-        return self.finished or (interval > 0 and self.state.iteration % interval == 0)
-
-    @property
-    def update_due(self) -> bool:
-        """Whether enough rollouts are gathered to learn from; at the end, whatever is there."""
-        return self.finished or self.state.iteration % self.config.optim.rollouts_per_update == 0
-
-    @property
-    def videos_due(self) -> int:
-        """How many episodes of the evaluation at hand are filmed: some of the first one and of the last one."""
-        return self.config.eval.videos if self.is_new or self.finished else 0
 
     def stopwatch(self, track: str = "loop") -> Stopwatch:
         """Measures what is no part of the iteration at hand, and draws it on the timeline."""
@@ -283,15 +248,6 @@ class Session:
         """The number of the iteration that begins now; it counts once its rollout is recorded."""
         self._watch, self._iteration_started = self.stopwatch(), time.monotonic()
         return self.state.iteration + 1
-
-    def watch_rollout(self, total: int) -> Callable[[int], None]:
-        """What the collector tells about its progress; stops the rollout when the user asked to."""
-
-        def on_episode(done: int) -> None:
-            self.guard.check()
-            self.progress.rollout(done, total)
-
-        return on_episode
 
     def record_rollout(self, rollout: Rollout) -> dict[str, float]:
         """Note the episodes and the curriculum down, and keep the policy that earned them if none did better.
@@ -340,7 +296,7 @@ class Session:
 
         `metrics` are its row so far. A resumed run makes the evaluation that is due and completes the row.
         """
-        if not self.learner.gathered:
+        if self.schedule.update_due(self.state):
             self._resumable = replace(self.state, unfinished=metrics)
 
     def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
@@ -383,7 +339,7 @@ class Session:
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Write the iteration's row, then its checkpoint if one is due: what the checkpoint counts is on disk."""
-        iteration, interval = self.state.iteration, self.config.checkpoint.interval
+        iteration = self.state.iteration
         now = time.monotonic()
         times = self._watch.seconds | {"iteration": now - self._iteration_started, "total": now - self._started}
         row = metrics | {f"time/{name}": seconds for name, seconds in times.items()}
@@ -392,14 +348,14 @@ class Session:
         self.metrics.log(iteration, row)
         self.state = replace(self.state, unfinished={})
         if iteration > 0:
-            self.progress.expect(self.total_iterations)
+            self.progress.expect(self.schedule.total_iterations(self.state))
             self.progress.iteration(iteration, row)
-        if not self.learner.gathered:
+        if self.schedule.update_due(self.state):
             self._resumable = replace(self.state)
-        if self.finished:
+        if self.schedule.finished(self.state):
             self.store.save("final", self.learner, self.state)
             self._saved = iteration
-        elif interval > 0 and self._resumable.iteration // interval > self._saved // interval:
+        elif self.schedule.checkpoint_due(self._resumable.iteration, self._saved):
             self.save_checkpoint()
         self._write_status("running")
         self.callbacks.iteration(IterationRecord(iteration, row, self.directory.path))
@@ -422,7 +378,7 @@ class Session:
         return RunSummary(self.directory.path, before, after, report, self.interrupted)
 
     def _write_status(self, state: RunState, message: str = "") -> None:
-        self.directory.write_status(state, self.state.iteration, self.total_iterations, message)
+        self.directory.write_status(state, self.state.iteration, self.schedule.total_iterations(self.state), message)
 
 
 def _is_of_learner(error: BaseException | None) -> bool:

@@ -11,7 +11,7 @@ from vlarl.config.schema import Config
 from vlarl.policies.base import Policy
 from vlarl.rollout.engines.base import Engine
 from vlarl.training.state import TrainerState
-from vlarl.types import FloatArray, TrainBatch, Trajectory, TrajectoryGroup, UpdateResult
+from vlarl.types import FloatArray, TrainBatch, Trajectory, UpdateResult
 
 
 class Average(Protocol):
@@ -27,7 +27,6 @@ class Trainer(Protocol):
 
     policy: Policy
     config: Config
-    gathered: list[TrajectoryGroup]  # of rollouts that wait for the others of their update
 
     @property
     def version(self) -> int:
@@ -57,9 +56,9 @@ class Trainer(Protocol):
         """The critic's values [T+1, V] of each trajectory, the last observation included."""
         ...
 
-    def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
-        of the reward; as they are where there is no reference."""
+    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
+        part of the reward; as they are where there is no reference."""
         ...
 
     def publish(self, engine: Engine) -> None:

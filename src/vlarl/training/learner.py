@@ -63,7 +63,6 @@ from vlarl.types import (
     Observation,
     TrainBatch,
     Trajectory,
-    TrajectoryGroup,
     Transition,
     UpdateResult,
 )
@@ -93,7 +92,6 @@ class Learner:
         self.sharded = sharding.mode != "none"
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
-        self.gathered: list[TrajectoryGroup] = []  # of rollouts that wait for the others of their update
         remove_dropout(policy)
         self.critic = build_critic(policy, algorithm, config)  # None: a head of the policy, or not needed
         if self.sharded:  # from here on: what follows keeps and moves each rank's part
@@ -158,12 +156,12 @@ class Learner:
         return np.split(np.concatenate(parts), ends[:-1])
 
     @torch.no_grad()
-    def with_reference(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """The groups with the reference's log-probs of every decision, and with the learner's own where the KL is part
-        of the reward; as they are where there is no reference."""
+    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
+        part of the reward; as they are where there is no reference."""
         if self.reference is None:
-            return list(groups)
-        transitions = [t for group in groups for trajectory in group.trajectories for t in trajectory.transitions]
+            return list(trajectories)
+        transitions = [t for trajectory in trajectories for t in trajectory.transitions]
 
         def logprobs(some: Sequence[Transition]) -> FloatArray:
             inputs = self.policy.process([t.observation for t in some]).to(self.device)
@@ -178,7 +176,7 @@ class Learner:
         with self.reference.in_place():
             ref_logprobs = scored()
         learner_logprobs = scored() if self.config.kl.place == "reward" else None
-        return with_logprobs(groups, ref_logprobs, learner_logprobs)
+        return with_logprobs(trajectories, ref_logprobs, learner_logprobs)
 
     def _in_pieces(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
         """What `work` makes of all items, as many at a time as a pass takes; every rank does its share."""

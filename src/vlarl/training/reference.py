@@ -21,7 +21,7 @@ from vlarl.policies.load import checkpoint_folder, load_configured
 from vlarl.policies.openvla.adapters import is_adapter
 from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights
-from vlarl.types import FloatArray, Trajectory, TrajectoryGroup
+from vlarl.types import FloatArray, Trajectory
 
 
 class Reference:
@@ -45,7 +45,7 @@ def reference_here(policy: Policy, config: Config) -> Reference:
 
 
 def reference_at_start(policy: Policy, config: Config, device: torch.device) -> Reference:
-    """The same for a run that goes on: what it started from is read again, since the policy has learnt since."""
+    """The same for a resumed run: what it started from is read again, since the policy has been trained since."""
     if policy.has_adapter and not starts_from_adapter(config):
         return Reference(policy, None)
     settings, trained = config.policy, trained_weights(policy)
@@ -55,24 +55,24 @@ def reference_at_start(policy: Policy, config: Config, device: torch.device) -> 
 
 
 def starts_from_adapter(config: Config) -> bool:
-    """Whether training goes on with adapters that were trained before."""
+    """Whether training continues with adapters that were trained before."""
     return config.lora.adapter is not None or is_adapter(checkpoint_folder(config.policy.path))
 
 
 def with_logprobs(
-    groups: Sequence[TrajectoryGroup], reference: Sequence[FloatArray], learner: Sequence[FloatArray] | None
-) -> list[TrajectoryGroup]:
-    """The groups with log-probs [K*D] of each of their decisions in order: the reference's, and maybe the learner's."""
+    trajectories: Sequence[Trajectory], reference: Sequence[FloatArray], learner: Sequence[FloatArray] | None
+) -> list[Trajectory]:
+    """The trajectories with log-probs [K*D] of their decisions in order: the reference's, and maybe the learner's."""
     rows = zip(reference, repeat(None) if learner is None else learner, strict=learner is not None)
 
-    def noted(trajectory: Trajectory) -> Trajectory:
+    def annotated(trajectory: Trajectory) -> Trajectory:
         scored = ((t, *next(rows)) for t in trajectory.transitions)
         return replace(
             trajectory,
             transitions=tuple(replace(t, ref_logprobs=ref, learner_logprobs=own) for t, ref, own in scored),
         )
 
-    return [replace(group, trajectories=tuple(map(noted, group.trajectories))) for group in groups]
+    return [annotated(trajectory) for trajectory in trajectories]
 
 
 def reference_kl(trajectory: Trajectory, estimator: str) -> FloatArray:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes.groups import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -29,7 +30,7 @@ from vlarl.algorithms.advantages import (
     whiten,
 )
 from vlarl.config.schema import Config
-from vlarl.types import TrajectoryGroup
+from vlarl.types import group_members
 
 COMPARING = ["grpo", "rloo", "group_norm", "cpgd", "reinforce_baseline"]
 
@@ -52,9 +53,8 @@ def test_one_left_out_is_compared_with_the_mean_of_the_others():
 
 
 def test_a_baseline_is_the_groups_mean_and_for_single_episodes_the_batchs():
-    first, second = against_mean([np.float32([3, 1]), np.float32([5])])
-    np.testing.assert_allclose(first, [1, -1])
-    np.testing.assert_allclose(second, [2])  # the batch's mean is 3
+    advantages = against_mean(np.float32([3, 5, 1]), [np.array([0, 2]), np.array([1])])
+    np.testing.assert_allclose(advantages, [1, 2, -1])  # the batch's mean is 3
 
 
 def test_a_group_of_one_has_mean_zero_and_deviation_one():
@@ -77,7 +77,7 @@ def test_permuting_a_group_permutes_its_advantages(returns, random):
         lambda r: group_relative(r, True),
         lambda r: group_relative(r, False),
         leave_one_out,
-        lambda r: against_mean([r])[0],
+        lambda r: against_mean(r, [np.arange(len(r))]),
     ):
         np.testing.assert_allclose(estimator(returns[order]), estimator(returns)[order], atol=1e-5, rtol=1e-4)
 
@@ -87,51 +87,63 @@ def test_permuting_a_group_permutes_its_advantages(returns, random):
 def test_equal_returns_have_no_advantage(value, size):
     returns = np.full(size, value, dtype=np.float32)
     assert not returns_differ(returns)
-    for advantages in (group_relative(returns, False), leave_one_out(returns), against_mean([returns])[0]):
+    for advantages in (
+        group_relative(returns, False),
+        leave_one_out(returns),
+        against_mean(returns, [np.arange(size)]),
+    ):
         np.testing.assert_allclose(advantages, 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_groups_that_ended_alike_are_left_out_whatever_the_kl(trajectory, name):
-    alike = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 1]])))
-    good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
-    ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.7, 0.2, 0.3)]
+def test_groups_that_ended_alike_are_left_out(trajectory, name):
+    *alike, good, bad = trajectories = flat(
+        (trajectory([[0, 1]]), trajectory([[0, 1]])), (trajectory([[0, 1]]), trajectory([[0, 0]]))
+    )
+    ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.2, 0.3)]
     estimator = algorithm(name)
-    assert not estimator.has_learning_signal(alike) and estimator.estimate([alike], None, ref_kl[:2], 0.5) == []
-    estimates = estimator.estimate([alike, TrajectoryGroup((good, bad))], None, ref_kl, 0.01)
+    assert not estimator.has_learning_signal(alike) and estimator.with_learning_signal(alike) == []
+    kept = estimator.with_learning_signal(trajectories)
+    assert kept == [good, bad]
+    estimates = estimator.estimate(kept, None, ref_kl, 0.01)
     assert [e.trajectory for e in estimates] == [good, bad]
     assert estimates[0].advantages[0, 0] > 0 > estimates[1].advantages[0, 0]
 
 
+def test_groups_of_several_rollouts_are_kept_apart(trajectory):
+    """Two iterations have a group 0 each: in one list they are two groups, whose members may be anywhere in it."""
+    won, lost = trajectory([[0, 1]]), trajectory([[0, 0]])
+    first = flat((won, won))
+    second = [replace(t, task=replace(t.task, iteration=1)) for t in flat((won, lost))]
+    mixed = [first[0], second[0], first[1], second[1]]
+    assert [members.tolist() for members in group_members(mixed)] == [[0, 2], [1, 3]]
+    assert algorithm().with_learning_signal(mixed) == second
+    advantages = algorithm(normalize_std=False).estimate(mixed, None)
+    assert [float(e.advantages[0, 0]) for e in advantages] == [0, 0.5, 0, -0.5]
+
+
 @pytest.mark.parametrize("name", COMPARING)
 def test_what_is_left_of_a_group_has_nothing_to_be_compared_with(trajectory, name):
-    """One of three survived; it leaves the batch, and the other group's advantages are what they are without it."""
-    left = TrajectoryGroup((trajectory([[0, 5]]),), num_left_out=2)
-    good, bad = trajectory([[0, 1]]), trajectory([[0, 0]])
-    pair = TrajectoryGroup((good, bad), num_left_out=1)  # two that differ can be compared, whoever is missing
+    """One of three survived: it leaves the batch. Two of three that differ can be compared."""
+    left, *pair = trajectories = flat(
+        (trajectory([[0, 5]]),), (trajectory([[0, 1]]), trajectory([[0, 0]])), sizes=(3, 3)
+    )
     estimator = algorithm(name)
-    assert not estimator.has_learning_signal(left) and estimator.has_learning_signal(pair)
-    assert estimator.estimate([left], None) == []
-    ref_kl = [np.full((1, 14), k, dtype=np.float32) for k in (0.1, 0.2, 0.3)]
-    for penalty in (None, ref_kl):
-        together = estimator.estimate([left, pair], None, penalty, 0.01)
-        alone = estimator.estimate([pair], None, penalty and penalty[1:], 0.01)
-        assert [e.trajectory for e in together] == [good, bad]
-        for mine, theirs in zip(together, alone, strict=True):
-            np.testing.assert_array_equal(mine.advantages, theirs.advantages)
+    assert not estimator.has_learning_signal([left]) and estimator.has_learning_signal(pair)
+    assert estimator.with_learning_signal(trajectories) == pair
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_a_group_that_was_asked_for_with_one_member_keeps_it(trajectory, name):
-    single = TrajectoryGroup((trajectory([[0, 5]]),))
-    assert algorithm(name).has_learning_signal(single) and len(algorithm(name).estimate([single], None)) == 1
+def test_a_configured_group_of_one_keeps_its_member(trajectory, name):
+    single = flat((trajectory([[0, 5]]),))
+    assert algorithm(name).with_learning_signal(single) == single and len(algorithm(name).estimate(single, None)) == 1
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
-def test_methods_that_compare_nothing_learn_from_what_is_left(trajectory, name):
-    left = TrajectoryGroup((trajectory([[0, 1]]),), num_left_out=3)
+def test_methods_that_compare_nothing_are_trained_on_what_is_left(trajectory, name):
+    left = flat((trajectory([[0, 1]]),), sizes=(4,))
     values = [np.zeros((2, 1), dtype=np.float32)] if name == "ppo" else None
-    assert algorithm(name).has_learning_signal(left) and len(algorithm(name).estimate([left], values)) == 1
+    assert algorithm(name).with_learning_signal(left) == left and len(algorithm(name).estimate(left, values)) == 1
 
 
 @pytest.mark.parametrize("level", ["chunk", "step", "token"])
@@ -141,17 +153,17 @@ def test_success_on_the_last_step_before_the_time_limit_is_not_bootstrapped(traj
     won = replace(trajectory([[0, 1]], action_dim=2, terminated=True, success=True), truncated=True)
     late = trajectory([[0, 1]], action_dim=2)
     ppo = algorithm("ppo", gamma=0.5, gae_lambda=0.0, gae_level=level, normalize_advantages="none")
-    (estimate,) = ppo.estimate([TrajectoryGroup((won,))], [np.float32(values)])
+    (estimate,) = ppo.estimate([won], [np.float32(values)])
     assert float(estimate.advantages[0, -1]) == {"chunk": 0.5 - 1, "step": 0.0, "token": 0.0}[level]
-    (cut,) = ppo.estimate([TrajectoryGroup((late,))], [np.float32(values)])
+    (cut,) = ppo.estimate([late], [np.float32(values)])
     assert float(cut.advantages[0, -1]) > 1e5, "only the time limit: the last value stands for the rest"
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "ppo"])
-def test_others_learn_from_every_episode(trajectory, name):
-    alike = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 1]])))
+def test_others_are_trained_on_every_episode(trajectory, name):
+    alike = flat((trajectory([[0, 1]]), trajectory([[0, 1]])))
     values = [np.zeros((2, 1), dtype=np.float32)] * 2 if name == "ppo" else None
-    assert len(algorithm(name).estimate([alike], values)) == 2
+    assert algorithm(name).with_learning_signal(alike) == alike and len(algorithm(name).estimate(alike, values)) == 2
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -161,34 +173,34 @@ def test_without_a_single_episode_there_is_nothing_to_learn_from(name):
 
 def test_grpo_gives_every_decision_its_episodes_advantage(trajectory):
     good, bad = trajectory([[0, 0], [0, 1]], success=True), trajectory([[0, 0], [0, 0], [0, 0]])
-    first, second = algorithm().estimate([TrajectoryGroup((good, bad))], None)
+    first, second = algorithm().estimate(flat((good, bad)), None)
     np.testing.assert_allclose(first.advantages, [[0.7071]] * 2, atol=1e-4)
     np.testing.assert_allclose(second.advantages, [[-0.7071]] * 3, atol=1e-4)
     assert first.returns is None and first.values is None
 
 
 def test_rloo_and_baseline_by_hand(trajectory):
-    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1], [0]]), trajectory([[2]])))
-    rloo = algorithm("rloo").estimate([group], None)
+    group = flat((trajectory([[3]]), trajectory([[1], [0]]), trajectory([[2]])))
+    rloo = algorithm("rloo").estimate(group, None)
     assert [e.advantages.tolist() for e in rloo] == [[[1.5]], [[-1.5], [-1.5]], [[0]]]
-    centred = algorithm("reinforce_baseline", normalize_advantages="none").estimate([group], None)
+    centred = algorithm("reinforce_baseline", normalize_advantages="none").estimate(group, None)
     assert [e.advantages.tolist() for e in centred] == [[[1]], [[-1], [-1]], [[0]]]
     # Four steps hold 1, -1, -1 and 0: mean -1/4, and the unbiased variance is (3 - 4/16) / 3.
-    normalized = algorithm("reinforce_baseline").estimate([group], None)
+    normalized = algorithm("reinforce_baseline").estimate(group, None)
     np.testing.assert_allclose(normalized[0].advantages, [[1.25 / (2.75 / 3) ** 0.5]], rtol=1e-5)
 
 
 def test_cpgd_has_grpos_advantages(trajectory):
-    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
-    equal = algorithm("cpgd", normalize_std=False).estimate([group], None)
+    group = flat((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
+    equal = algorithm("cpgd", normalize_std=False).estimate(group, None)
     assert [float(e.advantages[0, 0]) for e in equal] == [1, -1, 0]
-    by_deviation = algorithm("cpgd").estimate([group], None)
+    by_deviation = algorithm("cpgd").estimate(group, None)
     np.testing.assert_allclose([e.advantages[0, 0] for e in by_deviation], [1, -1, 0], atol=1e-5)
 
 
 def test_group_norm_discounts_the_outcome_back(trajectory):
-    group = TrajectoryGroup((trajectory([[0, 0], [1, 0]], num_executed=[2, 1]), trajectory([[0, 0]])))
-    good, bad = algorithm("group_norm", normalize_std=False, gamma=0.5).estimate([group], None)
+    group = flat((trajectory([[0, 0], [1, 0]], num_executed=[2, 1]), trajectory([[0, 0]])))
+    good, bad = algorithm("group_norm", normalize_std=False, gamma=0.5).estimate(group, None)
     np.testing.assert_allclose(good.advantages, [[0.125, 0.25], [0.5, 0]])  # the last step was not executed
     np.testing.assert_allclose(bad.advantages, [[-0.25, -0.5]])
 
@@ -196,13 +208,13 @@ def test_group_norm_discounts_the_outcome_back(trajectory):
 def test_reinforce_pays_each_step_what_followed(trajectory):
     episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1])
     np.testing.assert_allclose(returns_to_go(episode, 0.5), [[1 + 1 + 1, 2 + 2], [4, 0]])
-    (estimate,) = algorithm("reinforce", gamma=0.5).estimate([TrajectoryGroup((episode,))], None)
+    (estimate,) = algorithm("reinforce", gamma=0.5).estimate([episode], None)
     np.testing.assert_allclose(estimate.advantages, [[3, 4], [4, 0]])
 
 
 def test_reinforce_pp_normalises_what_followed_over_the_batch(trajectory):
-    group = TrajectoryGroup((trajectory([[0, 1]]), trajectory([[0, 7]], num_executed=[1])))
-    first, second = algorithm("reinforce_pp", gamma=1.0).estimate([group], None)
+    group = flat((trajectory([[0, 1]]), trajectory([[0, 7]], num_executed=[1])))
+    first, second = algorithm("reinforce_pp", gamma=1.0).estimate(group, None)
     # Executed steps hold 1, 1 and 0: mean 2/3, unbiased deviation sqrt(1/3).
     np.testing.assert_allclose(first.advantages, [[1 / 3 * 3**0.5] * 2], rtol=1e-5)
     np.testing.assert_allclose(second.advantages, [[-2 / 3 * 3**0.5, 0]], rtol=1e-5)
@@ -214,22 +226,22 @@ def test_a_discounted_outcome_counts_executed_steps(trajectory):
     assert discounted_return(late, 0.5) == pytest.approx(0.125)
     assert discounted_return(cut, 0.5) == pytest.approx(0.25)
     assert discounted_return(late, 1.0) == 1.0
-    np.testing.assert_allclose(outcomes(TrajectoryGroup((late, cut)), 0.5), [0.125, 0.25])
+    np.testing.assert_allclose(outcomes([late, cut], 0.5), [0.125, 0.25])
 
 
 def test_with_a_discount_the_sooner_success_is_the_better_one(trajectory):
-    group = TrajectoryGroup((trajectory([[0.0, 1.0]]), trajectory([[0.0, 0.0], [0.0, 1.0]])))
-    assert algorithm(verifier_gamma=1.0).estimate([group], None) == []
-    sooner, later = algorithm(verifier_gamma=0.9).estimate([group], None)
+    group = flat((trajectory([[0.0, 1.0]]), trajectory([[0.0, 0.0], [0.0, 1.0]])))
+    assert algorithm(verifier_gamma=1.0).with_learning_signal(group) == []
+    sooner, later = algorithm(verifier_gamma=0.9).estimate(group, None)
     half = 0.5**0.5  # two values lie half their distance from their mean, and their deviation is that times sqrt 2
     np.testing.assert_allclose(sooner.advantages, [[half]], rtol=1e-4)
     np.testing.assert_allclose(later.advantages, [[-half], [-half]], rtol=1e-4)
 
 
 def test_one_advantage_an_episode_is_the_same_at_every_decision(trajectory):
-    group = TrajectoryGroup((trajectory([[0], [0]]), trajectory([[0]])))
-    spread = throughout([group], [np.float32([2, 3])])
-    assert [a.tolist() for a in spread] == [[[2], [2]], [[3]]]
+    group = flat((trajectory([[0], [0]]), trajectory([[0]])))
+    advantages = throughout(group, np.float32([2, 3]))
+    assert [a.tolist() for a in advantages] == [[[2], [2]], [[3]]]
 
 
 def test_a_chunk_is_one_long_step(trajectory):
@@ -316,7 +328,7 @@ def test_ppo_normalises_over_executed_steps_and_keeps_targets_unnormalised(traje
     ]
     values = [np.float32([[0.1], [0.2], [5.0]]), np.float32([[0.3], [-0.1], [0.4]])]
     ppo = algorithm("ppo", gamma=0.9, gae_lambda=0.7)
-    estimates = ppo.estimate([TrajectoryGroup((e,)) for e in episodes], values)
+    estimates = ppo.estimate(episodes, values)
     raw = [trajectory_gae(e, v, "chunk", 0.9, 0.7) for e, v in zip(episodes, values, strict=True)]
     by_step = np.concatenate([[raw[0][0, 0]] * 2 + [raw[0][1, 0]], np.repeat(raw[1], 2)])  # a step counts, not a chunk
     for estimate, a, v in zip(estimates, raw, values, strict=True):
@@ -350,14 +362,14 @@ def test_whitening_of_equal_numbers_is_zero_and_not_infinite():
 
 
 def test_advantages_are_normalised_and_bounded_as_asked(trajectory):
-    group = TrajectoryGroup((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
+    group = flat((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
 
     def of(**options):
-        return [float(e.advantages[0, 0]) for e in algorithm("rloo", **options).estimate([group], None)]
+        return [float(e.advantages[0, 0]) for e in algorithm("rloo", **options).estimate(group, None)]
 
     assert of() == [1.5, -1.5, 0] and of(advantage_clamp=1.0) == [1, -1, 0]
     np.testing.assert_allclose(of(normalize_advantages="scale"), [1.5**0.5, -(1.5**0.5), 0], rtol=1e-5)
-    singles = [TrajectoryGroup((t,)) for t in group.trajectories]
+    singles = flat(*((t,) for t in group))
     returns = [e.advantages[0, 0] for e in algorithm("reinforce", normalize_advantages="batch").estimate(singles, None)]
     np.testing.assert_allclose(returns, [1.5**0.5, -(1.5**0.5), 0], atol=1e-5)
 
@@ -365,12 +377,12 @@ def test_advantages_are_normalised_and_bounded_as_asked(trajectory):
 def test_the_kl_of_a_step_is_taken_off_its_reward(trajectory):
     episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1], action_dim=2)
     ref_kl = np.float32([[0.1, 0.2, -0.3, 0.4], [1.0, 1.0, 0.0, 0.0]])
-    (group,) = penalize([TrajectoryGroup((episode,))], [ref_kl], 0.5)
-    rewards = [t.rewards for t in group.trajectories[0].transitions]
+    (penalized,) = penalize([episode], [ref_kl], 0.5)
+    rewards = [t.rewards for t in penalized.transitions]
     np.testing.assert_allclose(rewards, [[1 - 0.15, 2 - 0.05], [4 - 1, 0]], rtol=1e-6)
-    (estimate,) = algorithm("reinforce", gamma=1.0).estimate([TrajectoryGroup((episode,))], None, [ref_kl], 0.5)
+    (estimate,) = algorithm("reinforce", gamma=1.0).estimate([episode], None, [ref_kl], 0.5)
     np.testing.assert_allclose(estimate.advantages, [[5.8, 4.95], [3, 0]], rtol=1e-6)
-    assert estimate.trajectory is episode  # what was paid stays what was paid
+    assert estimate.trajectory is episode  # its own rewards stay as they are
 
 
 def test_an_outcome_discounted_back_ends_at_the_last_executed_step(trajectory):

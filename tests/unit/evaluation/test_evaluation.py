@@ -1,10 +1,8 @@
 """Evaluation: by a collector written by hand, and with a small policy on the tabletop."""
 
-import gc
 import json
 import shutil
 import signal
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +20,9 @@ from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 from vlarl.evaluation.record import read_record
 from vlarl.evaluation.request import eval_request
-from vlarl.evaluation.run import EvalLedger, evaluate_policy, fingerprint, run_evaluation, spread
+from vlarl.evaluation.run import EvalLedger, evaluate_policy, fingerprint, recorded_tasks, run_evaluation
+from vlarl.interrupt import Interrupted
 from vlarl.policies.load import checkpoint_folder
-from vlarl.rewards.base import reward_at_end
 from vlarl.rollout.collector import Episode
 from vlarl.types import EpisodeResult, EvalResult, Task
 
@@ -38,89 +36,55 @@ class FakeCollector:
     def __init__(self, trajectory: Callable, crash: Sequence[int] = ()) -> None:
         self.pool = SimpleNamespace(spec=SPEC)
         self.trajectory, self.crash = trajectory, crash
-        self.kept: list[Episode] = []
         self.record: frozenset[int] = frozenset()
 
-    def collect(self, tasks, temperature, record, on_episode, on_end):
+    def episodes(self, tasks, temperature, record, check):
         self.record = record
         for index in reversed(range(len(tasks))):
             i = tasks[index].task_id
             whole = replace(self.trajectory([[0.0], [1.0]], success=i % 2 == 0), task=tasks[index], num_retries=i)
             ended = replace(whole, status="crashed", transitions=()) if i in self.crash else whole
-            self.kept.append(on_end(index, Episode(ended, FRAMES if index in record else ())))
-            on_episode(len(self.kept))
-        return self.kept[::-1]
+            yield index, Episode(ended, FRAMES if index in record else ())
+            check()
 
 
 TASKS = [Task("fake", i, 1, seed=i) for i in range(3)]
 
 
-def test_results_are_in_the_order_of_the_tasks_and_crashes_are_counted_apart(trajectory):
-    done: list[int] = []
-    result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append)
-    assert [(e.instruction, e.outcome, e.num_retries) for e in result.episodes] == [
-        ("open the drawer", "success", 0),  # as the policy was told
+def test_each_episode_comes_as_it_ends_with_the_index_of_its_task(trajectory):
+    ended = list(evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0))
+    assert [index for index, _, _ in ended] == [2, 1, 0]
+    assert [(e.instruction, e.outcome, e.num_retries) for _, e, _ in ended] == [
+        ("do 2", "crashed", 2),  # before the policy was given an instruction
         ("open the drawer", "failure", 1),
-        ("do 2", "crashed", 2),  # before it was told anything
+        ("open the drawer", "success", 0),  # as the policy was given it
     ]
+    assert [trajectory.task for _, _, trajectory in ended] == TASKS[::-1]
+    result = EvalResult(tuple(episode for _, episode, _ in ended))
     assert (result.won, result.success_rate, result.num_crashed) == (1, 0.5, 1)
-    assert (result.mean_length, result.mean_return, done) == (2.0, 1.0, [1, 2, 3])
+    assert (result.mean_length, result.mean_return) == (2.0, 1.0)
     assert result.per_task() == {0: (1, 1), 1: (0, 1), 2: (0, 0)}
 
 
-def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
-    seen: list[tuple[int, int]] = []
-
-    def on_result(result: EpisodeResult) -> EpisodeResult:
-        seen.append((result.task.task_id, len(result.frames)))
-        return replace(result, frames=())
-
+def test_recorded_episodes_come_with_their_frames(trajectory):
     collector = FakeCollector(trajectory)
-    result = evaluate_policy(collector, TASKS, 0.0, num_videos=2, on_result=on_result)
-    assert collector.record == {0, 1} and seen == [(2, 0), (1, 2), (0, 2)]
-    assert all(e.frames == () for e in result.episodes)
-    assert all(k.frames == () and k.trajectory.transitions == () for k in collector.kept)
-    assert all(k.trajectory.final_observation.images.size == 0 for k in collector.kept)
-    recorded = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, num_videos=3)
-    assert [len(e.frames) for e in recorded.episodes] == [2, 2, 2], "the loop films from what is returned"
+    ended = list(evaluate_policy(collector, TASKS, 0.0, num_videos=2))
+    assert collector.record == {0, 1} and [(i, len(e.frames)) for i, e, _ in ended] == [(2, 0), (1, 2), (0, 2)]
 
 
-def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory):
-    calls, done = [], []
+def test_an_evaluation_can_be_stopped_between_episodes(trajectory):
+    def check() -> None:
+        raise Interrupted
 
-    def score(trajectories):
-        assert len(done) == 3, "all episodes have ended"
-        calls.append([(t.task.task_id, t.final_observation.images.size > 0) for t in trajectories])
-        assert all(t.observation.images.size == 0 for e in trajectories for t in e.transitions)
-        scored = [t if t.status == "crashed" else reward_at_end(t, 0.25 + t.task.task_id) for t in trajectories]
-        return [scored[0], replace(scored[1], status="reward_failed", reward_error="ValueError: no"), scored[2]]
-
-    result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append, score=score)
-    assert calls == [[(0, False), (1, False), (2, False)]]
-    assert [e.episode_return for e in result.episodes[:2]] == [0.25, 1.25]
-    assert (result.mean_return, result.num_unscored, result.num_crashed) == (0.25, 1, 1)
-    assert (result.won, len(result.counted)) == (1, 2), "an episode without a reward still succeeds or fails"
+    ended = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, 0, check)
+    assert next(ended)[0] == 2
+    with pytest.raises(Interrupted):
+        next(ended)
 
 
-def test_a_reward_that_reads_images_scores_episodes_as_they_end_and_their_images_are_dropped(trajectory):
-    calls, seen = [], []
-
-    def score(trajectories):
-        gc.collect()
-        assert all(image() is None for image in seen), "images of the episodes before are kept"
-        calls.append([t.task.task_id for t in trajectories])
-        for whole in trajectories:
-            assert whole.final_observation.images.size and all(t.observation.images.size for t in whole.transitions)
-            seen.extend(weakref.ref(t.observation.images) for t in whole.transitions)
-        return [reward_at_end(whole, 0.25 + whole.task.task_id) for whole in trajectories]
-
-    result = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, score=score, with_images=2)
-    assert calls == [[1, 2], [0]], "in the order in which they end, the rest at last"
-    assert [e.episode_return for e in result.episodes] == [0.25, 1.25, 2.25]
-
-
-def test_films_are_spread_over_the_tasks():
-    assert spread(200, 4) == {0, 50, 100, 150} and spread(3, 99) == {0, 1, 2} and spread(3, 0) == frozenset()
+def test_videos_are_distributed_over_the_tasks():
+    assert recorded_tasks(200, 4) == {0, 50, 100, 150}
+    assert recorded_tasks(3, 99) == {0, 1, 2} and recorded_tasks(3, 0) == frozenset()
 
 
 def test_a_rate_of_nothing_is_not_a_number():
@@ -128,9 +92,9 @@ def test_a_rate_of_nothing_is_not_a_number():
 
 
 @pytest.mark.parametrize(
-    ("videos", "films"), [("all", "FSC"), ("failures", "FC"), (1, "FSC"), (0, "FSC")]
-)  # a number: whatever brings frames was meant to be filmed
-def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, films):
+    ("videos", "written"), [("all", "FSC"), ("failures", "FC"), (1, "FSC"), (0, "FSC")]
+)  # a count: every episode that has frames was meant to be recorded
+def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, written):
     ended = [replace(episode(0, s, success), frames=FRAMES) for s, success in enumerate((False, True, None))]
     tasks = [e.task for e in reversed(ended)]
     with EvalLedger(SETTINGS, tasks, videos, tmp_path / "x") as ledger:
@@ -143,8 +107,8 @@ def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, films):
         "S": "s001-0000000000000007_success",
         "C": "s002-0000000000000007_crashed",
     }
-    written = {path.name for path in (tmp_path / "x" / "videos").iterdir()}
-    assert written == {f"tabletop_spatial-t00-{names[record]}.mp4" for record in films}
+    found = {path.name for path in (tmp_path / "x" / "videos").iterdir()}
+    assert found == {f"tabletop_spatial-t00-{names[outcome]}.mp4" for outcome in written}
     assert ledger.record.result.complete
     assert [e.task for e in ledger.record.result.episodes] == tasks, "in the order of the tasks"
     assert ledger.num_videos == (videos if isinstance(videos, int) else 3)

@@ -16,7 +16,6 @@ from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.remote import RemoteReward
 from vlarl.rewards.rules import RulesReward
 from vlarl.rewards.shaping import ShapedReward
-from vlarl.types import TrajectoryGroup
 
 RUN = RewardContext(torch.device("cpu"), discount=0.75, bootstraps=True)
 
@@ -218,8 +217,7 @@ def test_shaping_is_refused_where_it_would_change_nothing(name, trajectory):
     shaped = ShapedReward(algorithm.discount(options), bootstraps=algorithm.needs_critic)
     values = [np.zeros((4, 1), dtype=np.float32)] * 2 if algorithm.needs_critic else None
     with_shaping, without = (
-        algorithm.estimate([TrajectoryGroup(tuple(reward.score_all(episodes)))], values)
-        for reward in (shaped, SparseReward())
+        algorithm.estimate(reward.score_all(episodes), values) for reward in (shaped, SparseReward())
     )
     unchanged = all(
         np.allclose(a.advantages, b.advantages, atol=1e-5) for a, b in zip(with_shaping, without, strict=True)

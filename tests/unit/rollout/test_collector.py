@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.rollouts import collected
 
 from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec
 from vlarl.envs.tabletop import TabletopPool
@@ -16,7 +17,7 @@ from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
 from vlarl.rollout.tasks import derive_seed
-from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task, TrajectoryGroup
+from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task
 
 CHUNK = 2
 
@@ -135,7 +136,7 @@ def tasks(count: int = len(LENGTHS)) -> list[Task]:
 
 def test_the_regression_head_acts_where_the_engine_has_one():
     pool = FakePool(2, LENGTHS)
-    episodes = Collector(pool, FakePolicy(), RegressingEngine()).collect(tasks(), 0.5)
+    episodes = collected(Collector(pool, FakePolicy(), RegressingEngine()), tasks(), 0.5)
     for i, episode in enumerate(episodes):
         assert pool.actions[i] == [10 * (100 * i + s + 0.5) for s in range(LENGTHS[i])]
         assert episode.trajectory.transitions[0].token_ids.tolist() == [100 * i, 100 * i + 1]
@@ -144,7 +145,7 @@ def test_the_regression_head_acts_where_the_engine_has_one():
 @pytest.mark.parametrize("num_envs", [1, 2, 4, 20])
 def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
     pool, engine = FakePool(num_envs, LENGTHS), FakeEngine()
-    episodes = Collector(pool, FakePolicy(), engine).collect(tasks(), 0.5)
+    episodes = collected(Collector(pool, FakePolicy(), engine), tasks(), 0.5)
     assert [e.trajectory.task for e in episodes] == tasks()
     for i, episode in enumerate(episodes):
         trajectory = episode.trajectory
@@ -169,17 +170,16 @@ def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
 
 def test_a_free_slot_takes_the_next_task_at_once():
     pool, engine = FakePool(2, LENGTHS), FakeEngine()
-    done: list[int] = []
-    Collector(pool, FakePolicy(), engine).collect(tasks(), 0.5, on_episode=done.append)
+    ended = [index for index, _ in Collector(pool, FakePolicy(), engine).episodes(tasks(), 0.5)]
     # decisions: task 0 three, 1 one, 2 one, 3 four, 4 two, 5 two
     assert pool.resets == [(0, 0), (1, 1), (1, 2), (1, 3), (0, 4), (0, 5)]
     assert engine.batches == [2, 2, 2, 2, 2, 2, 1]
-    assert sorted(set(done)) == [0, 1, 2, 3, 4, 5, 6] and done == sorted(done)
+    assert ended == [1, 2, 0, 4, 3, 5]
 
 
 def test_a_crashed_episode_is_counted_and_never_a_gap():
     pool = FakePool(3, LENGTHS, crash=[3])
-    episodes = Collector(pool, FakePolicy(), FakeEngine(), retries=2).collect(tasks(), 0.5)
+    episodes = collected(Collector(pool, FakePolicy(), FakeEngine(), retries=2), tasks(), 0.5)
     assert [e.trajectory.status for e in episodes] == ["ok", "ok", "ok", "crashed", "ok", "ok"]
     assert [task for _, task in pool.resets].count(3) == 3, "two more attempts"
     crashed = episodes[3].trajectory
@@ -207,7 +207,7 @@ class LearningEngine(FakeEngine):
 def test_each_decision_knows_the_weights_that_made_it():
     """An episode is of the version that decided last, which may be older than the engine's when it ends."""
     pool = FakePool(2, LENGTHS, crash=[5])
-    episodes = Collector(pool, FakePolicy(), LearningEngine(), retries=0).collect(tasks(), 0.5)
+    episodes = collected(Collector(pool, FakePolicy(), LearningEngine(), retries=0), tasks(), 0.5)
     # batches of decisions: tasks 0 1, 0 2, 0 3, 4 3, 4 3, 5 3, 5
     versions = [[t.version for t in episode.trajectory.transitions] for episode in episodes]
     assert versions == [[7, 8, 9], [7], [8], [9, 10, 11, 12], [10, 11], [12]]
@@ -220,8 +220,8 @@ def test_staleness_is_counted_in_updates_over_decisions(trajectory):
         steps = zip(episode.transitions, versions, strict=True)
         return replace(episode, transitions=tuple(replace(t, version=version) for t, version in steps))
 
-    groups = [TrajectoryGroup((decided(4, 5), decided(5))), TrajectoryGroup((decided(2, 3, 5),))]
-    assert staleness_metrics(groups, version=5) == {"train/staleness_mean": 1.0, "train/staleness_max": 3.0}
+    episodes = [decided(4, 5), decided(5), decided(2, 3, 5)]
+    assert staleness_metrics(episodes, version=5) == {"train/staleness_mean": 1.0, "train/staleness_max": 3.0}
     assert staleness_metrics([], version=5) == {}
 
 
@@ -230,13 +230,13 @@ def test_nothing_but_crashes_ends_the_run():
     with pytest.raises(
         VlarlError, match=r"none of 6 episodes of fake could be run. The first one: the simulator died\."
     ):
-        Collector(pool, FakePolicy(), FakeEngine(), retries=0).collect(tasks(), 0.5)
+        collected(Collector(pool, FakePolicy(), FakeEngine(), retries=0), tasks(), 0.5)
 
 
 def test_that_none_could_be_run_names_the_file_with_the_whole_text(tmp_path):
     pool = FakePool(3, LENGTHS, crash=range(6))
     with log_to_file(tmp_path / "train.log"), pytest.raises(VlarlError) as failed:
-        Collector(pool, FakePolicy(), FakeEngine(), retries=0).collect(tasks(), 0.5)
+        collected(Collector(pool, FakePolicy(), FakeEngine(), retries=0), tasks(), 0.5)
     assert f"The whole text of each is in {tmp_path / 'train.log'}." in str(failed.value)
     assert (tmp_path / "train.log").read_text().count("given up after 1 attempt: the simulator died") == 6
 
@@ -249,8 +249,8 @@ def test_an_episode_is_run_again_and_becomes_the_same_one():
                 self.crash = set()
             return outcomes
 
-    plain = Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(tasks(), 0.5)
-    shaken = Collector(DyingOnce(2, LENGTHS, crash=[3]), FakePolicy(), FakeEngine()).collect(tasks(), 0.5)
+    plain = collected(Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()), tasks(), 0.5)
+    shaken = collected(Collector(DyingOnce(2, LENGTHS, crash=[3]), FakePolicy(), FakeEngine()), tasks(), 0.5)
     assert [e.trajectory.num_retries for e in shaken] == [0, 0, 0, 1, 0, 0]
     for ours, theirs in zip(plain, shaken, strict=True):
         assert ours.trajectory.status == theirs.trajectory.status == "ok"
@@ -262,55 +262,45 @@ def test_an_episode_is_run_again_and_becomes_the_same_one():
 def test_a_slot_stays_with_its_task_where_it_can():
     pool = FakePool(2, LENGTHS)
     todo = [Task("fake", i, 0, seed=i) for i in (4, 4, 4, 0, 0, 0)]
-    Collector(pool, FakePolicy(), FakeEngine()).collect(todo, 0.5)
+    collected(Collector(pool, FakePolicy(), FakeEngine()), todo, 0.5)
     assert pool.resets[:2] == [(0, 4), (1, 0)], "the second slot begins with another task"
     assert [task for slot, task in pool.resets if slot == 0][:3] == [4, 4, 4]
 
 
 def test_an_episode_is_handed_over_as_soon_as_it_ends():
-    seen: list[int] = []
-
-    def on_end(index, episode):
-        seen.append(index)
-        return replace(episode, frames=())
-
-    episodes = Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(
-        tasks(), 0.5, record=frozenset(range(6)), on_end=on_end
-    )
-    assert seen[0] == 1 and sorted(seen) == list(range(6))
-    assert all(episode.frames == () for episode in episodes)
-
-
-def test_crashed_episodes_leave_their_group(trajectory):
-    from vlarl.loop import group_up
-
-    whole = [trajectory([[0]], group=g, seed=s) for g, s in ((2, 0), (1, 1), (2, 2))]
-    broken = [replace(trajectory([[0]], group=g), status="crashed") for g in (1, 3)]
-    groups = group_up([*whole, *broken])
-    assert [[t.task.seed for t in g.trajectories] for g in groups] == [[1], [0, 2]]
+    pool = FakePool(2, LENGTHS)
+    episodes = Collector(pool, FakePolicy(), FakeEngine()).episodes(tasks(), 0.5)
+    assert next(episodes)[0] == 1, "the shortest of the first two"
+    assert [task for _, task in pool.resets] == [0, 1], "no other has begun"
+    assert sorted(index for index, _ in episodes) == [0, 2, 3, 4, 5]
 
 
 def test_videos_have_the_first_frame_and_one_for_each_step():
     pool = FakePool(2, LENGTHS)
-    episodes = Collector(pool, FakePolicy(), FakeEngine()).collect(tasks(), 0.5, record=frozenset({0, 3}))
+    episodes = collected(Collector(pool, FakePolicy(), FakeEngine()), tasks(), 0.5, record=frozenset({0, 3}))
     assert [len(e.frames) for e in episodes] == [6, 0, 0, 8, 0, 0]
     assert {int(frame.max()) for frame in episodes[3].frames} == {3}
 
 
 def test_no_tasks_no_episodes():
-    assert Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect([], 0.5) == []
+    assert collected(Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()), [], 0.5) == []
 
 
-def test_a_callback_may_stop_it():
+def test_a_check_is_made_at_every_turn_and_may_stop_it():
     class StopError(Exception):
         pass
 
-    def stop(done: int) -> None:
-        if done >= 2:
+    turns: list[int] = []
+
+    def stop() -> None:
+        turns.append(len(engine.batches))
+        if len(turns) == 3:
             raise StopError
 
+    engine = FakeEngine()
     with pytest.raises(StopError):
-        Collector(FakePool(2, LENGTHS), FakePolicy(), FakeEngine()).collect(tasks(), 0.5, on_episode=stop)
+        collected(Collector(FakePool(1, [99]), FakePolicy(), engine), tasks(1), 0.5, check=stop)
+    assert turns == [1, 2, 3], "also while no episode ends"
 
 
 @pytest.mark.parametrize("decoder", ["parallel", "autoregressive"])
@@ -324,7 +314,7 @@ def test_an_episode_is_the_same_alone_and_in_any_batch(decoder):
         pool = TabletopPool(suite, num_envs, 56)
         if decoder == "autoregressive":
             pool.suite = replace(pool.suite, max_steps=4)  # enough to see
-        episodes = Collector(pool, policy, TorchEngine(policy, torch.device("cpu"))).collect(chosen, 1.0)
+        episodes = collected(Collector(pool, policy, TorchEngine(policy, torch.device("cpu"))), chosen, 1.0)
         return {e.trajectory.task.seed: [t.token_ids for t in e.trajectory.transitions] for e in episodes}
 
     crowd, pairs, alone = run(3, todo), run(2, todo[::-1]), run(1, todo[1:2])

@@ -95,9 +95,9 @@ def test_success_and_failure_are_equally_uninteresting():
 
 def test_no_task_starves():
     hopeless = [TaskRecord(0.0, 1e4, 10**4)] * 9
-    probabilities = curriculum(adaptive(floor=0.2, tau=0.1, ema_alpha=0.9999), TaskRecord(0.5, 1e4, 10**4), *hopeless)
-    assert probabilities.probabilities()[1:] == pytest.approx([0.02] * 9, abs=1e-9)
-    assert probabilities.probabilities()[0] == pytest.approx(0.82)
+    made = curriculum(adaptive(floor=0.2, tau=0.1, ema_alpha=0.9999), TaskRecord(0.5, 1e4, 10**4), *hopeless)
+    assert made.probabilities()[1:] == pytest.approx([0.02] * 9, abs=1e-9)
+    assert made.probabilities()[0] == pytest.approx(0.82)
 
 
 def test_a_static_mixture_is_used_as_it_is_or_multiplied_with_the_interest():
@@ -155,36 +155,36 @@ def test_the_order_is_shuffled():
 
 
 def test_adaptive_sampling_follows_the_results(configure, episodes):
-    tasks = sampler(configure, num_groups=16, floor=0.1)
-    assert Counter(g[0].task_id for g in tasks.get_batch(1)) == {0: 4, 1: 4, 2: 4, 3: 4}
-    tasks.report_results(episodes(0, [True] * 40) + episodes(1, [False] * 40) + episodes(2, [True, False] * 20))
-    counts = Counter(g[0].task_id for n in range(1, 41) for g in tasks.get_batch(n))
+    source = sampler(configure, num_groups=16, floor=0.1)
+    assert Counter(t.task_id for t in source.get_batch(1) if t.member == 0) == {0: 4, 1: 4, 2: 4, 3: 4}
+    source.report_results(episodes(0, [True] * 40) + episodes(1, [False] * 40) + episodes(2, [True, False] * 20))
+    counts = Counter(t.task_id for n in range(1, 41) for t in source.get_batch(n) if t.member == 0)
     assert {task: counts[task] / 640 for task in range(4)} == pytest.approx(
-        dict(enumerate(tasks.curriculum.probabilities())), abs=0.01
+        dict(enumerate(source.curriculum.probabilities())), abs=0.01
     )
     assert counts[2] > 3 * counts[0] and counts[3] > 3 * counts[1], "near 50%, and never tried"
 
 
 def test_crashed_episodes_are_ignored_and_unscored_ones_count(configure, episodes):
-    tasks = sampler(configure)
-    tasks.report_results(episodes(0, [False] * 5, status="crashed"))
-    assert tasks.curriculum.records[0] == TaskRecord()
-    tasks.report_results(episodes(0, [True] * 5, status="reward_failed"))
-    assert tasks.curriculum.records[0].episodes == 5 and tasks.curriculum.records[0].success == 1.0
+    source = sampler(configure)
+    source.report_results(episodes(0, [False] * 5, status="crashed"))
+    assert source.curriculum.records[0] == TaskRecord()
+    source.report_results(episodes(0, [True] * 5, status="reward_failed"))
+    assert source.curriculum.records[0].episodes == 5 and source.curriculum.records[0].success == 1.0
 
 
 # Persistence
 
 
 def test_groups_follow_from_seed_iteration_and_state(configure, episodes):
-    tasks, resumed = sampler(configure), sampler(configure)
-    tasks.report_results(episodes(0, [True, False, True]) + episodes(3, [False] * 7))
-    assert tasks.get_batch(5) != resumed.get_batch(5)
-    resumed.restore(json.loads(json.dumps(tasks.state())))
-    assert resumed.state() == tasks.state(), "to the last bit"
-    assert resumed.get_batch(5) == tasks.get_batch(5) and resumed.refill(5, 8, 3) == tasks.refill(5, 8, 3)
+    source, resumed = sampler(configure), sampler(configure)
+    source.report_results(episodes(0, [True, False, True]) + episodes(3, [False] * 7))
+    assert source.get_batch(5) != resumed.get_batch(5)
+    resumed.restore(json.loads(json.dumps(source.state())))
+    assert resumed.state() == source.state(), "to the last bit"
+    assert resumed.get_batch(5) == source.get_batch(5) and resumed.refill(5, 8, 3) == source.refill(5, 8, 3)
     resumed.restore({})
-    assert resumed.state() == tasks.state(), "checkpoints of earlier releases hold none"
+    assert resumed.state() == source.state(), "checkpoints of earlier releases hold none"
 
 
 def test_a_new_run_starts_from_the_records_of_the_old_one(configure, episodes, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.rollouts import collected
 from fakes.worker_envs import SPEC, CountingFactory
 
 from vlarl.envs.base import EnvPool
@@ -44,7 +45,7 @@ class Script:
 
 def play(pool: EnvPool, task: Task, actions: np.ndarray, chunk_length: int) -> Trajectory:
     script = Script(actions, chunk_length)
-    (episode,) = Collector(pool, script, script).collect([task], 1.0)  # type: ignore[arg-type]
+    (episode,) = collected(Collector(pool, script, script), [task], 1.0)  # type: ignore[arg-type]
     return episode.trajectory
 
 

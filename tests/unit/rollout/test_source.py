@@ -1,4 +1,4 @@
-"""Rollouts ahead of the update: how far, who waits for whom, how errors arrive, and that the thread ends.
+"""RolloutSource ahead of the update: how far, who waits for whom, how errors arrive, and that the thread ends.
 
 What must not happen is given a second to happen: a slow machine makes such a test milder, never red.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from vlarl.interrupt import Interrupted, InterruptGuard
-from vlarl.rollout.source import Rollouts, RolloutsAhead, RolloutsInTurn
+from vlarl.rollout.source import RolloutsAhead, RolloutsInTurn, RolloutSource
 from vlarl.types import Rollout
 
 LIMIT_S = 20.0  # for what must happen
@@ -81,9 +81,9 @@ def test_rollouts_are_ahead_by_the_staleness_and_no_more(collecting, max_stalene
             assert not becomes(lambda allowed=allowed: len(collecting.began) > allowed, A_WHILE_S / 4)
             assert source.get(done + 1).iteration == done + 1
             assert not becomes(lambda allowed=allowed: len(collecting.began) > allowed, A_WHILE_S / 4), (
-                "got, not learnt"
+                "got, and not updated on"
             )
-            source.learnt(done + 1)
+            source.updated()
     assert collecting.began == sorted(collecting.began)
 
 
@@ -91,18 +91,18 @@ def test_a_loop_gets_every_rollout_in_order(collecting):
     with ahead(collecting, num_iterations=6) as source:
         for iteration in range(1, 7):
             assert source.get(iteration).iteration == iteration
-            source.learnt(iteration)
+            source.updated()
     assert collecting.ended == [1, 2, 3, 4, 5, 6]
 
 
-def test_resting_waits_for_the_rollout_under_way_and_keeps_the_next_from_beginning(collecting):
+def test_a_pause_waits_for_the_rollout_under_way_and_keeps_the_next_from_beginning(collecting):
     collecting.go_on.clear()
     with ahead(collecting, max_staleness=3) as source:
         assert becomes(lambda: collecting.began == [1])
         rested: list[list[int]] = []
 
         def evaluate() -> None:
-            with source.resting():
+            with source.paused():
                 rested.append(list(collecting.ended))
                 begun = len(collecting.began)
                 rested.append(collecting.began[len(collecting.ended) :])  # those under way
@@ -126,7 +126,7 @@ def test_an_error_of_the_thread_arrives_after_the_rollouts_before_it(collecting)
         assert becomes(lambda: collecting.ended == [1, 2])
         collecting.error = BrokenSimulatorError("it broke")
         assert source.get(1).iteration == 1
-        source.learnt(1)
+        source.updated()
         assert source.get(2).iteration == 2
         with pytest.raises(BrokenSimulatorError, match="it broke"):
             source.get(3)
@@ -155,13 +155,13 @@ def refusal_of(source: RolloutsAhead, iteration: int) -> str:
     """What `get` raises; it must do so in time."""
     found: list[str] = []
 
-    def ask() -> None:
+    def call() -> None:
         try:
             source.get(iteration)
         except RuntimeError as error:
             found.append(str(error))
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     return found[0] if found else "it hangs"
@@ -198,11 +198,27 @@ def test_leaving_by_an_error_ends_the_thread_too(collecting):
     assert [t for t in threading.enumerate() if t.name == "rollout"] == []
 
 
-def test_in_turn_nothing_is_collected_before_it_is_asked_for(collecting):
-    source: Rollouts
+def test_in_turn_nothing_is_collected_before_it_is_wanted(collecting):
+    source: RolloutSource
     with RolloutsInTurn(collecting) as source:
         assert collecting.began == []
         assert source.get(1).iteration == 1
-        source.learnt(1)
-        with source.resting():
+        source.updated()
+        with source.paused():
             assert collecting.began == [1]
+
+
+@pytest.mark.parametrize("kind", ["in turn", "ahead"])
+def test_rollouts_wait_until_their_update_is_due(collecting, trajectory, kind):
+    """In the order of the rollouts, each one once, and without what was left out of a rollout."""
+    source: RolloutSource = RolloutsInTurn(collecting) if kind == "in turn" else ahead(collecting)
+    episodes = [trajectory([[1]], seed=seed) for seed in range(5)]
+
+    def collected(*kept: int) -> Rollout:
+        return Rollout(1, tuple(episodes), tuple(episodes[index] for index in kept), {}, {}, {}, {})
+
+    assert source.gather(collected(3, 0), update_due=False) == [] and source.num_waiting == 2
+    assert source.gather(collected(), update_due=False) == [] and source.num_waiting == 2
+    assert source.gather(collected(1), update_due=True) == [episodes[3], episodes[0], episodes[1]]
+    assert source.num_waiting == 0
+    assert source.gather(collected(4), update_due=True) == [episodes[4]]

@@ -1,5 +1,6 @@
 """Which episodes are run: groups, seeds, and disjoint initial states."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.errors import UsageError
 from vlarl.rollout.tasks import TaskSampler, derive_seed, evaluation_tasks
+from vlarl.types import Task
 
 SPEC = SuiteSpec(
     "suite",
@@ -18,16 +20,22 @@ SPEC = SuiteSpec(
 )
 
 
+def grouped(tasks: list[Task]) -> list[list[Task]]:
+    """Tasks by their group."""
+    return [list(members) for _, members in itertools.groupby(tasks, key=lambda task: task.group)]
+
+
 def sampler(configure, spec: SuiteSpec = SPEC, num_groups: int = 6, **env) -> TaskSampler:
     return TaskSampler(configure(rollout={"num_groups": num_groups, "group_size": 3}, env=env), spec)
 
 
 def test_a_group_shares_task_and_state_and_nothing_random(configure):
-    groups = sampler(configure).get_batch(1)
+    groups = grouped(sampler(configure).get_batch(1))
     assert len(groups) == 6
     for index, group in enumerate(groups):
         assert [task.member for task in group] == [0, 1, 2] and {task.group for task in group} == {index}
         assert len({(task.suite, task.task_id, task.init_state) for task in group}) == 1
+        assert {(task.group_size, task.iteration) for task in group} == {(3, 1)}
     seeds = [task.seed for group in groups for task in group]
     assert len(set(seeds)) == 18
     assert len({task.episode_id for group in groups for task in group}) == 18
@@ -40,33 +48,33 @@ def test_seed_and_iteration_decide_everything(configure):
     assert one.get_batch(3) != one.get_batch(4)
     other = TaskSampler(configure(run={"seed": 1}, rollout={"num_groups": 6, "group_size": 3}), SPEC)
     assert other.get_batch(3) != one.get_batch(3)
-    seeds = {t.seed for n in range(5) for g in one.get_batch(n) for t in g}
+    seeds = {t.seed for n in range(5) for t in one.get_batch(n)}
     assert len(seeds) == 5 * 18
 
 
 def test_seeds_are_those_that_the_documents_name(configure):
     """docs/data-flow.md: episodes of other versions can be run again only if these stay."""
-    tasks = sampler(configure)
-    for group in tasks.get_batch(3) + tasks.refill(3, 6, 2):
-        assert [task.seed for task in group] == [derive_seed(0, 0, 3, task.group, task.member) for task in group]
+    source = sampler(configure)
+    for task in source.get_batch(3) + source.refill(3, 6, 2):
+        assert task.seed == derive_seed(0, 0, 3, task.group, task.member)
     for task in evaluation_tasks(SPEC, None, 2, seed=5):
         assert task.seed == derive_seed(5, 1, task.task_id, task.init_state)
     assert derive_seed(5, 1, 2, 3) == 11870798798537686043
 
 
 def test_tasks_are_sampled_evenly(configure):
-    counts = Counter(group[0].task_id for group in sampler(configure, num_groups=10).get_batch(1))
+    counts = Counter(group[0].task_id for group in grouped(sampler(configure, num_groups=10).get_batch(1)))
     assert sorted(counts.values()) == [2, 2, 3, 3]
     only = sampler(configure, task_ids=(1, 3), num_groups=4).get_batch(1)
-    assert Counter(group[0].task_id for group in only) == {1: 2, 3: 2}
+    assert Counter(group[0].task_id for group in grouped(only)) == {1: 2, 3: 2}
 
 
 def test_training_never_sees_the_states_of_the_evaluation(configure):
-    seen = {t.init_state for n in range(30) for g in sampler(configure).get_batch(n) for t in g}
+    seen = {t.init_state for n in range(30) for t in sampler(configure).get_batch(n)}
     evaluated = {t.init_state for t in evaluation_tasks(SPEC, None, 3, 0)}
     assert seen == {3, 4, 5, 6, 7} and evaluated == {0, 1, 2}
     mixed = sampler(configure, protocol="benchmark")
-    assert {t.init_state for n in range(30) for g in mixed.get_batch(n) for t in g} == {0, 1}
+    assert {t.init_state for n in range(30) for t in mixed.get_batch(n)} == {0, 1}
 
 
 def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
@@ -74,7 +82,7 @@ def test_an_evaluation_is_always_the_same_and_its_seeds_are_its_own(configure):
     assert [(t.task_id, t.init_state) for t in tasks] == [(2, 0), (2, 1), (0, 0), (0, 1)]
     assert tasks == evaluation_tasks(SPEC, [2, 0], 2, seed=0)
     assert len({t.seed for t in tasks}) == 4
-    training = {t.seed for n in range(50) for g in sampler(configure).get_batch(n) for t in g}
+    training = {t.seed for n in range(50) for t in sampler(configure).get_batch(n)}
     assert training.isdisjoint(t.seed for t in evaluation_tasks(SPEC, None, 3, 0))
 
 
@@ -107,7 +115,8 @@ def test_the_default_samples_what_it_has_always_sampled(configure):
     def sampled(seed: int, num_groups: int) -> list[tuple[int, int, int]]:
         config = configure(run={"seed": seed}, rollout={"num_groups": num_groups, "group_size": 2})
         return [
-            (group[0].task_id, group[0].init_state, group[1].seed) for group in TaskSampler(config, SPEC).get_batch(3)
+            (group[0].task_id, group[0].init_state, group[1].seed)
+            for group in grouped(TaskSampler(config, SPEC).get_batch(3))
         ]
 
     assert sampled(0, 6) == [
@@ -120,27 +129,29 @@ def test_the_default_samples_what_it_has_always_sampled(configure):
 
 
 def test_results_do_not_change_uniform_sampling(configure, episodes):
-    tasks, informed = sampler(configure), sampler(configure)
+    source, informed = sampler(configure), sampler(configure)
     informed.report_results(episodes(0, [True] * 30) + episodes(1, [False] * 30))
-    assert informed.get_batch(4) == tasks.get_batch(4)
-    assert informed.refill(4, 6, 3) == tasks.refill(4, 6, 3)
+    assert informed.get_batch(4) == source.get_batch(4)
+    assert informed.refill(4, 6, 3) == source.refill(4, 6, 3)
 
 
 def test_a_refill_continues_the_numbering_with_its_own_tasks_states_and_seeds(configure):
-    tasks = sampler(configure, num_groups=4)
-    first, second = tasks.refill(2, 4, 4), tasks.refill(2, 8, 4)
-    assert [group[0].group for group in first + second] == list(range(4, 12))
-    assert {group[0].task_id for group in first} == {0, 1, 2, 3}, "assigned evenly, as in the first batch"
-    batches = [[(g[0].task_id, g[0].init_state) for g in groups] for groups in (tasks.get_batch(2), first, second)]
+    source = sampler(configure, num_groups=4)
+    first, second = source.refill(2, 4, 4), source.refill(2, 8, 4)
+    assert [group[0].group for group in grouped(first + second)] == list(range(4, 12))
+    assert {task.task_id for task in first} == {0, 1, 2, 3}, "assigned evenly, as in the first batch"
+    batches = [
+        [(g[0].task_id, g[0].init_state) for g in grouped(tasks)] for tasks in (source.get_batch(2), first, second)
+    ]
     assert batches[0] != batches[1] != batches[2]
-    seeds = {task.seed for group in tasks.get_batch(2) + first + second for task in group}
+    seeds = {task.seed for task in source.get_batch(2) + first + second}
     assert len(seeds) == 12 * 3
     assert first == sampler(configure, num_groups=4).refill(2, 4, 4), "the same in a resumed run"
-    assert tasks.refill(2, 4, 0) == []
+    assert source.refill(2, 4, 0) == []
 
 
 def test_oversampling_samples_more_groups_rounded_up(configure):
     config = configure(rollout={"num_groups": 6, "group_size": 3, "oversample": 1.4})
-    groups = TaskSampler(config, SPEC).get_batch(1)
+    groups = grouped(TaskSampler(config, SPEC).get_batch(1))
     assert len(groups) == 9
     assert sorted(Counter(group[0].task_id for group in groups).values()) == [2, 2, 2, 3]

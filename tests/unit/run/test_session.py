@@ -1,7 +1,6 @@
 """The memory of a run: what it writes down, and what it saves when the run fails; with a learner and a store by hand."""
 
 import errno
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,6 @@ class FakeLearner:
     def __init__(self) -> None:
         self.policy = None
         self.version = 0
-        self.gathered: list[object] = []
 
 
 class FakeStore:
@@ -400,12 +398,11 @@ def test_a_periodic_save_that_fails_is_tried_again(tmp_path):
 
 
 def test_rollouts_that_wait_for_their_update_are_not_counted(tmp_path):
-    run = Run(tmp_path)
+    run = Run(tmp_path, optim={"rollouts_per_update": 2})
 
     def work() -> None:
         run.iterate(2)
         run.collect()
-        run.learner.gathered = ["rollout 3"]
         run.session.keep({"train/waiting_trajectories": 1.0})
         run.session.end_iteration({"train/waiting_trajectories": 1.0})
 
@@ -442,13 +439,15 @@ def test_environment_steps_end_a_run_and_say_how_many_iterations_it_takes(tmp_pa
     run = Run(tmp_path, run={"iterations": None, "total_env_steps": 5})
     episodes = [trajectory([[0.0], [0.0]])]  # two steps
     with run.session as session:
-        assert not session.finished and list(itertools.islice(session.iterations_ahead, 3)) == [1, 2, 3]
+        assert not session.schedule.finished(session.state)
         seen = []
-        while not session.finished:
+        while not session.schedule.finished(session.state):
             run.collect(*episodes)
             run.update()
             session.end_iteration({})
-            seen.append((session.state.iteration, session.total_iterations, run.status()["iterations"]))
+            seen.append(
+                (session.state.iteration, session.schedule.total_iterations(session.state), run.status()["iterations"])
+            )
     assert seen == [(1, 3, 3), (2, 3, 3), (3, 3, 3)]
     assert session.state.env_steps == 6
 
@@ -456,9 +455,8 @@ def test_environment_steps_end_a_run_and_say_how_many_iterations_it_takes(tmp_pa
 def test_iterations_end_a_run_that_has_steps_left(tmp_path):
     run = Run(tmp_path, run={"iterations": 2, "total_env_steps": 1000})
     with run.session as session:
-        assert list(session.iterations_ahead) == [1, 2]
         run.iterate(2)
-        assert session.finished and session.total_iterations == 2
+        assert session.schedule.finished(session.state)
 
 
 # What a user's own functions are told

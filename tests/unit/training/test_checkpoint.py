@@ -15,7 +15,6 @@ from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import COUNTERS, TENSORS, CheckpointStore, restore
 from vlarl.training.learner import Learner
 from vlarl.training.state import TrainerState
-from vlarl.types import TrajectoryGroup
 
 
 class NotePolicy(torch.nn.Module):
@@ -166,10 +165,10 @@ def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, bu
         kl={"coef": 0.1, "target": 0.01, "horizon": 50},
     )
     learner = build(load_policy(tmp_path / "base"), config)
-    episodes = TrajectoryGroup(tuple(act(learner.policy)))
+    episodes = act(learner.policy)
 
     def advance(learner: Learner, iteration: int):
-        return learner.update(lesson(learner, learner.with_reference([episodes])[0].trajectories), iteration, nothing)
+        return learner.update(lesson(learner, learner.with_reference(episodes)), iteration, nothing)
 
     advance(learner, 1)
     store = store_at(tmp_path / "checkpoints")

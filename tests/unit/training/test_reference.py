@@ -16,7 +16,7 @@ from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.reference import reference_kl, with_logprobs
 from vlarl.training.state import TrainerState
-from vlarl.types import PolicyInput, TrajectoryGroup
+from vlarl.types import PolicyInput
 
 LORA = LoraConfig(enabled=True, rank=4)
 
@@ -99,8 +99,8 @@ def test_reference_logprobs_are_those_of_the_start_also_after_a_resume(
     assert (now - at_start).abs().max() > 0.05
 
     def noted(learner) -> torch.Tensor:
-        (group,) = learner.with_reference([TrajectoryGroup((episode,))])
-        return torch.from_numpy(np.stack([t.ref_logprobs for t in group.trajectories[0].transitions]))
+        (scored,) = learner.with_reference([episode])
+        return torch.from_numpy(np.stack([t.ref_logprobs for t in scored.transitions]))
 
     start.check(noted(learner))
     for name, parameter in policy.named_parameters():
@@ -127,17 +127,15 @@ def test_kl_of_executed_tokens_only(trajectory):
         reference_kl(episode, "k1")
     learner = [t.engine_logprobs + np.float32(3) for t in episode.transitions]  # the engine's mismatch is not charged
     reference = [row - np.float32(0.25) for row in learner]
-    (group,) = with_logprobs([TrajectoryGroup((episode,))], reference, learner)
-    (episode,) = group.trajectories
+    (episode,) = with_logprobs([episode], reference, learner)
     kl = reference_kl(episode, "k1")
     assert kl.shape == (2, 21)
     np.testing.assert_allclose(kl[0], 0.25, atol=1e-6)
     np.testing.assert_allclose(kl[1], [0.25] * 7 + [0.0] * 14, atol=1e-6)
     np.testing.assert_allclose(reference_kl(episode, "k3")[0], np.exp(-0.25) - 1 + 0.25, atol=1e-6)
-    (without,) = with_logprobs([TrajectoryGroup((episode,), num_left_out=2)], reference, None)
-    assert without.num_left_out == 2
+    (without,) = with_logprobs([episode], reference, None)
     with pytest.raises(ValueError, match="lacks log-probs of learner or reference"):
-        reference_kl(without.trajectories[0], "k1")
+        reference_kl(without, "k1")
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
@@ -147,11 +145,10 @@ def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, a
     kl = {"coef": 0.1, "place": place, "estimator": estimator, "target": 1e-4, "horizon": 100}
     learner = build(policy, configure(kl=kl, optim={"lr": 0.0}, algorithm={"epochs": 1}))
     stray(policy)
-    groups = learner.with_reference([TrajectoryGroup(tuple(act(policy)))])
+    trajectories = learner.with_reference(act(policy))
     from vlarl.algorithms.base import Estimate
     from vlarl.training.batch import build_batch
 
-    trajectories = groups[0].trajectories
     zeros = [np.zeros((len(t.transitions), 1), np.float32) for t in trajectories]
     batch = build_batch([Estimate(t, z) for t, z in zip(trajectories, zeros, strict=True)], policy)
     result = learner.update(batch, 1, lambda done, planned: None)
@@ -168,5 +165,5 @@ def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, a
 def test_without_a_penalty_nothing_is_kept_or_scored(policy, act, configure, build):
     learner = build(policy, configure())
     assert learner.reference is None
-    groups = [TrajectoryGroup(tuple(act(policy)))]
-    assert learner.with_reference(groups) == groups
+    episodes = act(policy)
+    assert learner.with_reference(episodes) == episodes
