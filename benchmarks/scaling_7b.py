@@ -57,11 +57,11 @@ def scaling_tables(sizes: tuple[int, ...] = (8, 64, 512)) -> str:
     changes: list[tuple[str, dict[str, Any]]] = [
         ("LANCZOS and JPEG on the driver (`libero_10_cluster`), object store", {"row_s": PRESET_ROW_S, "store": True}),
         ("bicubic on the driver, object store", {"row_s": BICUBIC_ROW_S, "store": True}),
-        ("workers make pictures ready, object store", {"row_s": SENT_ROW_S, "store": True}),
+        ("workers process images, object store", {"row_s": SENT_ROW_S, "store": True}),
         ("the same, nccl", {"row_s": SENT_ROW_S, "store": False}),
-        ("the same, 16 environments a GPU", {"row_s": SENT_ROW_S, "store": False, "envs_per_gpu": 16}),
+        ("the same, 16 environments per GPU", {"row_s": SENT_ROW_S, "store": False, "envs_per_gpu": 16}),
         (
-            "a quarter of the GPUs act, the others learn, asynchronous",
+            "a quarter of the GPUs act, the others train, asynchronous",
             {"row_s": SENT_ROW_S, "store": False, "apart": True},
         ),
     ]

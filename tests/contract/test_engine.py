@@ -23,7 +23,7 @@ def test_log_probs_are_those_of_the_learner_at_the_same_temperature(policy, engi
     assert tokens.version == engine.version == 0
 
 
-def test_a_row_follows_its_own_seed_whatever_stands_beside_it(policy, engine, observation):
+def test_a_row_depends_on_its_own_seed_whatever_the_batch(policy, engine, observation):
     seen = [observation(i, text) for i, text in enumerate(TEXTS)]
     together = engine.generate(policy.process(seen), 1.0, [11, 12, 13])
     turned = engine.generate(policy.process(seen[::-1]), 1.0, [13, 12, 11])

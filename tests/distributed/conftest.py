@@ -1,4 +1,4 @@
-"""Ray's workers have the same right to a core as everything else that runs: deadlines are the same, however busy it is."""
+"""Ray's workers run at the same priority as everything else: deadlines also hold on a busy machine."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Questions to workers, without processes of theirs: deadlines, versions, and syncs that fail on the way.
+"""Calls of workers, without processes of their own: deadlines, versions, and syncs that fail halfway.
 
-The actors are here, and what they answer is in Ray's object store at once; a question that is never answered is a task
-that no machine has room for.
+The actors are in this process, and their results are in Ray's object store at once; a call that never returns is a task
+that no machine has the resources for.
 """
 
 from dataclasses import replace
@@ -41,12 +41,12 @@ def ray_here():
 
 @ray.remote(num_cpus=1000)
 def never():
-    """No machine has room for it."""
+    """No machine has the resources for it."""
 
 
 @ray.remote(num_cpus=1000)
 def never_any():
-    """Nor for this one, of which several answers are expected."""
+    """Nor for this one, which is expected to yield several results."""
     yield
 
 
@@ -63,14 +63,14 @@ class Called:
         given = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in arguments]
         if getattr(self.part, "hangs", None) == method:
             return never_any.options(num_returns="streaming").remote() if self.streamed else never.remote()
-        return ray.put(host.answer(method, *given))
+        return ray.put(host.call(method, *given))
 
 
 class Here:
     """An actor in this process."""
 
     def __init__(self, part):
-        self.part, self.answer, self.answers = part, Called(part), Called(part)
+        self.part, self.call, self.stream = part, Called(part), Called(part)
 
 
 class HereWorker(Worker):
@@ -96,8 +96,8 @@ class Part:
     def __init__(self, hangs=None):
         self.hangs = hangs
 
-    def double(self, number):
-        return 2 * number
+    def double(self, value):
+        return 2 * value
 
     def refuse(self):
         raise UsageError("not like this")
@@ -106,25 +106,25 @@ class Part:
         raise ArithmeticError("the joints exploded")
 
 
-def test_answers_come_in_the_order_of_the_questions():
+def test_results_come_in_the_order_of_the_requests():
     workers = [worker(f"worker {i}", Part) for i in range(3)]
-    assert get_all([w.ask("double", i) for i, w in enumerate(workers)]) == [0, 2, 4]
+    assert get_all([w.call("double", i) for i, w in enumerate(workers)]) == [0, 2, 4]
 
 
 def test_a_worker_that_hangs_is_lost_when_its_time_is_up_and_the_others_are_not():
     hung = worker("worker 1", lambda: Part("double"), timeout_s=0.3)
     fine = worker("worker 0", Part)
-    with pytest.raises(WorkerLostError, match="worker 1 has not answered `double` in time: it hangs") as lost:
-        get_all([fine.ask("double", 3), hung.ask("double", 3)])
+    with pytest.raises(WorkerLostError, match="worker 1 has not replied to `double` in time: it hangs") as lost:
+        get_all([fine.call("double", 3), hung.call("double", 3)])
     assert lost.value.worker == "worker 1" and not isinstance(lost.value, WorkerFailedError)
-    assert fine.get(fine.ask("double", 4)) == 8
+    assert fine.get(fine.call("double", 4)) == 8
 
 
 def test_what_a_worker_raises_is_raised_here():
     with pytest.raises(UsageError, match="not like this"):
-        get_all([worker("worker 0", Part).ask("refuse")])
+        get_all([worker("worker 0", Part).call("refuse")])
     with pytest.raises(WorkerFailedError, match=r"worker 0 failed in `fail`:\n(.|\n)*the joints exploded"):
-        get_all([worker("worker 0", Part).ask("fail")])
+        get_all([worker("worker 0", Part).call("fail")])
 
 
 class Slot(Part):
@@ -146,11 +146,11 @@ def test_an_environment_that_hangs_is_replaced_and_its_episode_is_an_error(locks
     hung = worker("environments 0", lambda: next(parts), timeout_s=0.3)
     pool = PoolGroup([hung, worker("environments 1", Slot)], [1, 1], lockstep=lockstep)
     pool.send_reset([0, 1], [Task("counting", 0, 0, 0)] * 2)
-    answers = dict(pool.receive())
+    outcomes = dict(pool.receive())
     if not lockstep:
-        assert set(answers) == {1}, "nobody waits for the one that hangs"
-        answers |= dict(pool.receive())
-    assert answers[1].error is None and "has not answered `reset` in time" in answers[0].error
+        assert set(outcomes) == {1}, "receive does not wait for the one that hangs"
+        outcomes |= dict(pool.receive())
+    assert outcomes[1].error is None and "has not replied to `reset` in time" in outcomes[0].error
     pool.send_reset([0], [Task("counting", 0, 0, 0)])
     assert pool.receive()[0][1].error is None
 
@@ -163,7 +163,7 @@ def test_learners_that_make_no_step_are_given_up():
 
 
 def _batch():
-    """A batch of which the learner sees nothing."""
+    """A batch that never reaches the learner."""
     from vlarl.types import TrainBatch
 
     inputs = PolicyInput(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1, 1, 3, 2, 2), None)
@@ -175,7 +175,7 @@ def _batch():
 
 
 class Sampler:
-    """An engine that answers with the pixels' first number and the seed, and says which weights it has."""
+    """An engine that returns the first pixel value and the seed, and the version of its weights."""
 
     def __init__(self, version, hangs=None):
         self.version, self.hangs = version, hangs
@@ -206,7 +206,7 @@ def test_rows_that_another_version_sampled_are_refused():
         engines.generate(rows(2), 1.0, [1, 2])
 
 
-def test_an_engine_that_hangs_is_replaced_refreshed_and_asked_the_same_again():
+def test_an_engine_that_hangs_is_replaced_refreshed_and_called_again():
     parts = iter([Sampler(4, "generate"), Sampler(0)])
     hung = worker("engine 0", lambda: next(parts), timeout_s=0.3)
     engines = EngineGroup([hung])
@@ -231,7 +231,7 @@ def test_an_engine_that_hangs_again_and_again_ends_the_run():
 
     engines = EngineGroup([worker("engine 0", build, timeout_s=0.1)])
     engines.refresh = lambda: None
-    with pytest.raises(WorkerLostError, match="engine 0 has not answered `generate`"):
+    with pytest.raises(WorkerLostError, match="engine 0 has not replied to `generate`"):
         engines.generate(rows(1), 1.0, [1])
     assert len(started_parts) == 3
 
@@ -240,7 +240,7 @@ def test_an_engine_that_hangs_again_and_again_ends_the_run():
 
 
 class Engine(ReplicaEngine):
-    """Does to a message of a sync what a test asks for, and notes what came."""
+    """Fails in a sync as a test wants it to, and records what it received."""
 
     def __init__(self, trouble=None):
         super().__init__(init_tiny("parallel", seed=2), CPU)
@@ -252,7 +252,7 @@ class Engine(ReplicaEngine):
         self.sizes.append(len(update_info["payload"]))
         self.checksums.append(update_info["checksum"])
         if self.trouble == "raise" and len(self.names) == 2:
-            raise MemoryError("no room for this bucket")
+            raise MemoryError("no memory for this bucket")
         if self.trouble == "damage" and len(self.names) == 2:
             payload = update_info["payload"]
             update_info = update_info | {"payload": payload[:-1] + bytes([payload[-1] ^ 1])}
@@ -297,13 +297,13 @@ def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, input
 
 
 @pytest.mark.parametrize("trouble", ["raise", "damage", "hang", "version"])
-def test_a_sync_that_fails_half_way_names_the_engine_and_nobody_acts_with_mixed_weights(learner, inputs, trouble):
+def test_a_sync_that_fails_halfway_names_the_engine_and_none_acts_with_mixed_weights(learner, inputs, trouble):
     options = {"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": True}
     sender = WeightSender(learner, SingleRank(), sync_config(**options))
     bad, good = Engine(trouble), Engine()
     assert sender.send(calls(good, bad, timeout_s=1.0), 3) == "engine 1"
-    torn = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
-    for engine in torn:
+    partial = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
+    for engine in partial:
         with pytest.raises(VlarlError, match="the engine can't act"):
             engine.generate(inputs, 1.0, [1, 2])
         assert engine.version == 0
@@ -337,7 +337,7 @@ def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
 
 
 class Second(SingleRank):
-    """The other one of two ranks, which gathers with the first and sends nothing."""
+    """The second of two ranks, which gathers with the first and sends nothing."""
 
     rank = 1
 
@@ -351,11 +351,11 @@ def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
         sender = WeightSender(learner, ranks, sync_config(**{"distributed.sync_bucket_mb": 1}))
         stream = sender._weights.next()
 
-        def noted(name, rank=rank, stream=stream):
+        def record(name, rank=rank, stream=stream):
             made[rank].append(name)
             return stream.make(name)
 
-        sender._weights.next = lambda stream=stream, noted=noted: replace(stream, make=noted)
+        sender._weights.next = lambda stream=stream, record=record: replace(stream, make=record)
         engine = Engine()
         assert sender.send(calls(engine), 1) is None
         assert bool(engine.names) == (rank == 0), "rank 0 sends, and it alone"
@@ -363,7 +363,7 @@ def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
 
 
 def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner):
-    """The others wait for this one inside every gathering."""
+    """The other ranks wait for this one in every gather."""
     made = []
     sender = WeightSender(learner, SingleRank(), sync_config(**{"distributed.sync_bucket_mb": 1}))
     stream = sender._weights.next()
@@ -380,8 +380,8 @@ def test_shapes_that_do_not_fit_end_the_run_and_no_engine_is_replaced_for_it():
         sender.send(calls(Engine()), 1)
 
 
-def test_an_engine_that_does_not_answer_is_told_by_name():
-    with pytest.raises(EngineLostError, match="engine 1 did not answer in a sync") as lost:
+def test_an_engine_that_does_not_reply_is_named():
+    with pytest.raises(EngineLostError, match="engine 1 did not reply in a sync") as lost:
         calls(Part(), Part("double"), timeout_s=0.3).call("double", 2)
     assert lost.value.engine == "engine 1"
 
@@ -389,12 +389,12 @@ def test_an_engine_that_does_not_answer_is_told_by_name():
 class Rank:
     """A learner's rank that can't bring an engine to its weights."""
 
-    def __init__(self, answers):
-        self.answers, self.asked = answers, 0
+    def __init__(self, results):
+        self.results, self.num_calls = results, 0
 
     def send_weights(self, engines):
-        self.asked += 1
-        return self.answers.pop(0)
+        self.num_calls += 1
+        return self.results.pop(0)
 
 
 def test_engines_lost_in_a_sync_are_replaced_and_the_version_is_what_the_ranks_sent():
@@ -404,7 +404,7 @@ def test_engines_lost_in_a_sync_are_replaced_and_the_version_is_what_the_ranks_s
     built = []
     engines = EngineGroup([worker("engine 0", lambda: built.append(1) or Sampler(5))])
     group.publish(engines)
-    assert engines.version == 5 and len(built) == 2 and rank.asked == 2
+    assert engines.version == 5 and len(built) == 2 and rank.num_calls == 2
     assert engines.generate(rows(1), 1.0, [1]).version == 5
 
 
@@ -414,4 +414,4 @@ def test_an_engine_that_is_lost_in_every_sync_ends_the_run():
     engines = EngineGroup([worker("engine 0", lambda: Sampler(0))])
     with pytest.raises(ClusterError, match="engine 0 could not be brought to the learners' weights, 3 times over"):
         group.publish(engines)
-    assert rank.asked == 3 and engines.version == 0
+    assert rank.num_calls == 3 and engines.version == 0

@@ -37,20 +37,20 @@ def runs(tmp_path_factory, ray_here):
     return root
 
 
-def learnt(found):
+def training_rows(found):
     """Rows of iterations, without evaluations: the first run evaluates after its third, the other after its fourth."""
     return [{k: v for k, v in row.items() if not k.startswith("val/")} for row in found if row["iteration"] > 0]
 
 
-def test_two_ranks_learn_what_one_process_learns(runs):
-    ours, theirs = learnt(rows(runs / "there"))[:3], learnt(rows(runs / "here"))[:3]
+def test_two_ranks_train_as_one_process_does(runs):
+    ours, theirs = training_rows(rows(runs / "there"))[:3], training_rows(rows(runs / "here"))[:3]
     assert_equal_rows(ours, theirs)
-    assert all(row["train/optimizer_steps"] > 0 for row in ours), "each of them has learnt something"
+    assert all(row["train/optimizer_steps"] > 0 for row in ours), "every iteration took optimizer steps"
 
 
-def test_one_rank_goes_on_from_two(runs):
+def test_one_rank_resumes_from_two(runs):
     """Two from one: test_cluster_faults.py."""
-    assert_equal_rows(learnt(rows(runs / "there")), learnt(rows(runs / "here")))
+    assert_equal_rows(training_rows(rows(runs / "there")), training_rows(rows(runs / "here")))
 
 
 def test_the_policies_are_evaluated_alike(runs):
@@ -63,7 +63,7 @@ def test_the_policies_are_evaluated_alike(runs):
 
 def test_the_cluster_is_left_as_it_was_found(runs, ray_here):
     assert ray_here.is_initialized()
-    wait_for(lambda: ray_here.available_resources().get("CPU") == 8.0, 60)  # all room is given back
+    wait_for(lambda: ray_here.available_resources().get("CPU") == 8.0, 60)  # all resources are released
 
 
 def test_the_timeline_has_a_track_for_each_role(runs):
@@ -75,7 +75,7 @@ def test_the_timeline_has_a_track_for_each_role(runs):
     assert {"rollout", "update", "generate", "step", "send_weights", "updating"} <= set(spans)
 
 
-def test_workers_write_logs_and_say_where_they_are(runs):
+def test_workers_write_logs_and_report_their_location(runs):
     workers = json.loads((runs / "there" / "logs" / "workers.json").read_text())
     assert {"learner 0", "engine 0", "environments 1"} <= set(workers)
     assert all((runs / "there" / "logs" / f"{name.replace(' ', '-')}.log").exists() for name in workers)

@@ -25,8 +25,8 @@ SLACK_S = 120  # for a worker to start and for the run to end, on a busy machine
 
 @pytest.fixture(scope="module", autouse=True)
 def killed(tmp_path_factory):
-    """A run whose driver is killed, first of all: two agents of Ray's own spend a minute on telling a driver that is gone,
-    and the last test looks for them."""
+    """A run whose driver is killed, started first: two of Ray's own agents keep running for a minute after the driver is
+    gone, and the last test looks for them."""
     run = ClusterRun(tmp_path_factory.mktemp("run"), "killed", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}))
     run.wait_rows(1)
     run.process.kill()
@@ -34,26 +34,26 @@ def killed(tmp_path_factory):
     return run
 
 
-def strike(run: ClusterRun, blow: signal.Signals, *workers: str) -> None:
+def send(run: ClusterRun, number: signal.Signals, *workers: str) -> None:
     for worker in workers:
-        os.kill(run.pid_of(worker), blow)
+        os.kill(run.pid_of(worker), number)
 
 
-def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
+def test_the_run_continues_unchanged_until_a_learner_dies(tmp_path):
     run = ClusterRun(tmp_path, "shaken", "tabletop_grpo", *flags(ONE_OF_EACH))
     train(load_config("tabletop_grpo", {**SMALL, "run.iterations": 4, "run.root": str(tmp_path), "run.name": "calm"}))
     run.wait_rows(1)
-    strike(run, signal.SIGKILL, "environments 0", "engine 0", "reward 0", "curriculum")
+    send(run, signal.SIGKILL, "environments 0", "engine 0", "reward 0", "curriculum")
     run.wait_rows(2)
     for worker, limit_s in (("environments 1", ENV_LIMIT_S), ("engine 0", 2 * LIMIT_S)):
         hung = run.pid_of(worker)
-        strike(run, signal.SIGSTOP, worker)
+        send(run, signal.SIGSTOP, worker)
         wait_for(lambda worker=worker, hung=hung: run.pid_of(worker) != hung, limit_s + SLACK_S)
     run.wait_rows(3)
-    struck = time.monotonic()
-    strike(run, signal.SIGKILL, "learner 0")
+    sent = time.monotonic()
+    send(run, signal.SIGKILL, "learner 0")
     code, output = run.end()
-    assert time.monotonic() - struck < SLACK_S
+    assert time.monotonic() - sent < SLACK_S
     assert code == 1
     assert re.search(r"learner 0 \(pid \d+ on \S+\) died", output), output
     assert run.left_running() == []
@@ -65,9 +65,9 @@ def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
     log = (run.folder / "logs" / "train.log").read_text()
     for what in (
         r"episode tabletop\S+ failed .* it is run again: environments 0 .* died",
-        r"environments 1 \(pid \d+ on \S+\) has not answered `\w+` in time: it hangs",
+        r"environments 1 \(pid \d+ on \S+\) has not replied to `\w+` in time: it hangs",
         r"engine 0 \(pid \d+ on \S+\) died .* It is replaced",
-        r"engine 0 \(pid \d+ on \S+\) has not answered|engine 0 was lost in a sync",
+        r"engine 0 \(pid \d+ on \S+\) has not replied|engine 0 was lost in a sync",
         r"reward 0 \(pid \d+ on \S+\) died .* It is replaced",
         r"curriculum \(pid \d+ on \S+\) died .* It is replaced",
     ):
@@ -75,28 +75,28 @@ def test_the_run_goes_on_without_a_change_until_a_learner_dies(tmp_path):
 
     resume = re.search(r"resume from it with `vlarl train (--resume .*)`", output)
     assert resume, output
-    two_ranks_go_on_until_one_hangs(tmp_path, shlex.split(resume[1]))
+    two_ranks_resume_until_one_hangs(tmp_path, shlex.split(resume[1]))
 
 
-def two_ranks_go_on_until_one_hangs(root: Path, resume: list[str]) -> None:
-    """The command that the message names goes on with the run of one rank, as if nothing had happened."""
+def two_ranks_resume_until_one_hangs(root: Path, resume: list[str]) -> None:
+    """The command in the message resumes the run of one rank, with the metrics of an undisturbed run."""
     ranks = ["--distributed.learners_per_node", "2", "--distributed.sharding", "full", "--run.iterations", "50"]
     run = ClusterRun(root, "shaken", *resume, *ranks)
-    number = run.num_rows()
-    run.wait_rows(number + 1)
-    strike(run, signal.SIGSTOP, "learner 1")
-    struck = time.monotonic()
+    iteration = run.num_rows()
+    run.wait_rows(iteration + 1)
+    send(run, signal.SIGSTOP, "learner 1")
+    sent = time.monotonic()
     code, output = run.end()
-    assert time.monotonic() - struck < 2 * LIMIT_S + SLACK_S
+    assert time.monotonic() - sent < 2 * LIMIT_S + SLACK_S
     ours, theirs = (
         {
             key: value
-            for key, value in rows(root / name)[number].items()
-            if not key.startswith(("val/", "rollout/redone"))
+            for key, value in rows(root / name)[iteration].items()
+            if not key.startswith(("val/", "rollout/retried"))
         }
         for name in ("shaken", "calm")
     )
-    assert ours["iteration"] == number
+    assert ours["iteration"] == iteration
     assert_equal_rows([ours], [theirs])
     assert (
         code == 1

@@ -1,4 +1,4 @@
-"""Room on a cluster: reserved machine by machine, shared as asked for, and what is missing is said."""
+"""Resources of a cluster: reserved machine by machine, shared as configured, and errors name what is missing."""
 
 import pytest
 from fakes.cluster_runs import wait_for
@@ -13,7 +13,7 @@ GPUS = 2  # of each machine; declared, there are none
 
 
 class Witness:
-    """A worker's part that says where it is."""
+    """A worker's part that returns its location."""
 
     def where(self) -> tuple[str, list[int]]:
         import ray
@@ -52,13 +52,13 @@ def cluster(machines, tmp_path):
         each.close()
 
 
-def settled(workers):
+def locations(workers):
     for worker in workers:
         worker.wait_started()
-    return [worker.get(worker.ask("where")) for worker in workers]
+    return [worker.get(worker.call("where")) for worker in workers]
 
 
-def test_learners_are_spread_as_asked_for_and_engines_share_their_gpus(cluster):
+def test_learners_are_distributed_as_configured_and_engines_share_their_gpus(cluster):
     options = {
         "distributed.learners_per_node": (2, 1),
         "distributed.colocate": True,
@@ -66,28 +66,31 @@ def test_learners_are_spread_as_asked_for_and_engines_share_their_gpus(cluster):
         "distributed.learner_gpus": 0.6,
         "distributed.engine_gpus": 0.4,
     }
-    room, demand = cluster(**options)
-    room.reserve(demand)
-    engine_placements, env_placements, reward_placements = room.other_placements(demand)
+    reserved, demand = cluster(**options)
+    reserved.reserve(demand)
+    engine_placements, env_placements, reward_placements = reserved.other_placements(demand)
     assert len(env_placements) == 2 and not reward_placements
     learners = [
-        room.worker(f"learner {i}", Witness, demand.learner, p) for i, p in enumerate(room.learner_placements(demand))
+        reserved.worker(f"learner {i}", Witness, demand.learner, p)
+        for i, p in enumerate(reserved.learner_placements(demand))
     ]
-    engines = [room.worker(f"engine {i}", Witness, demand.engine, p) for i, p in enumerate(engine_placements)]
-    found = settled(learners)
-    assert settled(engines) == found, "each engine on its learner's GPU"
+    engines = [reserved.worker(f"engine {i}", Witness, demand.engine, p) for i, p in enumerate(engine_placements)]
+    found = locations(learners)
+    assert locations(engines) == found, "each engine on its learner's GPU"
     first, second, third = found
     assert first[0] == second[0] != third[0], "two on one machine, one on the other"
     assert first[1] != second[1], "each learner has a GPU of its own"
 
 
-def test_room_is_given_back(cluster):
+def test_resources_are_released(cluster):
     import ray
 
-    room, demand = cluster()
-    room.reserve(demand)
-    settled([room.worker("environments 0", Witness, Resources(1.0, 0.0), room.other_placements(demand)[1][0])])
-    room.close()
+    reserved, demand = cluster()
+    reserved.reserve(demand)
+    locations(
+        [reserved.worker("environments 0", Witness, Resources(1.0, 0.0), reserved.other_placements(demand)[1][0])]
+    )
+    reserved.close()
     wait_for(lambda: ray.available_resources().get("GPU") == 2 * GPUS, 10)
 
 
@@ -100,8 +103,8 @@ def test_room_is_given_back(cluster):
         ({"distributed.worker_cpus": 8.0}, "take 32 CPUs and 2 GPUs; the cluster has 16 CPUs and 4 GPUs free"),
     ],
 )
-def test_missing_room_is_said_before_anything_starts(cluster, options, message):
-    room, demand = cluster(**options)
+def test_missing_resources_are_named_before_anything_starts(cluster, options, message):
+    reserved, demand = cluster(**options)
     with pytest.raises(UsageError) as refused:
-        room.reserve(demand)
+        reserved.reserve(demand)
     assert message in str(refused.value)

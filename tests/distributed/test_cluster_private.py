@@ -1,4 +1,4 @@
-"""A cluster that a run starts by itself can be reached from this machine alone, by its user alone."""
+"""A cluster that a run starts can be reached only from this machine, and only by its user."""
 
 import os
 import stat
@@ -35,7 +35,7 @@ def test_a_new_token_is_the_users_alone(token):
     assert token.read_text() == text
 
 
-def test_a_token_that_others_can_read_is_closed(token):
+def test_a_token_that_others_can_read_is_made_private(token):
     token.parent.mkdir()
     token.write_text("word")
     token.chmod(0o644)

@@ -60,7 +60,7 @@ def test_engine_and_learners_agree_after_every_sync(runs):
         assert row["train/ratio_first_minibatch_error"] == 0.0
 
 
-def test_it_learns_as_well_as_one_process(runs):
+def test_it_trains_as_well_as_one_process(runs):
     root, _ = runs
     success = {
         name: [r["val/success_rate"] for r in rows(root / name) if "val/success_rate" in r]

@@ -1,4 +1,4 @@
-"""The groups of workers by themselves: simulators and shares of a pool, and engines of which one is lost in a sync."""
+"""The groups of workers: simulators and parts of a pool, and engines of which one is lost in a sync."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.source.load import load_config
 from vlarl.distributed.cluster import Cluster, Resources, wait_started
 from vlarl.distributed.engines import EngineGroup, build_torch_engine
-from vlarl.distributed.environments import PoolGroup, Share, Simulator, pool_parts
+from vlarl.distributed.environments import EnvWorkerSpec, PoolGroup, Simulator, pool_parts
 from vlarl.distributed.learners import LearnerGroup, Rank
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
@@ -25,11 +25,11 @@ from vlarl.rollout.engines.replica import ReplicaEngine
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.types import Task
 
-NO_ROOM = Resources(0.0, 0.0)
+NO_RESOURCES = Resources(0.0, 0.0)
 
 
 class Faulty(ReplicaEngine):
-    """Fails in a sync once a file says so."""
+    """Fails in a sync once if a file exists."""
 
     def __init__(self, config, trouble):
         built = build_torch_engine(config, None, on_gpu=False)
@@ -39,7 +39,7 @@ class Faulty(ReplicaEngine):
     def update_weights(self, update_info):
         if self.trouble.exists():
             self.trouble.unlink()
-            raise MemoryError("no room for this bucket")
+            raise MemoryError("no memory for this bucket")
         super().update_weights(update_info)
 
 
@@ -64,9 +64,9 @@ def counting(cluster, *troubles, timeout_s=60.0):
     """A pool with one simulator for each of the troubles."""
     diary = str(cluster.logs / "diary")
     factories = [CountingFactory(trouble, f"{diary}-{i}") for i, trouble in enumerate(troubles)]
-    builds = [Share(Simulator, (factory,), {}).build for factory in factories]
+    builds = [EnvWorkerSpec(Simulator, (factory,), {}).build for factory in factories]
     workers = [
-        cluster.worker(f"environments {i}", build, NO_ROOM, timeout_s=timeout_s) for i, build in enumerate(builds)
+        cluster.worker(f"environments {i}", build, NO_RESOURCES, timeout_s=timeout_s) for i, build in enumerate(builds)
     ]
     wait_started(workers)
     return PoolGroup(workers, [1] * len(workers), lockstep=True)
@@ -86,22 +86,22 @@ def test_simulators_run_in_workers_of_their_own(cluster):
     one, other = pool.step_chunk([0, 1], ones(2))
     assert (one.success, one.num_executed) == (True, 1) and (other.success, other.num_executed) == (True, 3)
     assert pool.frame(0)[0, 0, 0] == 105, "five steps"
-    pids = {worker.where.pid for worker in pool.workers}
+    pids = {worker.location.pid for worker in pool.workers}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
 def test_simulators_that_fail_are_replaced_and_can_be_reset(cluster):
-    reasons = {"raise": "the joints exploded", "die": "died", "hang": "has not answered `step` in time: it hangs"}
+    reasons = {"raise": "the joints exploded", "die": "died", "hang": "has not replied to `step` in time: it hangs"}
     pool = counting(cluster, (), *(((trouble, 2),) for trouble in reasons), timeout_s=5.0)
     slots, tasks = range(4), [Task("counting", 0, 1, 7)] * 4
-    before = [worker.where.pid for worker in pool.workers]
+    before = [worker.location.pid for worker in pool.workers]
     pool.reset(slots, tasks)
     fine, *failed = pool.step_chunk(slots, ones(4))
     assert fine.error is None
     for worker, pid, outcome, reason in zip(pool.workers[1:], before[1:], failed, reasons.values(), strict=True):
-        assert reason in outcome.error and worker.where.pid != pid
+        assert reason in outcome.error and worker.location.pid != pid
     pool.send_chunk([1], ones(1))
-    assert reasons["raise"] in pool.receive()[0][1].error, "its episode is gone with it"
+    assert reasons["raise"] in pool.receive()[0][1].error, "its episode is lost with it"
     pool.reset(slots[1:], tasks[1:])
     assert [outcome.error for outcome in pool.step_chunk(slots[1:], ones(3))] == [None] * 3
 
@@ -114,13 +114,13 @@ def test_what_a_simulator_has_started_ends_with_its_worker(cluster):
     os.set_blocking(reader, True)
     pool = counting(cluster, (("child", 0),))
     pool.reset([0], [Task("counting", 0, 1, 7)])
-    os.kill(pool.workers[0].where.pid, signal.SIGSTOP)
+    os.kill(pool.workers[0].location.pid, signal.SIGSTOP)
     pool.workers[0].stop()
     assert os.read(reader, 1) == b""
     os.close(reader)
 
 
-def test_what_a_simulator_refuses_is_told_to_the_user(cluster):
+def test_what_a_simulator_refuses_is_reported_to_the_user(cluster):
     pool = counting(cluster, (("refuse", 0),))
     with pytest.raises(UsageError, match="the assets are missing: fetch them"):
         pool.reset([0], [Task("counting", 0, 1, 7)])
@@ -128,8 +128,8 @@ def test_what_a_simulator_refuses_is_told_to_the_user(cluster):
 
 def test_slots_of_one_pool_are_the_same_wherever_they_are(cluster):
     env, whole = EnvConfig(suite="tabletop_spatial"), TabletopPool("tabletop_spatial", 5, 24)
-    shares = pool_parts(env, GymConfig(), [3, 2], 24, "sparse")
-    workers = [cluster.worker(f"environments {i}", share.build, NO_ROOM) for i, share in enumerate(shares)]
+    specs = pool_parts(env, GymConfig(), [3, 2], 24, "sparse")
+    workers = [cluster.worker(f"environments {i}", spec.build, NO_RESOURCES) for i, spec in enumerate(specs)]
     wait_started(workers)
     pool = PoolGroup(workers, [3, 2], lockstep=True)
     tasks = [Task("tabletop_spatial", i, i, i) for i in range(5)]
@@ -139,22 +139,22 @@ def test_slots_of_one_pool_are_the_same_wherever_they_are(cluster):
     for ours, theirs in zip(pool.step_chunk(range(5), actions), whole.step_chunk(range(5), actions), strict=True):
         np.testing.assert_array_equal(ours.observation.images, theirs.observation.images)
 
-    os.kill(workers[1].where.pid, signal.SIGKILL)
+    os.kill(workers[1].location.pid, signal.SIGKILL)
     lost = pool.step_chunk([0, 3], actions[[0, 3]])
     assert lost[0].error is None and "died" in lost[1].error
-    unasked = pool.step_chunk([4], actions[[4]])[0]
-    assert "died" in unasked.error, "the other slot of the lost worker has no episode either"
+    idle = pool.step_chunk([4], actions[[4]])[0]
+    assert "died" in idle.error, "the other slot of the lost worker has no episode either"
 
 
-def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought_along(cluster, observation):
-    """The one that lives has begun the sync: it gives it up, and acts again with all weights."""
+def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_get_all_weights(cluster, observation):
+    """The engine that survives has started the sync: it abandons it, and acts again once it has all weights."""
     autoregressive = {"policy.path": "builtin:tiny-openvla", "distributed.backend": "ray"}
     config = load_config("tabletop_grpo", {**SMALL, **autoregressive, "distributed.timeout_s": 30.0})
     reader = load_acting_policy(config, None, torch.device("meta"))
-    learner = cluster.worker("learner 0", partial(Rank, config, 1, False, 0), NO_ROOM)
+    learner = cluster.worker("learner 0", partial(Rank, config, 1, False, 0), NO_RESOURCES)
     trouble = cluster.logs / "trouble"
     builds = [partial(Faulty, config, trouble), partial(build_torch_engine, config, None, False)]
-    workers = [cluster.worker(f"engine {i}", build, NO_ROOM) for i, build in enumerate(builds)]
+    workers = [cluster.worker(f"engine {i}", build, NO_RESOURCES) for i, build in enumerate(builds)]
     wait_started([learner, *workers])
     group, engines = LearnerGroup([learner], config, reader), EngineGroup(workers)
     group.join(None)
@@ -164,19 +164,19 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_are_brought
     alone = TorchEngine(load_acting_policy(config, None, torch.device("cpu")), torch.device("cpu"))
     torch.testing.assert_close(before.ids, alone.generate(inputs, 1.0, seeds).ids)
 
-    dead = workers[1].where.pid
+    dead = workers[1].location.pid
     os.kill(dead, signal.SIGKILL)
     wait_for(lambda: not os.path.exists(f"/proc/{dead}"), 20)
     group.publish(engines)
-    assert workers[1].where.pid != dead
+    assert workers[1].location.pid != dead
     after = engines.generate(inputs, 1.0, seeds)
     torch.testing.assert_close(after.ids, before.ids)
     for found in (before, after):
         check_logprobs(found.engine_logprobs, alone.policy, inputs, found.ids, 1.0)
 
-    failing = workers[0].where.pid
+    failing = workers[0].location.pid
     trouble.touch()
     group.publish(engines)
-    assert workers[0].where.pid != failing, "one that fails in a sync is replaced as well"
-    assert "no room for this bucket" in learner.log_file.read_text()
+    assert workers[0].location.pid != failing, "one that fails in a sync is replaced as well"
+    assert "no memory for this bucket" in learner.log_file.read_text()
     torch.testing.assert_close(engines.generate(inputs, 1.0, seeds).ids, before.ids)

@@ -28,7 +28,7 @@ class Word:
 
 WORDS = (
     Word(r"[Ff]ilm(s|ed|ing)?", "video, record", fine=r"FiLM|use_film|film_dim|openvla/film|openvla\.film|import film"),
-    Word(r"[Pp]ictures?", "image, frame"),
+    Word(r"[Pp]ictures?", "image, frame", fine=r"benchmarks/pictures\.py"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
     Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix"),

@@ -22,7 +22,7 @@ def assert_agrees(engine, policy, inputs, temperature, seeds):
 
 
 class EngineProcess:
-    """Starts engines by name and calls their methods; an error over there is raised here."""
+    """Starts engines by name and calls their methods; an error in their process is raised here."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -37,15 +37,15 @@ class EngineProcess:
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         self._here.send_bytes(pickle.dumps((name, method, arguments)))  # plain bytes: no shared memory of torch's
         if not self._here.poll(DEADLINE_S):
-            raise TimeoutError(f"the engine process has not answered {method} for {DEADLINE_S:.0f} s")
-        failed, answer = pickle.loads(self._here.recv_bytes())
+            raise TimeoutError(f"the engine process has not replied to {method} for {DEADLINE_S:.0f} s")
+        failed, result = pickle.loads(self._here.recv_bytes())
         if failed:
-            raise answer
-        return answer
+            raise result
+        return result
 
     def stop(self) -> None:
         self._here.close()
-        self._process.kill()  # vLLM takes its time to leave
+        self._process.kill()  # vLLM is slow to exit
         self._process.join()
 
 
@@ -69,7 +69,7 @@ class RemoteEngine:
 
 
 def _serve(connection: Connection) -> None:
-    """The engines' process: one call after the other, until the other side is gone."""
+    """The engines' process: one call after the other, until the other side closes the pipe."""
     from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
 
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = (False, handle(*call))
-        except Exception as error:  # the border of a process: whatever it is, the test shall see it
-            answer = (True, error)
-        connection.send_bytes(pickle.dumps(answer))
+            result = (False, handle(*call))
+        except Exception as error:  # a process boundary: the test raises it
+            result = (True, error)
+        connection.send_bytes(pickle.dumps(result))

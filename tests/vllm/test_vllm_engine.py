@@ -51,15 +51,15 @@ def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
         assert int(tokens.ids.min()) >= 31744 and int(tokens.ids.max()) <= 31999
 
 
-def test_heads_that_vllm_can_not_read_are_refused():
-    with pytest.raises(UsageError, match="heads of 8 numbers; vLLM on a CPU reads those of 32, 64.*vllm.num_engines 0"):
+def test_heads_that_vllm_does_not_support_are_refused():
+    with pytest.raises(UsageError, match="heads of size 8; vLLM on a CPU supports 32, 64.*vllm.num_engines 0"):
         VllmEngine(GOLDEN)
 
 
 def test_two_images_and_no_proprio(engines, observations, tmp_path):
     policy = init_tiny("autoregressive", seed=3, num_images=2, use_proprio=False)
     with torch.no_grad():
-        policy.model.language_model.lm_head.weight.mul_(15)  # fresh ones are near uniform, and would hide what is wrong
+        policy.model.language_model.lm_head.weight.mul_(15)  # initial ones are near uniform, and would hide errors
     policy.save(tmp_path / "two")
     engine = engines.start("two images", str(tmp_path / "two"), FLOAT32)
     inputs = policy.process(observations(6))
@@ -78,7 +78,7 @@ def test_temperature_zero_is_greedy(engine, policy, observations):
     assert torch.equal(tokens.ids, expected.ids)
 
 
-def test_a_row_follows_its_own_seed_whatever_stands_beside_it(engine, policy, observations):
+def test_a_row_depends_on_its_own_seed_whatever_the_batch(engine, policy, observations):
     seen = observations(5)
     seeds = [11, 2**63 + 5, 13, 14, 15]
     together = engine.generate(policy.process(seen), 1.6, seeds)
@@ -100,8 +100,8 @@ def test_samples_follow_the_distribution(engine, policy, observations):
         probs = (policy.score(one, tokens.ids[:1]).logits[0, 0] / temperature).softmax(-1)
     seen = torch.bincount(tokens.ids[:, 0] - policy.codec.first_id, minlength=256) / count
     likely = probs.topk(3).indices
-    deviation = (probs[likely] * (1 - probs[likely]) / count).sqrt()
-    assert ((seen[likely] - probs[likely]).abs() < 4 * deviation).all()
+    std = (probs[likely] * (1 - probs[likely]) / count).sqrt()
+    assert ((seen[likely] - probs[likely]).abs() < 4 * std).all()
 
 
 def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
     long = PolicyInput(
         one.input_ids[:, -1:].repeat(1, 600), torch.ones(1, 600, dtype=torch.bool), one.pixels, one.proprio
     )
-    with pytest.raises(UsageError, match=r"takes 624 tokens, the engine reads 512"):
+    with pytest.raises(UsageError, match=r"takes 624 tokens; the engine supports 512"):
         engine.generate(long, 1.0, [0])
 
 

@@ -1,4 +1,4 @@
-"""Weights into a running engine: the learner's log-probs after every sync, and nothing half-taken."""
+"""Weights into a running engine: the learner's log-probs after every sync, and no partial sync."""
 
 from dataclasses import replace
 
@@ -59,7 +59,7 @@ def test_part_of_the_layers_may_be_sent(engine, policy, observations, disturb):
     [
         (lambda w: w.pop("model.language_model.model.layers.0.self_attn.k_proj.weight"), r"k_proj.weight is missing"),
         (lambda w: w.pop("model.projector.fc1.bias"), r"projector.fc1.bias is missing"),
-        (lambda w: w.update({"model.projector.fc9.weight": torch.ones(2)}), r"projector.fc9.weight is no weight"),
+        (lambda w: w.update({"model.projector.fc9.weight": torch.ones(2)}), r"projector.fc9.weight is not a weight"),
         (
             lambda w: w.update({"model.projector.fc1.bias": torch.ones(2)}),
             r"projector.fc1.bias has shape \(2,\), the engine's \(1024,\)",
@@ -79,19 +79,19 @@ def test_weights_that_do_not_fit_are_refused_by_name(engine, policy, observation
     check_logprobs(after.engine_logprobs, load_policy(BUILTIN), inputs, after.ids, 1.0)
 
 
-def test_a_version_has_to_be_whole_and_the_one_that_was_begun(engine, policy, observations):
+def test_a_version_has_to_be_complete_and_the_one_that_was_started(engine, policy, observations):
     inputs = policy.process(observations(1))
     changed = ChangedWeights(policy, engine_has_base=False).next()
     engine.start_sync(dict(changed.shapes), 8)
     with pytest.raises(VlarlError, match="the sync to version 8 has not ended"):
         engine.generate(inputs, 1.0, [1])
-    with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8"):
+    with pytest.raises(VlarlError, match="version 9 can't be loaded: the sync to version 8"):
         engine.start_sync(dict(changed.shapes), 9)
-    with pytest.raises(VlarlError, match=r"version 8 is not whole: \d+ weights have not come"):
+    with pytest.raises(VlarlError, match=r"version 8 is incomplete: \d+ weights have not arrived"):
         engine.finish_sync(8)
     for payload in buckets(changed, 1 << 20):
         engine.update_weights(bucket_message(payload, True))
-    with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
+    with pytest.raises(VlarlError, match="version 7 was not started: the sync in progress is to version 8"):
         engine.finish_sync(7)
     engine.finish_sync(8)
     assert engine.generate(inputs, 1.0, [1]).version == 8
@@ -100,7 +100,7 @@ def test_a_version_has_to_be_whole_and_the_one_that_was_begun(engine, policy, ob
         engine.generate(inputs, 1.0, [1])
 
 
-def test_an_adapter_is_folded_on_the_way(engines, observations, bytes_of, tmp_path):
+def test_an_adapter_is_folded_during_a_sync(engines, observations, bytes_of, tmp_path):
     """The engine starts from the base. Only what adapters change is sent, with the rest of its layers."""
     learner = load_policy(BUILTIN)
     targets = ("q_proj", "down_proj", "fc1")
@@ -133,7 +133,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, o
     damaged = bucket_message(first, True) | {"payload": first[:-1] + bytes([first[-1] ^ 1])}
     engine.start_sync(dict(stream.shapes), 6)
     engine.update_weights(bucket_message(first, True))
-    with pytest.raises(VlarlError, match="came damaged"):
+    with pytest.raises(VlarlError, match="arrived damaged"):
         engine.update_weights(damaged)
     inputs = policy.process(observations(1))
     with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
@@ -142,6 +142,6 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, o
         engine.load_weights([(n, p) for n, p in policy.named_parameters() if "projector" in n], 7)
     engine.load_weights(policy.named_parameters(), 7)
     assert_agrees(engine, policy, inputs, 1.0, [1])
-    with pytest.raises(VlarlError, match="no sync is under way"):
+    with pytest.raises(VlarlError, match="no sync is in progress"):
         engine.update_weights(bucket_message(first, True))
     assert_agrees(engine, policy, inputs, 1.0, [1])

@@ -7,6 +7,6 @@
          ── CurriculumWorker ──────────────────► curriculum               │
          ── LearnerGroup ──────────────────────► learner 0 … ─────────────┘
 
-The driver asks, workers answer; weights go from learners to engines without passing the driver. Every wait has a
-deadline. A worker that died or hung is replaced, but for learners: their loss ends the run at its last checkpoint.
+The driver calls its workers; weights go from learners to engines without passing through the driver. Every wait has a
+deadline. A worker that died or hung is replaced, except a learner: its loss ends the run at the last checkpoint.
 """

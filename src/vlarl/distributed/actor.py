@@ -1,11 +1,11 @@
-"""One worker of a cluster: an actor on one side, and whoever waits for it on the other.
+"""One worker of a cluster: a Ray actor, and the driver's handle to it.
 
-    Worker.ask("method", …) ──► Host (a Ray actor): part.method(…)
-    Worker.get(question)    ◄── Answer: value or error, and when it was worked on
+    Worker.call("method", …) ──► Host (a Ray actor): part.method(…)
+    Worker.get(request)      ◄── Result: value or error, and when it was computed
 
-The actor is the same for every role; its part is a plain object that is made over there. A worker does one thing at a
-time, in the order of the questions. Whoever gets an answer waits for it no longer than a deadline; a worker that misses
-it, or has died, is lost, which the error says together with the end of the worker's log.
+The actor class is the same for every role; its part is a plain object that the actor's process builds. A worker runs
+one call at a time, in the order of the requests. `get` waits no longer than the request's deadline; a worker that
+misses it, or has died, is lost: the error says so and holds the end of the worker's log.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError
 from vlarl.observability.trace import NoTrace
 
 Build = Callable[[], object]
-"""Makes a worker's part, over there."""
+"""Builds a worker's part, in the worker's process."""
 
 DIED = (
     exceptions.RayActorError,
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
-    exceptions.ObjectLostError,  # it had answered, and its machine is gone
+    exceptions.ObjectLostError,  # it had returned, and its machine is gone
 )
 """What Ray raises for an actor that is gone."""
 
@@ -48,12 +48,12 @@ _END = object()
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of a question."""
+class Result:
+    """The outcome of a call."""
 
     value: Any = None
-    error: VlarlError | None = None  # for the user, or for whoever asked
-    defect: str | None = None  # whatever else it raised, and where
+    error: VlarlError | None = None  # for the user, or for the caller
+    defect: str | None = None  # the traceback of any other exception
     began: float = 0.0
     ended: float = 0.0
 
@@ -67,41 +67,41 @@ class Location:
 
 
 class Host:
-    """The actor's side: makes its part once, then answers."""
+    """The actor's side: builds its part once, then runs calls of its methods."""
 
     _log: IO[bytes] | None = None
 
     def prepare(self, log_file: str, folder: str, modules: Sequence[str]) -> None:
-        """Write to the log from now on; paths and modules mean what they mean to the driver."""
+        """Write to the log from now on; resolve paths and modules as the driver does."""
         _write_to(log_file)
         self._log = open(log_file, "a+b", buffering=0)  # noqa: SIM115 - as long as the process
         if os.path.isdir(folder):
             os.chdir(folder)
-        sys.path += [place for place in modules if place not in sys.path]
+        sys.path += [path for path in modules if path not in sys.path]
 
-    def begin(self, build: Build) -> Answer:
-        """Make the part."""
-        return _answer(lambda: self._make(build))
+    def begin(self, build: Build) -> Result:
+        """Build the part."""
+        return _run(lambda: self._build(build))
 
-    def _make(self, build: Build) -> Location:
+    def _build(self, build: Build) -> Location:
         self.part = build()
         return Location(os.getpid(), socket.gethostname())
 
-    def answer(self, method: str, *arguments: Any) -> Answer:
+    def call(self, method: str, *arguments: Any) -> Result:
         """Call a method of the part."""
         if self._log is not None:
             shorten(self._log)
-        return _answer(lambda: getattr(self.part, method)(*arguments))
+        return _run(lambda: getattr(self.part, method)(*arguments))
 
-    def answers(self, method: str, *arguments: Any) -> Iterator[Answer]:
-        """Call a generator method of the part, and pass on one thing after the other."""
+    def stream(self, method: str, *arguments: Any) -> Iterator[Result]:
+        """Call a generator method of the part, and yield its items one by one."""
         items = getattr(self.part, method)(*arguments)
-        while (answer := _answer(lambda: next(items, _END))).value is not _END:
-            yield answer
+        while (result := _run(lambda: next(items, _END))).value is not _END:
+            yield result
 
 
 def _write_to(log_file: str) -> None:
-    """Send everything that the process writes, its last words included, to a log of its own."""
+    """Send everything that the process writes, also while it crashes, to a log of its own."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     with open(log_file, "ab", buffering=0) as file:
         for stream in (sys.stdout, sys.stderr):
@@ -111,18 +111,18 @@ def _write_to(log_file: str) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", force=True)
 
 
-def _answer(work: Callable[[], Any]) -> Answer:
+def _run(work: Callable[[], Any]) -> Result:
     began = time.time()
     try:
-        return Answer(work(), began=began, ended=time.time())
+        return Result(work(), began=began, ended=time.time())
     except VlarlError as error:
-        return Answer(error=_portable(error))
-    except (Exception, SystemExit):  # a process border: whatever a part raises is told to the driver
-        return Answer(defect=excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK))
+        return Result(error=_portable(error))
+    except (Exception, SystemExit):  # a process boundary: whatever a part raises is reported to the driver
+        return Result(defect=excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK))
 
 
 def _portable(error: VlarlError) -> VlarlError:
-    """The error as it can travel: some can't be made again from their text."""
+    """The error in a form that can be pickled: some can't be rebuilt from their text."""
     try:
         pickle.loads(pickle.dumps(error))
     except TypeError:
@@ -131,8 +131,8 @@ def _portable(error: VlarlError) -> VlarlError:
 
 
 @dataclass
-class Question:
-    """Something that a worker was asked."""
+class Request:
+    """A pending call."""
 
     worker: Worker
     method: str
@@ -145,79 +145,79 @@ class Worker:
     """The driver's side of one worker."""
 
     name: str  # "learner 0"
-    create: Callable[[], Any]  # a new actor in the worker's place on the cluster
+    create: Callable[[], Any]  # a new actor in the worker's bundle on the cluster
     build: Build
     log_file: Path
     timeout_s: float
     start_timeout_s: float
     trace: NoTrace
-    on_start: Callable[[], None]  # told whenever it has started
-    where: Location | None = None
+    on_start: Callable[[], None]  # called whenever it has started
+    location: Location | None = None
     actor: Any = None
-    _beginning: Question | None = field(default=None, repr=False)
+    _beginning: Request | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        """Let it begin; `wait_started` waits for it."""
-        self.where = None
+        """Start the actor; `wait_started` waits until it is ready."""
+        self.location = None
         self.actor = self.create()
-        # By itself and first: what follows may be of a module that only the driver knows where to find.
+        # A separate call, and the first: `build` may be of a module that only the driver's path finds.
         self.actor.prepare.remote(str(self.log_file), os.getcwd(), list(sys.path))
         reference = self.actor.begin.remote(self.build)
-        self._beginning = Question(self, "begin", reference, time.monotonic() + self.start_timeout_s)
+        self._beginning = Request(self, "begin", reference, time.monotonic() + self.start_timeout_s)
 
     def wait_started(self) -> None:
-        """Wait until it is ready to be asked."""
+        """Wait until it is ready for calls."""
         if self._beginning is not None:
-            self.where = self.get(self._beginning)
+            self.location = self.get(self._beginning)
             self._beginning = None
             self.on_start()
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Question:
-        """Ask for something, in the order of questions; the answer is due within the time limit."""
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Request:
+        """Call a method of the part, in the order of requests; the result is due within the time limit."""
         with _store_errors():
-            reference = self.actor.answer.remote(method, *arguments)
-        return Question(self, method, reference, time.monotonic() + (timeout_s or self.timeout_s))
+            reference = self.actor.call.remote(method, *arguments)
+        return Request(self, method, reference, time.monotonic() + (timeout_s or self.timeout_s))
 
-    def get(self, question: Question) -> Any:
-        """The answer's value; WorkerLostError where none came, and the worker's own error where it raised one."""
-        left = question.deadline - time.monotonic()
+    def get(self, request: Request) -> Any:
+        """The result's value; WorkerLostError where none came, and the worker's own error where it raised one."""
+        left = request.deadline - time.monotonic()
         try:
             with _store_errors():
-                answer = ray.get(question.reference, timeout=max(left, 0.0))
+                result = ray.get(request.reference, timeout=max(left, 0.0))
         except exceptions.GetTimeoutError:
-            raise self.lost(f"has not answered `{question.method}` in time: it hangs") from None
+            raise self.lost(f"has not replied to `{request.method}` in time: it hangs") from None
         except DIED as error:
             raise self.lost(_reason_of_death(error)) from None
-        return self.open(question.method, answer)
+        return self.unwrap(request.method, result)
 
     def stream(self, method: str, *arguments: Any) -> Any:
-        """Ask for one thing after the other: a generator of references, each due within the time limit."""
+        """Call a generator method: a generator of references, each due within the time limit."""
         with _store_errors():
-            return self.actor.answers.options(num_returns="streaming").remote(method, *arguments)
+            return self.actor.stream.options(num_returns="streaming").remote(method, *arguments)
 
     def next(self, items: Any, method: str) -> Any:
-        """The next thing of a stream, which `ray.wait` has said is there."""
+        """The next item of a stream, once `ray.wait` has reported it ready."""
         try:
-            answer = ray.get(next(items))
+            result = ray.get(next(items))
         except DIED as error:
             raise self.lost(_reason_of_death(error)) from None
         except StopIteration:
             raise VlarlError(f"{self.name} ended `{method}` without a result; its log is {self.log_file}.") from None
-        return self.open(method, answer)
+        return self.unwrap(method, result)
 
-    def open(self, method: str, answer: Answer) -> Any:
-        """The value of an answer that came; what the worker raised is raised here."""
-        if answer.error is not None:
-            raise answer.error
-        if answer.defect is not None:
-            what = f"{self.name} failed in `{method}`:\n{answer.defect}\nIts log is {self.log_file}."
+    def unwrap(self, method: str, result: Result) -> Any:
+        """The value of a result; what the worker raised is raised here."""
+        if result.error is not None:
+            raise result.error
+        if result.defect is not None:
+            what = f"{self.name} failed in `{method}`:\n{result.defect}\nIts log is {self.log_file}."
             raise WorkerFailedError(what, self.name)
-        self.trace.span(self.name, method, answer.began, answer.ended)
-        return answer.value
+        self.trace.span(self.name, method, result.began, result.ended)
+        return result.value
 
     def lost(self, what: str) -> WorkerLostError:
-        """The error for a worker that can't answer any more."""
-        where = f" (pid {self.where.pid} on {self.where.host})" if self.where else ""
+        """The error for a worker that can't reply any more."""
+        where = f" (pid {self.location.pid} on {self.location.host})" if self.location else ""
         return WorkerLostError(f"{self.name}{where} {what}.{self.log_tail()}", self.name)
 
     def log_tail(self) -> str:
@@ -230,7 +230,7 @@ class Worker:
         return f" The end of {self.log_file}:{tail}" if tail else ""
 
     def replace(self) -> None:
-        """End it, wherever it hangs, and start another in its place, which is ready then."""
+        """End it, even if it hangs, start another in its place, and wait until that is ready."""
         self.stop()
         self.start()
         self.wait_started()
@@ -242,22 +242,22 @@ class Worker:
             self.actor = None
 
 
-def get_all(questions: Sequence[Question]) -> list[Any]:
-    """All answers, in the order of the questions; the first failure counts at once."""
-    waiting = {question.reference: question for question in questions}
+def get_all(requests: Sequence[Request]) -> list[Any]:
+    """The values of all results, in the order of the requests; the first failure is raised at once."""
+    waiting = {request.reference: request for request in requests}
     values: dict[Any, Any] = {}
     while waiting:
-        left = min(question.deadline for question in waiting.values()) - time.monotonic()
+        left = min(request.deadline for request in waiting.values()) - time.monotonic()
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(left, 0.0))
         late = [r for r, q in waiting.items() if not ready and q.deadline <= time.monotonic()]
         for reference in ready or late:
-            question = waiting.pop(reference)
-            values[reference] = question.worker.get(question)
-    return [values[question.reference] for question in questions]
+            request = waiting.pop(reference)
+            values[reference] = request.worker.get(request)
+    return [values[request.reference] for request in requests]
 
 
 def _reason_of_death(error: Exception) -> str:
-    """Ray's account of it, short."""
+    """Ray's explanation, shortened."""
     text = str(error)
     if "ray.kill" in text:
         return "was stopped"
@@ -267,15 +267,15 @@ def _reason_of_death(error: Exception) -> str:
     return f"died: {first}"
 
 
-def share(value: object) -> Any:
-    """Put something into the object store once, for several workers to read."""
+def put(value: object) -> Any:
+    """Put a value into the object store once, for several workers to read."""
     with _store_errors():
         return ray.put(value)
 
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """An object store that is full says what to do about it."""
+    """Turn the error of a full object store into one that says what to do."""
     try:
         yield
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster answers at an address: asked before Ray is, which waits for many minutes by itself."""
+"""Whether a Ray cluster responds at an address: checked first, since Ray itself would wait for many minutes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from urllib.parse import urlsplit
 from vlarl.deadline import call_in_time
 from vlarl.errors import UsageError
 
-ANSWER_S = 10.0  # for everything: the name, the connection, the first words
+RESPONSE_S = 10.0  # in total: resolving the name, connecting, the first frame
 CLIENT_PORT = 10001  # of ray://
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and empty settings
-SETTINGS = 4  # type of the frame that every HTTP/2 server answers with; gRPC, which Ray speaks, is HTTP/2
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # and empty settings
+SETTINGS = 4  # type of the frame that every HTTP/2 server replies with; Ray's gRPC runs over HTTP/2
 
 
-def check_address(address: str, timeout_s: float = ANSWER_S) -> None:
-    """Refuse an address, `auto` or host:port, that no Ray cluster answers at."""
-    place = _host_and_port(address)
-    if place is None:
+def check_address(address: str, timeout_s: float = RESPONSE_S) -> None:
+    """Refuse an address, `auto` or host:port, at which no Ray cluster responds."""
+    endpoint = _host_and_port(address)
+    if endpoint is None:
         return  # Ray finds the cluster of this machine by itself, or says at once that there is none
-    host, port = place
+    host, port = endpoint
     try:
-        is_ray = call_in_time(lambda: _greets(host, port, timeout_s), timeout_s, "Ray's address")
+        is_ray = call_in_time(lambda: _speaks_http2(host, port, timeout_s), timeout_s, "Ray's address")
     except OSError as error:
-        raise _refused(address, host, port, f"nothing answers at {host}:{port} ({error})") from error
+        raise _refused(address, host, port, f"nothing responds at {host}:{port} ({error})") from error
     if not is_ray:
-        raise _refused(address, host, port, f"what answers at {host}:{port} is not a Ray cluster")
+        raise _refused(address, host, port, f"what responds at {host}:{port} is not a Ray cluster")
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
-    """Where to ask; None where only Ray knows."""
+    """Where to connect; None where only Ray knows."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "") or _cluster_of_this_machine()
     if address in ("", "auto", "local"):
@@ -48,7 +48,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _cluster_of_this_machine() -> str:
-    """What `ray start` has noted down last; empty where there is nothing, or no permission to read it."""
+    """The address that `ray start` wrote last; empty if there is none, or no permission to read it."""
     folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
     try:
         return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
@@ -56,12 +56,12 @@ def _cluster_of_this_machine() -> str:
         return ""
 
 
-def _greets(host: str, port: int, timeout_s: float) -> bool:
-    """Whether what listens there speaks Ray's protocol. Raises OSError where nothing listens, or says nothing."""
+def _speaks_http2(host: str, port: int, timeout_s: float) -> bool:
+    """Whether the listener speaks Ray's protocol. Raises OSError if nothing listens, or nothing is sent back."""
     with socket.create_connection((host, port), timeout_s) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-            return True  # it would not answer in plain text
-        connection.sendall(HTTP2_GREETING)
+            return True  # it would not reply in plain text
+        connection.sendall(HTTP2_PREFACE)
         frame = b""
         while len(frame) < 9:
             part = connection.recv(9 - len(frame))

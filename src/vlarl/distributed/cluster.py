@@ -1,11 +1,11 @@
-"""The Ray cluster of one run: found or started, asked for room before anything starts, and left as it was found.
+"""The Ray cluster of one run: joined or started, with resources reserved before any worker starts.
 
     machine 0:    [learner 0] [learner 1] …   one group a machine (distributed.learners_per_node), a bundle for each
     machine 1:    [learner 8] [learner 9] …   learner: with an engine in it (distributed.colocate), they share its GPU
     any machine:  [engine 0] … [environments 0] … [reward 0] …   one group for all others
 
-Room for all of them is reserved by these placement groups first; what is missing is said by name. A cluster that was
-started here ends with the run. Of one that was there before, only this run's workers do.
+These placement groups reserve the resources of all workers first; the error names what is missing. A cluster that was
+started here ends with the run. Of one that existed before, only this run's workers end.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.trace import NoTrace
 
-Place = tuple[PlacementGroup, int]
-"""A placement group, and a bundle in it."""
+Placement = tuple[PlacementGroup, int]
+"""A placement group, and the index of a bundle in it."""
 
 MIB = 1 << 20
-DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray by itself would take a third of the machine
+DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray's default is a third of the machine's memory
 WORKERS_FILE = "workers.json"  # in logs/: pid and host of each worker
-RAY_FILE = "ray.log"  # in logs/: what Ray has printed while it started
+RAY_FILE = "ray.log"  # in logs/: what Ray printed while it started
 STDERR = 2  # the file descriptor, which compiled code writes to
-GIVE_BACK_S = 10.0  # for room that workers of a run that has ended still hold
-RESERVE_S = 60.0  # for room that is there already
+RELEASE_S = 10.0  # how long to wait for resources that a finished run still holds
+RESERVE_S = 60.0  # how long to wait for resources that are free already
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker takes."""
+    """What one worker reserves."""
 
     cpus: float
     gpus: float
 
     def bundle(self) -> dict[str, float]:
-        """As Ray writes it."""
+        """In Ray's format."""
         return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The workers of a run by role, and the room that each takes."""
+    """The workers of a run by role, and the resources of each."""
 
     learners_per_node: tuple[int, ...]
     learner: Resources
@@ -77,14 +77,15 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config, num_env_workers: int, on_gpus: bool) -> Demand:
-        """What a configuration asks for."""
+        """What a configuration needs."""
         d, cpus = config.distributed, config.distributed.worker_cpus
-        share = d.engine_gpus if config.vllm.tensor_parallel_size == 1 else float(config.vllm.tensor_parallel_size)
+        size = config.vllm.tensor_parallel_size
+        engine_gpus = d.engine_gpus if size == 1 else float(size)
         return cls(
             learners_per_node=d.learners_per_node,
             learner=Resources(cpus, d.learner_gpus if on_gpus else 0.0),
             num_engines=num_engines(config),
-            engine=Resources(cpus, share if on_gpus else 0.0),
+            engine=Resources(cpus, engine_gpus if on_gpus else 0.0),
             num_envs=num_env_workers,
             env=Resources(cpus, d.env_gpus if on_gpus else 0.0),
             num_rewards=d.num_reward_workers,
@@ -98,15 +99,15 @@ class Demand:
         return sum(self.learners_per_node)
 
     def learner_bundle(self) -> dict[str, float]:
-        """The room of one learner, with an engine in it where they are colocated."""
+        """The bundle of one learner, with an engine in it where they are colocated."""
         shared = self.engine if self.colocate else Resources(0.0, 0.0)
         return Resources(self.learner.cpus + shared.cpus, self.learner.gpus + shared.gpus).bundle()
 
     def other_bundles(self) -> list[dict[str, float]]:
         """One bundle for each of the others: engines, environments, rewards."""
         engines = 0 if self.colocate else self.num_engines
-        rooms = [self.engine] * engines + [self.env] * self.num_envs + [self.reward] * self.num_rewards
-        return [room.bundle() for room in rooms]
+        workers = [self.engine] * engines + [self.env] * self.num_envs + [self.reward] * self.num_rewards
+        return [resources.bundle() for resources in workers]
 
     def total(self, resource: str) -> float:
         """CPUs or GPUs of all workers together."""
@@ -114,7 +115,7 @@ class Demand:
         return sum(bundle.get(resource, 0.0) for bundle in bundles)
 
     def describe(self) -> str:
-        """The workers in words."""
+        """The workers in words, for messages."""
         counts = {
             "learner": self.num_learners,
             "engine": self.num_engines,
@@ -125,7 +126,7 @@ class Demand:
 
 
 class Cluster:
-    """Where a run's workers live."""
+    """The Ray cluster that a run's workers run on."""
 
     def __init__(self, config: DistributedConfig, logs: Path, num_threads: int, trace: NoTrace) -> None:
         self.config = config
@@ -134,10 +135,10 @@ class Cluster:
         self.trace = trace
         self._groups: list[PlacementGroup] = []
         self._variables = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-        self._found = ray.is_initialized()  # by the program that uses vlarl: it is theirs to end
+        self._found = ray.is_initialized()  # started by the program that uses vlarl, which also ends it
 
     def connect(self, demand_here: float) -> None:
-        """Join the cluster at the configured address, or start one on this machine with room for so many CPUs."""
+        """Join the cluster at the configured address, or start one on this machine with at least this many CPUs."""
         if self._found:
             return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
@@ -154,11 +155,11 @@ class Cluster:
             options["address"] = address
         make_token_private(create=address is None)
         try:
-            with on_loopback(address is None), errors_into(self.logs / RAY_FILE):
+            with on_loopback(address is None), redirect_stderr(self.logs / RAY_FILE):
                 ray.init(**options)
         except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
-            what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster answers at {address}"
-            more = f" Ray's last words: {said}" if (said := _last_line(self.logs / RAY_FILE)) else ""
+            what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster responds at {address}"
+            more = f" Ray's last message: {said}" if (said := _last_line(self.logs / RAY_FILE)) else ""
             raise UsageError(
                 f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
                 f"--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out.{more}"
@@ -170,8 +171,8 @@ class Cluster:
         return float(ray.cluster_resources().get("GPU", 0.0))
 
     def reserve(self, demand: Demand) -> None:
-        """Take the room for all workers, or say what is missing."""
-        self._check_room(demand)
+        """Reserve the resources of all workers, or raise an error that says what is missing."""
+        self._check_resources(demand)
         bundle = demand.learner_bundle()
         for node, count in zip(self._machines(demand), demand.learners_per_node, strict=True):
             here = [{"ray.io/node-id": node}] * count
@@ -183,13 +184,13 @@ class Cluster:
                 ray.get(group.ready(), timeout=RESERVE_S)
             except exceptions.GetTimeoutError:
                 raise UsageError(
-                    f"distributed: the cluster has not given room for {demand.describe()} within {RESERVE_S:g} s. "
+                    f"distributed: the cluster has not reserved {demand.describe()} within {RESERVE_S:g} s. "
                     f"Free now: {_describe(ray.available_resources())}. See `ray status`."
                 ) from None
 
-    def _check_room(self, demand: Demand) -> None:
-        """Refuse what does not fit; room that another run is just giving back is waited for a little."""
-        end = time.monotonic() + GIVE_BACK_S
+    def _check_resources(self, demand: Demand) -> None:
+        """Refuse what does not fit; wait a little for resources that another run is just releasing."""
+        end = time.monotonic() + RELEASE_S
         while missing := self._missing(demand, ray.available_resources()):
             if self._missing(demand, ray.cluster_resources()) or time.monotonic() > end:
                 break
@@ -200,7 +201,7 @@ class Cluster:
                 f"distributed: {demand.describe()} take {_describe({k: demand.total(k) for k in ('CPU', 'GPU')})}; "
                 f"the cluster has {_describe(free)} free of {_describe(ray.cluster_resources())}: "
                 f"{' and '.join(missing)} missing. Add machines, or lower distributed.worker_cpus, the number of "
-                "workers or their shares of a GPU."
+                "workers or their GPU fractions."
             )
 
     def _missing(self, demand: Demand, resources: Mapping[str, float]) -> list[str]:
@@ -211,12 +212,12 @@ class Cluster:
         ]
 
     def _machines(self, demand: Demand) -> list[str]:
-        """A machine for each entry of learners_per_node, the roomiest for the largest."""
+        """A machine for each entry of learners_per_node, the largest machine for the largest entry."""
         free = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         bundle = demand.learner_bundle()
         chosen: dict[int, str] = {}
-        for place in sorted(range(len(demand.learners_per_node)), key=lambda place: -demand.learners_per_node[place]):
-            wanted = {kind: amount * demand.learners_per_node[place] for kind, amount in bundle.items()}
+        for index in sorted(range(len(demand.learners_per_node)), key=lambda index: -demand.learners_per_node[index]):
+            wanted = {kind: amount * demand.learners_per_node[index] for kind, amount in bundle.items()}
             fitting = [node for node, has in free.items() if node not in chosen.values() and _fits(wanted, has)]
             if not fitting:
                 found = ", ".join(_describe(has) for has in free.values())
@@ -225,19 +226,19 @@ class Cluster:
                     f"{len(demand.learners_per_node)} machines, one of them with {_describe(wanted)}; the cluster's "
                     f"{len(free)} have {found}."
                 )
-            chosen[place] = max(fitting, key=lambda node: (free[node].get("GPU", 0.0), free[node].get("CPU", 0.0)))
-        return [chosen[place] for place in range(len(demand.learners_per_node))]
+            chosen[index] = max(fitting, key=lambda node: (free[node].get("GPU", 0.0), free[node].get("CPU", 0.0)))
+        return [chosen[index] for index in range(len(demand.learners_per_node))]
 
-    def learner_placements(self, demand: Demand) -> list[Place]:
-        """Where each learner goes, machine by machine."""
+    def learner_placements(self, demand: Demand) -> list[Placement]:
+        """The placement of each learner, machine by machine."""
         return [
             (group, index)
             for group, count in zip(self._groups, demand.learners_per_node, strict=False)
             for index in range(count)
         ]
 
-    def other_placements(self, demand: Demand) -> tuple[list[Place], list[Place], list[Place]]:
-        """Where engines, environments and rewards go."""
+    def other_placements(self, demand: Demand) -> tuple[list[Placement], list[Placement], list[Placement]]:
+        """The placements of engines, environments and rewards."""
         others = [(self._groups[-1], index) for index in range(len(demand.other_bundles()))]
         num_engines = 0 if demand.colocate else demand.num_engines
         engines = self.learner_placements(demand)[: demand.num_engines] if demand.colocate else others[:num_engines]
@@ -248,20 +249,20 @@ class Cluster:
         self,
         name: str,
         build: Build,
-        room: Resources,
-        place: Place | None = None,
+        resources: Resources,
+        placement: Placement | None = None,
         variables: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Worker:
-        """Start a worker, in its place where it has one reserved; it is ready after `wait_started`."""
+        """Start a worker, in its reserved bundle where it has one; it is ready after `wait_started`."""
         options: dict[str, Any] = {
-            "num_cpus": room.cpus,
-            "num_gpus": room.gpus,
+            "num_cpus": resources.cpus,
+            "num_gpus": resources.gpus,
             "max_restarts": 0,
             "runtime_env": {"env_vars": {**self._variables, **(variables or {})}},
         }
-        if place is not None:
-            group, bundle = place
+        if placement is not None:
+            group, bundle = placement
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
         started = Worker(
             name=name,
@@ -271,19 +272,19 @@ class Cluster:
             timeout_s=timeout_s or self.config.timeout_s,
             start_timeout_s=self.config.start_timeout_s,
             trace=self.trace,
-            on_start=self._note_workers,
+            on_start=self._write_workers,
         )
         started.start()
         self.workers.append(started)
         return started
 
-    def _note_workers(self) -> None:
-        """Write down where each worker runs, for people and for tools."""
-        found = {worker.name: asdict(worker.where) for worker in self.workers if worker.where is not None}
+    def _write_workers(self) -> None:
+        """Write where each worker runs, for people and for tools."""
+        found = {worker.name: asdict(worker.location) for worker in self.workers if worker.location is not None}
         write_atomically(self.logs / WORKERS_FILE, json.dumps(found, indent=2) + "\n")
 
     def close(self) -> None:
-        """End all workers, give their room back, and end the cluster if it was started here."""
+        """End all workers, release their resources, and end the cluster if it was started here."""
         if not ray.is_initialized():
             return
         for worker in self.workers:
@@ -299,10 +300,10 @@ class Cluster:
 
 @contextmanager
 def on_loopback(wanted: bool) -> Iterator[None]:
-    """Let a cluster that is started in the block listen on this machine's loopback address alone.
+    """Make a cluster that is started in the block listen on this machine's loopback address only.
 
-    By itself Ray does so on macOS and Windows only, and takes 127.0.0.1 for a request of the outward address. The
-    variable tells the processes that Ray starts; this process has read it already.
+    By default Ray does so on macOS and Windows only, and reads 127.0.0.1 as a request for the external address. The
+    variable is for the processes that Ray starts; this process has read it already.
     """
     if not wanted:
         yield
@@ -320,16 +321,16 @@ def on_loopback(wanted: bool) -> Iterator[None]:
 
 
 def _last_line(file: Path) -> str:
-    """The end of what was printed; the file itself goes with the folder of a run that could not start."""
+    """The last line that was printed; the file itself is removed with the folder of a run that could not start."""
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
     return excerpt(next((line.strip() for line in reversed(lines) if line.strip()), ""), 300)
 
 
 @contextmanager
-def errors_into(file: Path) -> Iterator[None]:
-    """Let what is written to stderr in the block go to the end of a file, also what compiled code writes.
+def redirect_stderr(file: Path) -> Iterator[None]:
+    """Append what is written to stderr in the block to a file, including what compiled code writes.
 
-    Ray warns of every attempt to connect so, before it fails, and no option of it reaches these messages.
+    Ray prints a warning there for every attempt to connect, and none of its options turns these off.
     """
     if sys.stderr is None:  # the process was started without one
         yield
@@ -350,13 +351,13 @@ def errors_into(file: Path) -> Iterator[None]:
 
 
 def make_token_private(create: bool) -> None:
-    """Let only the user read the token of Ray's clusters; `create` makes one where there is none.
+    """Make the token of Ray's clusters readable by the user only; `create` makes one where there is none.
 
-    Ray would write it with the permissions of any other file.
+    Ray itself would write it with default permissions.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
-    with suppress(OSError, RuntimeError):  # Ray says itself what it can't read or write
+    with suppress(OSError, RuntimeError):  # Ray itself reports what it can't read or write
         path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
         if create and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -380,5 +381,5 @@ def _describe(resources: Mapping[str, float]) -> str:
     return " and ".join(_amount(resources.get(kind, 0.0), kind) for kind in ("CPU", "GPU"))
 
 
-def _amount(number: float, kind: str) -> str:
-    return f"{number:g} {kind}{'' if number == 1 else 's'}"
+def _amount(amount: float, kind: str) -> str:
+    return f"{amount:g} {kind}{'' if amount == 1 else 's'}"

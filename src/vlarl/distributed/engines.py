@@ -3,8 +3,8 @@
     Collector ── generate(rows) ──► EngineGroup ──► engine 0 (the first rows), engine 1 (the next) …
     LearnerGroup ── weights ──────────────────────► all of them, by `Rank.send_weights`
 
-A generation and a sync never overlap: whoever comes second waits. An engine that is lost is replaced, brought to the
-learners' weights, and asked again: rows have seeds of their own, so the answer is the same.
+A generation and a sync never overlap: the second one waits. An engine that is lost is replaced, brought to the
+learners' weights, and called again: each row has its own seed, so the result is the same.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vlarl.types import ActionTokens, PolicyInput
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # with one engine, before the run is given up
+ATTEMPTS = 3  # losses of one engine in a batch that end the run
 
 
 def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) -> ReplicaEngine:
-    """An engine of PyTorch; called over there."""
+    """A PyTorch engine; called in the worker's process."""
     device = torch.device("cuda" if on_gpu else "cpu")
     settings = config.policy.model_copy(update={"dtype": engine_dtype(config)})
     policy = load_acting_policy(config.model_copy(update={"policy": settings}), checkpoint, device)
@@ -41,7 +41,7 @@ def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) ->
 
 
 def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
-    """An engine of vLLM; called over there."""
+    """A vLLM engine; called in the worker's process."""
     from vlarl.policies.fresh import FRESH, fresh_checkpoint
     from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
 
@@ -88,28 +88,28 @@ class EngineGroup:
                     self.replace_lost(error)
 
     def _generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        rows = [part for part in np.array_split(np.arange(len(seeds)), len(self.workers)) if len(part)]
-        slices = [slice(int(part[0]), int(part[-1]) + 1) for part in rows]
-        shares: list[ActionTokens] = get_all(
+        rows = [split for split in np.array_split(np.arange(len(seeds)), len(self.workers)) if len(split)]
+        slices = [slice(int(split[0]), int(split[-1]) + 1) for split in rows]
+        parts: list[ActionTokens] = get_all(
             [
-                worker.ask("generate", inputs.rows(own), temperature, list(seeds[own]))
+                worker.call("generate", inputs.rows(own), temperature, list(seeds[own]))
                 for worker, own in zip(self.workers, slices, strict=False)
             ]
         )
-        for worker, share in zip(self.workers, shares, strict=False):
-            if share.version != self.version:
-                raise VlarlError(f"{worker.name} sampled with weights of version {share.version}, not {self.version}")
-        ids, logprobs = [share.ids for share in shares], [share.engine_logprobs for share in shares]
+        for worker, part in zip(self.workers, parts, strict=False):
+            if part.version != self.version:
+                raise VlarlError(f"{worker.name} sampled with weights of version {part.version}, not {self.version}")
+        ids, logprobs = [part.ids for part in parts], [part.engine_logprobs for part in parts]
         return ActionTokens(torch.cat(ids), torch.cat(logprobs), self.version)
 
     def replace_lost(self, error: WorkerLostError) -> None:
-        """Start another engine in the place of the one that was lost, and bring all of them to the same weights."""
+        """Start another engine in place of the one that was lost, and bring all of them to the same weights."""
         log.warning("%s It is replaced.", error)
         self.restart(error.worker)
         self.refresh()
 
     def restart(self, name: str) -> None:
-        """Start another engine in the place of this one; it has the weights of the checkpoint it starts from."""
+        """Start another engine in place of this one; it has the weights of the checkpoint it starts from."""
         worker = next(worker for worker in self.workers if worker.name == name)
         worker.replace()
 
@@ -119,4 +119,4 @@ class EngineGroup:
 
 
 def _no_learners() -> None:
-    raise VlarlError("no learners are there that could bring the engines to their weights")
+    raise VlarlError("there are no learners that could send the engines their weights")

@@ -3,10 +3,9 @@
     Collector ── send_reset, send_chunk ──► PoolGroup ──► environments 0 (slots 0 … 31), environments 1 (32 … 63) …
               ◄── receive ────────────────
 
-Tabletops and batched environments share the slots between a few workers; a simulator has a worker of its own. `receive`
-returns as soon as one worker has answered all it was asked, with all such workers: while the engine decides for them,
-the others step. A worker that is lost is replaced, and its slots answer with an error: the collector runs those
-episodes again.
+Tabletops and batched environments share a few workers; each simulator has a worker of its own. `receive` returns as
+soon as one worker has finished all its calls, with the outcomes of all such workers: while the engine decides for them,
+the others step. A worker that is lost is replaced, and its slots return an error: the collector retries those episodes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import ray
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import suite_facts
-from vlarl.distributed.actor import Question, Worker
+from vlarl.distributed.actor import Request, Worker
 from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
 from vlarl.envs.build import build_factory, build_pool
 from vlarl.envs.env_process import Chunk, EnvRunner, Reset
@@ -65,7 +64,7 @@ class PoolPart:
         return self._in_order(slots)
 
     def frame(self, slot: int) -> UInt8Array:
-        """A picture of a slot."""
+        """A frame of a slot."""
         return self._pool.frame(slot)
 
     def _in_order(self, slots: list[int]) -> list[ChunkOutcome]:
@@ -78,7 +77,7 @@ class Simulator:
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
-        if gpus := ray.get_gpu_ids():  # it draws on what Ray has given to it, unless env.render_gpu is set
+        if gpus := ray.get_gpu_ids():  # it renders on the GPU that Ray assigned to it, unless env.render_gpu is set
             os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(gpus[0]))
         self._runner = EnvRunner(factory)
 
@@ -95,7 +94,7 @@ class Simulator:
         return [self._outcome(Chunk(actions[0], bool(record)))]
 
     def frame(self, slot: int) -> UInt8Array:
-        """A picture of it."""
+        """A frame of it."""
         return self._runner.env.frame()
 
     def _outcome(self, message: Reset | Chunk) -> ChunkOutcome:
@@ -103,20 +102,20 @@ class Simulator:
 
 
 @dataclass(frozen=True)
-class Share:
+class EnvWorkerSpec:
     """What one environment worker runs."""
 
     part: type[PoolPart] | type[Simulator]
     arguments: tuple[Any, ...]
-    variables: dict[str, str]  # that its process is started with
+    variables: dict[str, str]  # environment variables of its process
 
     def build(self) -> Environments:
-        """The environments; called over there. What they start ends with their worker, and it with the node's Ray."""
+        """The environments, built in the worker's process. What they start ends with it, and it with the node's Ray."""
         with suppress(PermissionError):  # it leads a session already
             os.setpgid(0, 0)
         guardian = Guardian(owners=[os.getppid()])
         guardian.watch(os.getpgrp())
-        os.environ.update(guardian.variables)  # for what the environments start
+        os.environ.update(guardian.variables)  # for processes that the environments start
         return self.part(*self.arguments)
 
 
@@ -130,114 +129,114 @@ def part_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) 
 
 def pool_parts(
     env: EnvConfig, gym: GymConfig, sizes: Sequence[int], image_size: int, reward: RewardMode
-) -> list[Share]:
+) -> list[EnvWorkerSpec]:
     """What each worker runs: a part of the pool, or a simulator."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
         factory = build_factory(env, gym, image_size, reward)
-        return [Share(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
-    return [Share(PoolPart, (env, gym, size, image_size, reward), {}) for size in sizes]
+        return [EnvWorkerSpec(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
+    return [EnvWorkerSpec(PoolPart, (env, gym, size, image_size, reward), {}) for size in sizes]
 
 
 class PoolGroup(AsyncPool):
     """The environments of all workers as one pool."""
 
     def __init__(self, workers: Sequence[Worker], num_slots: Sequence[int], lockstep: bool) -> None:
-        """`num_slots` of each worker; in lock-step all workers answer together."""
+        """`num_slots` of each worker; in lock-step `receive` waits for all workers."""
         self.workers = list(workers)
         self.num_envs = sum(num_slots)
         self.lockstep = lockstep
-        self.spec: SuiteSpec = workers[0].get(workers[0].ask("spec"))
+        self.spec: SuiteSpec = workers[0].get(workers[0].call("spec"))
         self._owner = [index for index, count in enumerate(num_slots) for _ in range(count)]
         self._first = np.cumsum([0, *num_slots[:-1]]).tolist()
-        self._asked: dict[int, list[tuple[Question, list[int]]]] = {index: [] for index in range(len(workers))}
+        self._pending: dict[int, list[tuple[Request, list[int]]]] = {index: [] for index in range(len(workers))}
         self._last_seen: dict[int, Observation] = {}
-        self._gone: dict[int, str] = {}  # slots whose episode ended with their worker, and why
-        self._waiting: list[tuple[int, ChunkOutcome]] = []  # answers of such slots
+        self._lost: dict[int, str] = {}  # slots whose episode was lost with their worker, and why
+        self._failures: list[tuple[int, ChunkOutcome]] = []  # outcomes of such slots, to be received
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; film the named slots' first pictures."""
+        """Start each task in its slot; record the first frames of the slots in `record`."""
         for index, own in self._by_worker(slots):
-            chosen = [tasks[place] for place in own]
-            for place in own:
-                self._gone.pop(slots[place], None)
-            self._ask(index, "reset", [slots[place] for place in own], chosen, record)
+            chosen = [tasks[i] for i in own]
+            for i in own:
+                self._lost.pop(slots[i], None)
+            self._call(index, "reset", [slots[i] for i in own], chosen, record)
 
     def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, stopping a slot at its first end; film the named slots."""
-        self._waiting += [(slot, self._failed(slot, self._gone[slot])) for slot in slots if slot in self._gone]
-        kept = [place for place, slot in enumerate(slots) if slot not in self._gone]
-        slots, actions = [slots[place] for place in kept], actions[kept]
+        """Run one chunk [len(slots), K, D] in each slot, up to the slot's first end; record the slots in `record`."""
+        self._failures += [(slot, self._failed(slot, self._lost[slot])) for slot in slots if slot in self._lost]
+        kept = [i for i, slot in enumerate(slots) if slot not in self._lost]
+        slots, actions = [slots[i] for i in kept], actions[kept]
         for index, own in self._by_worker(slots):
-            self._ask(index, "step", [slots[place] for place in own], np.ascontiguousarray(actions[own]), record)
+            self._call(index, "step", [slots[i] for i in own], np.ascontiguousarray(actions[own]), record)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
-        """Answers of all workers that have answered everything: one at least, all of them in lock-step."""
-        answers, self._waiting = self._waiting, []
-        if not answers and not any(self._asked.values()):
+        """Outcomes of all workers that have finished their calls: one at least, all of them in lock-step."""
+        outcomes, self._failures = self._failures, []
+        if not outcomes and not any(self._pending.values()):
             raise RuntimeError("nothing was sent that could be received")
-        while any(self._asked.values()) and (self.lockstep or not answers):
+        while any(self._pending.values()) and (self.lockstep or not outcomes):
             for index in self._ready():
-                answers += self._answers(index)
-        return sorted(answers, key=lambda answer: answer[0])
+                outcomes += self._outcomes(index)
+        return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def frame(self, slot: int) -> UInt8Array:
-        """A large picture [H, W, 3] of a slot as it is now, for videos."""
+        """A large image [H, W, 3] of a slot as it is now, for videos."""
         worker = self.workers[self._owner[slot]]
-        picture: UInt8Array = worker.get(worker.ask("frame", slot - self._first[self._owner[slot]]))
-        return picture
+        frame: UInt8Array = worker.get(worker.call("frame", slot - self._first[self._owner[slot]]))
+        return frame
 
     def close(self) -> None:
-        """The workers are the cluster's to end."""
+        """Nothing to do: the cluster ends the workers."""
 
     def _by_worker(self, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """For each worker that has some of the slots, their places in the list."""
-        places: dict[int, list[int]] = {}
-        for place, slot in enumerate(slots):
-            places.setdefault(self._owner[slot], []).append(place)
-        return sorted(places.items())
+        """For each worker that has some of the slots, their indices in the list."""
+        indices: dict[int, list[int]] = {}
+        for i, slot in enumerate(slots):
+            indices.setdefault(self._owner[slot], []).append(i)
+        return sorted(indices.items())
 
-    def _ask(self, index: int, method: str, slots: list[int], content: Any, record: frozenset[int]) -> None:
+    def _call(self, index: int, method: str, slots: list[int], content: Any, record: frozenset[int]) -> None:
         worker, first = self.workers[index], self._first[index]
         own = [slot - first for slot in slots]
         recorded = frozenset(slot - first for slot in record if self._owner[slot] == index)
-        waiting = len(self._asked[index])  # it works on one question after the other
-        question = worker.ask(method, own, content, recorded, timeout_s=worker.timeout_s * (1 + waiting))
-        self._asked[index].append((question, slots))
+        queued = len(self._pending[index])  # it runs one call at a time
+        request = worker.call(method, own, content, recorded, timeout_s=worker.timeout_s * (1 + queued))
+        self._pending[index].append((request, slots))
 
     def _ready(self) -> list[int]:
-        """Wait until a worker has answered everything, or can't any more; all such workers."""
-        last = {asked[-1][0].reference: index for index, asked in self._asked.items() if asked}
-        deadline = min(asked[-1][0].deadline for asked in self._asked.values() if asked)
-        answered, _ = ray.wait(list(last), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-        if answered:  # and those that have answered in the meantime
-            answered, _ = ray.wait(list(last), num_returns=len(last), timeout=0)
+        """Wait until a worker has finished all its calls, or missed its deadline; the indices of all such workers."""
+        last = {requests[-1][0].reference: index for index, requests in self._pending.items() if requests}
+        deadline = min(requests[-1][0].deadline for requests in self._pending.values() if requests)
+        done, _ = ray.wait(list(last), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+        if done:  # and those that have finished in the meantime
+            done, _ = ray.wait(list(last), num_returns=len(last), timeout=0)
         now = time.monotonic()
-        return [i for ref, i in last.items() if ref in answered or self._asked[i][-1][0].deadline <= now]
+        return [i for ref, i in last.items() if ref in done or self._pending[i][-1][0].deadline <= now]
 
-    def _answers(self, index: int) -> list[tuple[int, ChunkOutcome]]:
-        """What a worker answered; one that is lost is replaced, and all its slots answer with the error."""
-        asked, self._asked[index] = self._asked[index], []
+    def _outcomes(self, index: int) -> list[tuple[int, ChunkOutcome]]:
+        """What a worker returned; one that is lost is replaced, and all its slots get the error."""
+        requests, self._pending[index] = self._pending[index], []
         worker = self.workers[index]
-        answers: list[tuple[int, ChunkOutcome]] = []
+        outcomes: list[tuple[int, ChunkOutcome]] = []
         try:
-            for question, slots in asked:
-                answers += zip(slots, worker.get(question), strict=True)
+            for request, slots in requests:
+                outcomes += zip(slots, worker.get(request), strict=True)
         except WorkerLostError as error:
             worker.replace()
-            answers = [(slot, self._failed(slot, str(error))) for _, slots in asked for slot in slots]
-            self._gone |= {slot: str(error) for slot, owner in enumerate(self._owner) if owner == index}
-        self._last_seen |= {slot: outcome.observation for slot, outcome in answers}
-        return answers
+            outcomes = [(slot, self._failed(slot, str(error))) for _, slots in requests for slot in slots]
+            self._lost |= {slot: str(error) for slot, owner in enumerate(self._owner) if owner == index}
+        self._last_seen |= {slot: outcome.observation for slot, outcome in outcomes}
+        return outcomes
 
     def _failed(self, slot: int, reason: str) -> ChunkOutcome:
-        nothing = Observation(np.zeros((1, 1, 1, 3), np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
-        return started(self._last_seen.get(slot, nothing), error=reason)
+        blank = Observation(np.zeros((1, 1, 1, 3), np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
+        return started(self._last_seen.get(slot, blank), error=reason)
 
     def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
-        """The answers of these slots, in their order."""
-        outcomes, self._waiting = dict(self._waiting), []
+        """The outcomes of these slots, in their order."""
+        outcomes, self._failures = dict(self._failures), []
         while any(slot not in outcomes for slot in slots):
             for index in self._ready():
-                outcomes |= dict(self._answers(index))
+                outcomes |= dict(self._outcomes(index))
         return [outcomes[slot] for slot in slots]

@@ -1,12 +1,12 @@
 """Learners as workers of a cluster: an actor for each rank, behind the interface of one learner.
 
     LearnerGroup ── update(batch), values(…), save(…) … ──► Rank 0, Rank 1 …   all of them, in the same order
-                 ◄── rank 0's answer ────────────────────
+                 ◄── rank 0's result ────────────────────
     Rank 0 ── weights, bucket by bucket ──► engines         the others take part where weights are gathered
 
 Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none. Several
-threads may call: a lock keeps the order. The batch is put into the object store once, and read there by all ranks of a
-machine.
+threads may call: a lock keeps the order. The batch is put into the object store once, where all ranks of a machine
+read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
-from vlarl.distributed.actor import Worker, get_all, share
+from vlarl.distributed.actor import Worker, get_all, put
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
 from vlarl.errors import ClusterError
@@ -46,7 +46,7 @@ from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, UpdateR
 
 log = logging.getLogger(__name__)
 
-ENGINE_ATTEMPTS = 3  # to bring engines to the learners' weights, replacing those that fail
+ENGINE_ATTEMPTS = 3  # to send an engine the learners' weights, replacing it after each failure
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class SharedBatch:
 
     @classmethod
     def of(cls, batch: TrainBatch) -> SharedBatch:
-        """To be put into the store."""
+        """The batch, to be put into the object store."""
         columns = _as_arrays(batch)
         del columns["inputs"]
         return cls(_as_arrays(batch.inputs), columns)
 
     def batch(self) -> TrainBatch:
-        """As the learner takes it; nobody may write into it."""
+        """The batch as the learner takes it; read-only."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             inputs, columns = ({n: _as_tensor(v) for n, v in part.items()} for part in (self.inputs, self.columns))
@@ -82,7 +82,7 @@ def _as_tensor(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Updated:
-    """What an update came to, and where it left the learner."""
+    """The result of an update, and the learner's state after it."""
 
     result: UpdateResult
     version: int
@@ -90,20 +90,20 @@ class Updated:
 
 
 class Rank:
-    """One of the processes that learn; made and called over there."""
+    """One of the learner processes; built and called in the worker's process."""
 
     def __init__(self, config: Config, world_size: int, on_gpu: bool, rank: int) -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray lets this process see
+        self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray makes visible to this process
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address and free port of this machine, where ranks find each other."""
+        """Address and free port of this machine, where the process group's ranks meet."""
         return free_address()
 
     def join(self, address: str, port: int, checkpoint: Path | None) -> None:
-        """Meet the other ranks and build the learner."""
+        """Join the other ranks and build the learner."""
         d = self.config.distributed
         ranks: Ranks = SingleRank()
         if self.world_size > 1 or d.sharding != "none":
@@ -111,18 +111,18 @@ class Rank:
             ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
         torch.manual_seed(self.config.run.seed)
         sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
-        place = self.device if sharding.mode == "none" else torch.device("cpu")
-        policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, place)
+        device = self.device if sharding.mode == "none" else torch.device("cpu")
+        policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, device)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl, policy)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
         self.sender = WeightSender(policy, ranks, self.config)
 
     def open_store(self, folder: Path) -> None:
-        """Keep checkpoints there."""
+        """Keep checkpoints in this folder."""
         self.store = CheckpointStore(folder, self.config.checkpoint.keep, self.learner.ranks)
 
     def restore(self, checkpoint: Path) -> tuple[TrainerState, int, float]:
-        """Go on from a checkpoint; the counters, the version and the KL's coefficient."""
+        """Resume from a checkpoint; returns the counters, the version and the KL coefficient."""
         return self.store.restore(self.learner, checkpoint), self.learner.version, self.learner.kl_coef
 
     def save(self, name: str, state: TrainerState) -> Path:
@@ -136,26 +136,26 @@ class Rank:
     def updating(
         self, batch: SharedBatch, iteration: int, iterations: int | None
     ) -> Iterator[tuple[int, int] | Updated]:
-        """Train on a batch: how far it is after each optimizer step, and at last what came of it."""
+        """Train on a batch: yields the progress after each optimizer step, and at the end the result."""
         result = yield from self.learner.updating(batch.batch(), iteration, iterations)
         yield Updated(result, self.learner.version, self.learner.kl_coef)
 
     def update(self, batch: SharedBatch, iteration: int, iterations: int | None) -> None:
-        """The same on ranks that nobody watches."""
+        """The same on ranks whose progress is not reported."""
         self.learner.update(batch.batch(), iteration, lambda done, total: None, iterations)
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | None:
-        """The critic's values, from rank 0."""
+        """The critic's values; rank 0 returns them."""
         values = self.learner.values(trajectories)
         return values if self.rank == 0 else None
 
     def reference_logprobs(self, trajectories: Sequence[Trajectory]) -> list[Trajectory] | None:
-        """The trajectories with the reference's log-probs, and the learner's where they are needed, from rank 0."""
+        """The trajectories with the reference's log-probs, and the learner's where needed; rank 0 returns them."""
         scored = self.learner.with_reference(trajectories)
         return scored if self.rank == 0 else None
 
     def use_average(self, wanted: bool) -> None:
-        """Put the averages in the weights' place, or the weights back."""
+        """Swap the averages in for the weights, or the weights back."""
         assert self.learner.average is not None
         if wanted:
             self._averaged = self.learner.average.in_place()
@@ -164,7 +164,7 @@ class Rank:
             self._averaged.__exit__(None, None, None)
 
     def send_weights(self, engines: EngineCalls) -> tuple[int, str | None]:
-        """Bring all engines to the version that this learner is at; which it is, and an engine that was lost."""
+        """Bring all engines to this learner's version; returns the version, and an engine that was lost."""
         return self.learner.version, self.sender.send(engines, self.learner.version)
 
 
@@ -181,26 +181,26 @@ class LearnerGroup:
         self._lock = threading.Lock()
 
     def join(self, checkpoint: Path | None) -> None:
-        """Let the ranks meet at rank 0's address and build their learners."""
+        """Make the ranks join at rank 0's address and build their learners."""
         first = self.workers[0]
-        address, port = first.get(first.ask("meeting_point"))
-        self.everybody("join", address, port, checkpoint, timeout_s=self.config.distributed.start_timeout_s)
+        address, port = first.get(first.call("meeting_point"))
+        self.call_all("join", address, port, checkpoint, timeout_s=self.config.distributed.start_timeout_s)
 
-    def everybody(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Ask all ranks the same; rank 0's answer. Whatever fails on one of them fails here at once."""
+    def call_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method on all ranks; rank 0's result. What fails on one of them fails here at once."""
         with self._lock:
-            questions = [worker.ask(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
-        return get_all(questions)[0]
+            requests = [worker.call(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
+        return get_all(requests)[0]
 
     def update(
         self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
     ) -> UpdateResult:
-        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many."""
+        """Train on a batch of decisions; `on_step` is called with the optimizer steps done and their total."""
         first, *others = self.workers
         with self._lock:
-            shared = share(SharedBatch.of(batch))
+            shared = put(SharedBatch.of(batch))
             steps = first.stream("updating", shared, iteration, iterations)
-            waiting = {(q := worker.ask("update", shared, iteration, iterations)).reference: q for worker in others}
+            waiting = {(q := worker.call("update", shared, iteration, iterations)).reference: q for worker in others}
         updated: Updated | None = None
         while updated is None:
             ready, _ = ray.wait([steps, *waiting], num_returns=1, timeout=first.timeout_s)
@@ -214,38 +214,38 @@ class LearnerGroup:
                     else:
                         on_step(*step)
                 else:
-                    question = waiting.pop(reference)
-                    question.worker.get(question)
-        for question in waiting.values():
-            question.deadline = time.monotonic() + first.timeout_s
+                    request = waiting.pop(reference)
+                    request.worker.get(request)
+        for request in waiting.values():
+            request.deadline = time.monotonic() + first.timeout_s
         get_all(list(waiting.values()))
         self.version, self.kl_coef = updated.version, updated.kl_coef
         return updated.result
 
     def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
         """The critic's values [T+1, V] of each trajectory, the last observation included."""
-        values: list[FloatArray] = self.everybody("values", share(list(trajectories)))
+        values: list[FloatArray] = self.call_all("values", put(list(trajectories)))
         return values
 
     def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
-        part of the reward; as they are where there is no reference."""
+        """The trajectories with the reference's log-probs of every decision, and with the learner's own if the KL is
+        part of the reward; unchanged without a reference."""
         if self.config.kl.coef == 0:
             return list(trajectories)
-        scored: list[Trajectory] = self.everybody("reference_logprobs", share(list(trajectories)))
+        scored: list[Trajectory] = self.call_all("reference_logprobs", put(list(trajectories)))
         return scored
 
     def publish(self, engine: Engine) -> None:
-        """Bring the engines to the weights as they are now; one that is lost on the way is replaced."""
+        """Send the engines the current weights; one that is lost in the sync is replaced."""
         if not isinstance(engine, EngineGroup):
             raise TypeError(f"learners of a cluster publish to its engines, not to {type(engine).__name__}")
         with engine.lock:
             losses: Counter[str] = Counter()
             while True:
                 calls = EngineCalls.to(engine.workers, self.config)
-                # Rank 0 gives an engine the whole limit for each of its calls, and must itself be waited for.
-                # In a run whose rollouts are ahead, they may have made an update that the driver has not heard of.
-                version, lost = self.everybody("send_weights", calls, timeout_s=4 * calls.timeout_s)
+                # Rank 0 gives an engine the whole limit for each of its calls, so its own limit is larger.
+                # In an asynchronous run the ranks may have finished an update that the driver does not know of yet.
+                version, lost = self.call_all("send_weights", calls, timeout_s=4 * calls.timeout_s)
                 if lost is None:
                     engine.version = version
                     return
@@ -267,12 +267,12 @@ class RankAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the block the ranks have the averages for their weights."""
-        self._group.everybody("use_average", True)
+        """Inside the block the ranks' weights are the averages."""
+        self._group.call_all("use_average", True)
         try:
             yield
         finally:
-            self._group.everybody("use_average", False)
+            self._group.call_all("use_average", False)
 
 
 class RankStore:
@@ -280,20 +280,20 @@ class RankStore:
 
     def __init__(self, group: LearnerGroup, folder: Path) -> None:
         self._group = group
-        group.everybody("open_store", folder.absolute())
+        group.call_all("open_store", folder.absolute())
 
     def save(self, name: str, learner: Any, state: TrainerState) -> Path:
-        """Write a checkpoint that training can go on from."""
-        path: Path = self._group.everybody("save", name, state)
+        """Write a checkpoint that training can resume from."""
+        path: Path = self._group.call_all("save", name, state)
         return path
 
     def save_policy(self, name: str, policy: Policy, metadata: dict[str, Any]) -> Path:
-        """Write the policy alone, with a note of what it is."""
-        path: Path = self._group.everybody("save_policy", name, metadata)
+        """Write the policy alone, with its metadata."""
+        path: Path = self._group.call_all("save_policy", name, metadata)
         return path
 
     def restore(self, learner: Any, checkpoint: Path) -> TrainerState:
-        """Put all ranks back where the checkpoint was written."""
-        state, self._group.version, self._group.kl_coef = self._group.everybody("restore", checkpoint.absolute())
+        """Bring all ranks to the state of the checkpoint."""
+        state, self._group.version, self._group.kl_coef = self._group.call_all("restore", checkpoint.absolute())
         restored: TrainerState = state
         return restored

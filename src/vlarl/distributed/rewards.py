@@ -1,7 +1,7 @@
-"""Reward workers: episodes are scored by as many of them as there are, behind the contract of one reward.
+"""Reward workers: they share the scoring of episodes, behind the contract of one reward.
 
-A worker that is lost is replaced and asked again; one that is lost twice over the same episodes is an error, which the
-`SafeReward` around the group contains.
+A worker that is lost is replaced and called again; if a worker is lost again on the same episodes, that is an error,
+which the `SafeReward` around the group contains.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class RewardPart:
-    """A reward, over there."""
+    """A reward, in the worker's process."""
 
     def __init__(self, config: RewardConfig, run: RewardContext) -> None:
         self._reward = build_bare_reward(config, run)
 
     def facts(self) -> tuple[Literal["sparse", "dense"], int, bool]:
-        """What the environment is asked to pay, how many episodes are best scored at once, and whether by images."""
+        """Which reward the environment gives, how many episodes to score at once, and whether images are read."""
         return self._reward.env_reward, self._reward.batch_size, self._reward.reads_images
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -42,7 +42,7 @@ class RewardGroup(Reward):
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = list(workers)
-        self.env_reward, batch_size, self.reads_images = self.workers[0].get(self.workers[0].ask("facts"))
+        self.env_reward, batch_size, self.reads_images = self.workers[0].get(self.workers[0].call("facts"))
         self.batch_size = batch_size * len(self.workers)
 
     def score(self, trajectory: Trajectory) -> Trajectory:
@@ -50,7 +50,7 @@ class RewardGroup(Reward):
         return self.score_all([trajectory])[0]
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Several at once, in their order, each worker some of them."""
+        """Score several, in their order, split among the workers."""
         try:
             return self._score_all(trajectories)
         except WorkerFailedError as error:
@@ -64,7 +64,7 @@ class RewardGroup(Reward):
             raise VlarlError(str(error)) from None
 
     def _score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        places = [part for part in np.array_split(np.arange(len(trajectories)), len(self.workers)) if len(part)]
-        shares = [[trajectories[place] for place in part] for part in places]
-        scored = get_all([w.ask("score_all", share) for w, share in zip(self.workers, shares, strict=False)])
-        return [trajectory for share in scored for trajectory in share]
+        splits = [split for split in np.array_split(np.arange(len(trajectories)), len(self.workers)) if len(split)]
+        batches = [[trajectories[i] for i in split] for split in splits]
+        scored = get_all([w.call("score_all", batch) for w, batch in zip(self.workers, batches, strict=False)])
+        return [trajectory for batch in scored for trajectory in batch]

@@ -1,11 +1,10 @@
-"""From learner ranks to engines: the weights, bucket by bucket, without passing the driver.
+"""From learner ranks to engines: the weights, bucket by bucket, without passing through the driver.
 
     every rank:  gather a tensor, fold its adapter ─┐
     rank 0:      fill a bucket ─► object store ─► all engines load it, while the next one is filled
 
-One bucket is filled while the one before is loaded. Versions are checked by the engines before they act again. An
-engine that is lost on the way is told by name; the ranks go through all tensors all the same, since they gather them
-together.
+One bucket is filled while the previous one is loaded. Engines check the version before they act again. An engine that
+is lost during a sync is reported by name; the ranks still iterate over all tensors, since they gather them together.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ray import exceptions
 from torch import nn
 
 from vlarl.config.schema import Config
-from vlarl.distributed.actor import DIED, Answer, Worker, share
+from vlarl.distributed.actor import DIED, Result, Worker, put
 from vlarl.errors import UsageError
 from vlarl.policies.load import DTYPES
 from vlarl.training.ranks import Ranks
@@ -56,56 +55,56 @@ class EngineCalls:
 
     @classmethod
     def to(cls, workers: Sequence[Worker], config: Config) -> EngineCalls:
-        """As rank 0 takes them along."""
+        """The calls, in a form that can be sent to rank 0."""
         size = config.vllm.tensor_parallel_size
         return cls([w.name for w in workers], [w.actor for w in workers], config.distributed.timeout_s, size)
 
-    def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Ask all engines, without waiting."""
-        return [actor.answer.remote(method, *arguments) for actor in self.actors]
+    def send(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all engines, without waiting."""
+        return [actor.call.remote(method, *arguments) for actor in self.actors]
 
     def wait(self, references: Sequence[Any]) -> None:
-        """Wait for all of them; EngineLostError names one that can't answer."""
+        """Wait for all of them; EngineLostError names one that can't reply."""
         for name, reference in zip(self.names, references, strict=False):
             try:
-                answer: Answer = ray.get(reference, timeout=self.timeout_s)
+                result: Result = ray.get(reference, timeout=self.timeout_s)
             except LOST as error:
-                raise EngineLostError(name, f"did not answer in a sync ({type(error).__name__})") from None
-            if isinstance(answer.error, UsageError):
-                raise answer.error  # engine and learners don't fit: another engine would not, either
-            if (reason := answer.error or answer.defect) is not None:
+                raise EngineLostError(name, f"did not reply in a sync ({type(error).__name__})") from None
+            if isinstance(result.error, UsageError):
+                raise result.error  # engine and learners don't fit: a new engine would not fit either
+            if (reason := result.error or result.defect) is not None:
                 raise EngineLostError(name, f"failed in a sync:\n{reason}")
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Ask all engines, and wait."""
-        self.wait(self.ask(method, *arguments))
+        """Call all engines, and wait."""
+        self.wait(self.send(method, *arguments))
 
     def abandon(self, lost: str) -> None:
-        """Let all but the lost one give up the sync under way; they act again after one that brings all weights."""
+        """Make all but the lost one abandon the current sync; they act again after one that brings all weights."""
         others = [actor for name, actor in zip(self.names, self.actors, strict=True) if name != lost]
-        for reference in [actor.answer.remote("abandon_sync") for actor in others]:
+        for reference in [actor.call.remote("abandon_sync") for actor in others]:
             with suppress(*LOST):
                 ray.get(reference, timeout=self.timeout_s)
 
-    # The four calls of vLLM's own senders (rollout/vllm_transfer.py, SyncClient).
+    # The four calls of vLLM's own senders (weights/vllm_transfer.py, SyncClient).
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the connection of all engines, each with ranks of its own."""
-        offsets = [1 + place * self.gpus_each for place in range(len(self.actors))]
+        offsets = [1 + index * self.gpus_each for index in range(len(self.actors))]
         infos = [init_info | ({"rank_offset": o} if "rank_offset" in init_info else {}) for o in offsets]
         pairs = zip(self.actors, infos, strict=True)
-        self.wait([actor.answer.remote("init_weight_transfer_engine", info) for actor, info in pairs])
+        self.wait([actor.call.remote("init_weight_transfer_engine", info) for actor, info in pairs])
 
     def start_sync(self, shapes: dict[str, tuple[int, ...]], version: int) -> None:
-        """Begin a sync."""
+        """Start a sync."""
         self.call("start_sync", shapes, version)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One message of it."""
+        """Send one message of the sync."""
         self.call("update_weights", update_info)
 
     def finish_sync(self, version: int) -> None:
-        """End it: the engines act with the new weights."""
+        """Finish the sync: the engines act with the new weights."""
         self.call("finish_sync", version)
 
 
@@ -113,15 +112,15 @@ class WeightSender:
     """One rank's side of all syncs."""
 
     def __init__(self, policy: nn.Module, ranks: Ranks, config: Config) -> None:
-        # Engines were started from the very checkpoint that the ranks were: what is frozen is there already.
+        # Engines start from the same checkpoint as the ranks: they have the frozen weights already.
         self._weights = ChangedWeights(policy, engine_has_base=True)
         self._ranks = ranks
         self._config = config
         self._gpu: GpuWeightSender | None = None
-        self._connected: list[Any] = []  # actors that the GPU sender has opened its connection to
+        self._connected: list[Any] = []  # actors that the GPU sender is connected to
 
     def send(self, engines: EngineCalls, version: int) -> str | None:
-        """Bring all engines to `version`; rank 0 answers with the name of one that was lost on the way."""
+        """Bring all engines to `version`; rank 0 returns the name of an engine that was lost in the sync."""
         stream, lost = self._weights.next(), None
         try:
             if self._config.vllm.sync_backend == "object_store":
@@ -132,7 +131,7 @@ class WeightSender:
             log.warning("%s", error)
             lost = error.engine
             engines.abandon(lost)
-        if self._ranks.any(lost is not None):  # all ranks know what the next sync has to bring: everything
+        if self._ranks.any(lost is not None):  # all ranks know that the next sync must send everything
             self._gpu = None
             self._weights.forget()
         else:
@@ -146,7 +145,7 @@ class WeightSender:
                 pass  # gathered together with rank 0
             return
         lost: EngineLostError | None = None
-        taken: list[Any] = []  # the bucket before, still being loaded
+        loading: list[Any] = []  # calls that load the previous bucket
         try:
             engines.start_sync(dict(stream.shapes), version)
         except EngineLostError as error:
@@ -155,15 +154,15 @@ class WeightSender:
             if lost is not None:
                 continue
             try:
-                message = share(bucket_message(payload, d.sync_checksum))
+                message = put(bucket_message(payload, d.sync_checksum))
                 del payload  # not kept while the next one is filled
-                engines.wait(taken)
-                taken = engines.ask("update_weights", message)
+                engines.wait(loading)
+                loading = engines.send("update_weights", message)
             except EngineLostError as error:
                 lost = error
         if lost is not None:
             raise lost
-        engines.wait(taken)
+        engines.wait(loading)
         engines.finish_sync(version)
 
     def _between_gpus(self, engines: EngineCalls) -> GpuWeightSender:
@@ -189,7 +188,7 @@ class WeightSender:
 
 
 def engine_dtype(config: Config) -> Literal["float32", "bfloat16"]:
-    """The precision that engines compute in: that of the learners' passes."""
+    """The precision of the engines: the same as of the learners' passes."""
     return config.distributed.compute_dtype or config.policy.dtype
 
 

@@ -1,14 +1,14 @@
-"""How well each task goes, and how often each should be trained on.
+"""The success rate of each task, and how often each is sampled for training.
 
-A task teaches most where success and failure are equally likely: the variance of its outcome, p(1 - p), is the largest
-there, and a group of episodes is the most likely to hold both. With s the moving success of a task and w its weight in
-episodes,
+A task has the strongest learning signal where success and failure are equally likely: the variance of its outcome,
+p(1 - p), is largest there, and a group of episodes is most likely to contain both. With s the moving success of a task
+and w its weight in episodes,
 
-    p        = (s w + 1) / (w + 2)                         Laplace's rule: little evidence stays near 1/2
+    p        = (s w + 1) / (w + 2)                         Laplace's rule: few episodes stay near 1/2
     interest = (4 p (1 - p)) ^ (1 / tau)                   1 at 50%; 0 for a solved task that is skipped
     chance   = floor · mixture + (1 - floor) · mixture · interest / Σ (mixture · interest)
 
-The mixture is the static part: equal shares, or `curriculum.weights`.
+The mixture is the static part: equal weights, or `curriculum.weights`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from vlarl.observability.run_dir import RunDirectory
 
 SOLVED = 0.9  # what counts as solved where no task is skipped
 
-Shares = NDArray[np.float64]
+Probabilities = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What is known of one task: a mean of its outcomes in which each episode counts `alpha` times the next one."""
+    """The record of one task: a mean of its outcomes in which each episode counts `alpha` times the next one."""
 
     success: float = 0.0
-    weight: float = 0.0  # episodes that the mean is worth, at most 1 / (1 - alpha)
+    weight: float = 0.0  # effective episodes in the mean, at most 1 / (1 - alpha)
     episodes: int = 0
 
     def after(self, success: bool, alpha: float) -> TaskRecord:
@@ -46,34 +46,34 @@ class TaskRecord:
 
     @property
     def estimate(self) -> float:
-        """The success to expect, by Laplace's rule of succession: 1/2 for a task never tried."""
+        """The expected success, by Laplace's rule of succession: 1/2 for a task never tried."""
         return (self.success * self.weight + 1.0) / (self.weight + 2.0)
 
 
 class Curriculum:
-    """The records of some tasks and the chances that follow from them."""
+    """The records of the tasks, and the sampling probabilities that follow from them."""
 
     def __init__(self, config: CurriculumConfig, task_ids: Sequence[int]) -> None:
         self.config = config
         self.records = {task_id: TaskRecord() for task_id in task_ids}
         weights = np.array(config.weights if config.weights is not None else [1.0] * len(task_ids), dtype=np.float64)
-        self._mixture: Shares = weights / weights.sum()  # [tasks]
+        self._mixture: Probabilities = weights / weights.sum()  # [tasks]
 
     def record(self, task_id: int, success: bool) -> None:
         """Take one episode into account."""
         self.records[task_id] = self.records[task_id].after(success, self.config.ema_alpha)
 
     def is_solved(self, task_id: int) -> bool:
-        """Whether the moving success is high enough, over as many episodes as it remembers."""
+        """Whether the moving success is high enough, over at least 1 / (1 - alpha) episodes."""
         record, threshold = self.records[task_id], self.config.skip_solved_above
-        has_evidence = record.episodes * (1.0 - self.config.ema_alpha) >= 1.0 - 1e-9
-        return has_evidence and record.success > (SOLVED if threshold is None else threshold)
+        has_enough = record.episodes * (1.0 - self.config.ema_alpha) >= 1.0 - 1e-9
+        return has_enough and record.success > (SOLVED if threshold is None else threshold)
 
-    def probabilities(self) -> Shares:
-        """[tasks] the chance of each task to be the next group's."""
+    def probabilities(self) -> Probabilities:
+        """[tasks] the probability that the next group is of each task."""
         if self.config.mode != "adaptive":
             return self._mixture
-        interest: Shares = self._mixture * np.array([self._interest(task_id) for task_id in self.records])
+        interest: Probabilities = self._mixture * np.array([self._interest(task_id) for task_id in self.records])
         if not interest.any():  # every task is solved
             return self._mixture
         floor = self.config.floor
@@ -86,14 +86,14 @@ class Curriculum:
         return float((4.0 * expected * (1.0 - expected)) ** (1.0 / self.config.tau))
 
     def metrics(self) -> dict[str, float]:
-        """The `curriculum/` metrics: what is known now, and the chances that follow for the next iteration."""
-        chances = self.probabilities()
+        """The `curriculum/` metrics: the current records, and the probabilities for the next iteration."""
+        probabilities = self.probabilities()
         row: dict[str, float] = {}
-        for (task_id, record), chance in zip(self.records.items(), chances, strict=True):
+        for (task_id, record), probability in zip(self.records.items(), probabilities, strict=True):
             if record.episodes:
                 row[f"curriculum/task_{task_id:02d}_success"] = record.success
-            row[f"curriculum/task_{task_id:02d}_probability"] = float(chance)
-        row["curriculum/entropy"] = entropy(chances)
+            row[f"curriculum/task_{task_id:02d}_probability"] = float(probability)
+        row["curriculum/entropy"] = entropy(probabilities)
         row["curriculum/num_solved"] = float(sum(self.is_solved(task_id) for task_id in self.records))
         return row
 
@@ -102,28 +102,28 @@ class Curriculum:
         return {"tasks": {str(task_id): asdict(record) for task_id, record in self.records.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`; a task that it does not know stays as it is, one that only it knows is left out."""
+        """Resume from `state`; a task that it lacks is unchanged, and one that only it has is left out."""
         saved = state.get("tasks", {})
         self.records |= {i: _parse_record(saved[str(i)]) for i in self.records if str(i) in saved}
 
 
-def entropy(chances: Shares) -> float:
+def entropy(probabilities: Probabilities) -> float:
     """Entropy in nats: the logarithm of the number of tasks when all are equally likely, 0 when one is certain."""
-    likely = chances[chances > 0]
-    return float(-(likely * np.log(likely)).sum())
+    positive = probabilities[probabilities > 0]
+    return float(-(positive * np.log(positive)).sum())
 
 
-def deal(chances: Shares, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`count` places of `chances`, shuffled; each comes up `count` times its chance, rounded up or down.
+def sample_indices(probabilities: Probabilities, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`count` indices, shuffled; each occurs `count` times its probability, rounded up or down.
 
-    One random offset decides how all are rounded (systematic sampling), so a share is met far more closely than by
-    independent draws, and exactly on average.
+    One random offset decides how all are rounded (systematic sampling), so counts are far closer to the probabilities
+    than with independent samples, and exact on average.
     """
-    order = rng.permutation(len(chances))
-    ends = np.cumsum(chances[order])
+    order = rng.permutation(len(probabilities))
+    ends = np.cumsum(probabilities[order])
     points = (rng.random() + np.arange(count)) / count
-    places = np.searchsorted(ends[:-1] / ends[-1], points, side="right")
-    return np.asarray(rng.permutation(order[places]), dtype=np.int64)
+    intervals = np.searchsorted(ends[:-1] / ends[-1], points, side="right")
+    return np.asarray(rng.permutation(order[intervals]), dtype=np.int64)
 
 
 def read_curriculum(source: Path, suite: str) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def read_curriculum(source: Path, suite: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror or error}): {remedy}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no curriculum ({type(error).__name__}: {error}): {remedy}.") from error
+        raise UsageError(f"{path} is not a curriculum ({type(error).__name__}: {error}): {remedy}.") from error
     if other != suite:
-        raise UsageError(f"{path} is about {other}, and env.suite is {suite}: their tasks have nothing in common.")
+        raise UsageError(f"{path} is for {other}, and env.suite is {suite}: these suites have different tasks.")
     return {"tasks": tasks}
 
 
 def _parse_record(saved: Mapping[str, Any]) -> TaskRecord:
     record = TaskRecord(float(saved["success"]), float(saved["weight"]), int(saved["episodes"]))
     if not (0.0 <= record.success <= 1.0 and 0.0 <= record.weight <= record.episodes + 1e-9):
-        raise ValueError(f"no mean of outcomes: {record}")
+        raise ValueError(f"not a mean of outcomes: {record}")
     return record

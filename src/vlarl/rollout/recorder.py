@@ -1,4 +1,4 @@
-"""What happened in every episode: one line each in episodes.jsonl, and films of a few."""
+"""A record of every episode: one line each in episodes.jsonl, and videos of some."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class EpisodeFolder(Protocol):
 
     @property
     def episodes_file(self) -> Path:
-        """One row an episode."""
+        """One row per episode."""
         ...
 
     @property
     def videos(self) -> Path:
-        """Folder of filmed episodes."""
+        """Folder of the videos."""
         ...
 
 
 class EpisodeRecorder:
-    """Writes episodes into a folder as they end: what is there stays there, whatever happens next."""
+    """Writes episodes into a folder as they end, so that none is lost if the run stops."""
 
     def __init__(self, folder: EpisodeFolder) -> None:
         self._path = folder.episodes_file
@@ -43,7 +43,7 @@ class EpisodeRecorder:
     def record(
         self, iteration: int, phase: Phase, episodes: Iterable[Trajectory | EpisodeResult], policy_version: int = 0
     ) -> None:
-        """Append one line an episode; `policy_version` is used for results, which don't carry their own."""
+        """Append one line per episode; `policy_version` is used for results, which don't carry their own."""
         for episode in episodes:
             row = {"iteration": iteration, "phase": phase, **_row(episode, policy_version)}
             with disk_errors(self._path):
@@ -62,7 +62,7 @@ class EpisodeRecorder:
     def write_video(
         self, name: str, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10
     ) -> Path | None:
-        """Write a video; a machine that can't encode one gets a warning, since episodes are worth more than videos."""
+        """Write a video; if it can't be encoded, only warn: a missing video must not end the run."""
         path = self._videos / f"{name}.mp4"
         try:
             write_video(path, frames, instruction, outcome, fps)

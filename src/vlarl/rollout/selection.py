@@ -15,7 +15,7 @@ class GroupSelection:
     def __init__(self, config: RolloutConfig, has_learning_signal: Callable[[Sequence[Trajectory]], bool]) -> None:
         """`has_learning_signal` is the algorithm's: whether the members of a group differ in their returns."""
         self.config = config
-        self.num_tried = 0  # groups that were rolled out, with whatever result
+        self.num_tried = 0  # groups that were rolled out, whether kept or not
         self.kept: list[Trajectory] = []  # of the first `num_groups` groups that have a learning signal
         self._is_active = config.refill or config.oversample > 1 or config.accuracy_bounds is not None
         self._has_learning_signal = has_learning_signal
@@ -26,7 +26,7 @@ class GroupSelection:
     def add(self, trajectories: Sequence[Trajectory]) -> int:
         """Take in the episodes of whole groups, crashed ones among them; how many new groups to try next, 0 for none.
 
-        An episode that crashed or could not be scored is missing from its group, which is smaller then, or gone.
+        An episode that crashed or could not be scored is left out of its group, which may become empty.
         """
         self.num_tried += len(trajectories) // self.config.group_size
         usable = [trajectory for trajectory in trajectories if trajectory.status == "ok"]
@@ -46,9 +46,9 @@ class GroupSelection:
         return num_new
 
     def metrics(self) -> dict[str, float]:
-        """How many groups were left out, and how many took their place.
+        """How many groups were dropped, and how many replaced them.
 
-        All other `rollout/` metrics are of all episodes, those of groups that were left out included.
+        All other `rollout/` metrics are over all episodes, including those of dropped groups.
         """
         if not self._is_active:
             return {}

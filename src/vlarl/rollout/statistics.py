@@ -1,4 +1,4 @@
-"""What an iteration's episodes look like from afar."""
+"""Summary metrics of an iteration's episodes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many updates the learner, at `version`, is ahead of the weights that decided; nothing without decisions."""
+    """How many updates the learner, at `version`, is ahead of the weights that decided; empty without decisions."""
     ages = [version - t.version for trajectory in trajectories for t in trajectory.transitions]
     if not ages:
         return {}

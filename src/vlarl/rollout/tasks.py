@@ -1,4 +1,4 @@
-"""Which episodes to run next, and the seeds that let any of them be run again."""
+"""Which episodes to run next, and the seeds that make each of them repeatable."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vlarl.config.state_choice import missing_states
 from vlarl.config.suites import StateProtocol
 from vlarl.envs.base import SuiteSpec
 from vlarl.errors import UsageError
-from vlarl.rollout.curriculum import Curriculum, deal
+from vlarl.rollout.curriculum import Curriculum, sample_indices
 from vlarl.types import IntArray, Task, Trajectory
 
 _ROLLOUT, _EVALUATION, _TASK_ORDER = 0, 1, 2  # keep the seeds of different purposes apart
 
 
-def derive_seed(*numbers: int) -> int:
-    """A 64-bit seed that depends on all the numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+def derive_seed(*values: int) -> int:
+    """A 64-bit seed that depends on all the values."""
+    return int(np.random.SeedSequence(values).generate_state(1, np.uint64)[0])
 
 
 class Sampler(Protocol):
-    """Deals tasks out, here or as a worker of a cluster."""
+    """Samples tasks, in this process or as a worker of a cluster."""
 
     def get_batch(self, iteration: int) -> list[Task]:
         """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
@@ -37,15 +37,15 @@ class Sampler(Protocol):
         ...
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
-        """Take an iteration's episodes into account. Crashed ones say nothing about a task."""
+        """Take an iteration's episodes into account. Crashed ones are ignored."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What the next iteration's groups depend on beside seed and number, as JSON can hold it."""
+        """What the next iteration's groups depend on besides seed and iteration, as JSON can hold it."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, or from an earlier run's curriculum."""
+        """Resume from what `state` returned, or from an earlier run's curriculum."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Sampler(Protocol):
 
 
 class TaskSampler:
-    """Deals tasks out. An iteration's groups follow from the run's seed, its number and the results reported before."""
+    """Samples tasks. An iteration's groups depend on the run's seed, the iteration and the results reported before."""
 
     def __init__(self, config: Config, spec: SuiteSpec) -> None:
         self.spec = spec
@@ -78,17 +78,17 @@ class TaskSampler:
         return self._groups(iteration, first, count) if count else []
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
-        """Take an iteration's episodes into account. Crashed ones say nothing about a task."""
+        """Take an iteration's episodes into account. Crashed ones are ignored."""
         for trajectory in trajectories:
             if trajectory.status != "crashed":
                 self.curriculum.record(trajectory.task.task_id, trajectory.success)
 
     def state(self) -> dict[str, Any]:
-        """What the next iteration's groups depend on beside seed and number, as JSON can hold it."""
+        """What the next iteration's groups depend on besides seed and iteration, as JSON can hold it."""
         return self.curriculum.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, or from an earlier run's curriculum."""
+        """Resume from what `state` returned, or from an earlier run's curriculum."""
         self.curriculum.restore(state)
 
     def metrics(self) -> dict[str, float]:
@@ -98,22 +98,22 @@ class TaskSampler:
     def describe(self) -> dict[str, Any]:
         """The state in full, for people: the content of curriculum.json."""
         instructions = {task.task_id: task.instruction for task in self.spec.tasks}
-        chances = self.curriculum.probabilities()
+        probabilities = self.curriculum.probabilities()
         tasks = {
             str(task_id): {
                 "instruction": instructions[task_id],
                 **asdict(record),
-                "probability": float(chance),
+                "probability": float(probability),
                 "solved": self.curriculum.is_solved(task_id),
             }
-            for (task_id, record), chance in zip(self.curriculum.records.items(), chances, strict=True)
+            for (task_id, record), probability in zip(self.curriculum.records.items(), probabilities, strict=True)
         }
         return {"suite": self.spec.name, "mode": self.curriculum.config.mode, "tasks": tasks}
 
     def _groups(self, iteration: int, first: int, count: int) -> list[Task]:
         """Tasks of the groups `first` to `first + count - 1` of an iteration."""
-        numbers = [self.seed, _TASK_ORDER, iteration] + ([first] if first else [])
-        rng = np.random.default_rng(np.random.SeedSequence(numbers))
+        entropy = [self.seed, _TASK_ORDER, iteration] + ([first] if first else [])
+        rng = np.random.default_rng(np.random.SeedSequence(entropy))
         order = self._order(count, rng)
         states = rng.choice(self.states, size=count)
         return [
@@ -123,9 +123,9 @@ class TaskSampler:
         ]
 
     def _order(self, count: int, rng: np.random.Generator) -> IntArray:
-        """Task ids for `count` groups: in shuffled rounds, or by the curriculum's chances."""
+        """Task ids for `count` groups: in shuffled rounds, or by the curriculum's probabilities."""
         if self.curriculum.config.mode != "uniform":
-            return np.array(self.task_ids)[deal(self.curriculum.probabilities(), count, rng)]
+            return np.array(self.task_ids)[sample_indices(self.curriculum.probabilities(), count, rng)]
         rounds = -(-count // len(self.task_ids))
         order: IntArray = np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[:count]
         return order
@@ -150,7 +150,7 @@ def evaluation_tasks(
 
 
 def tasks_from_states(spec: SuiteSpec, task_ids: Sequence[int] | None, states: Sequence[int], seed: int) -> list[Task]:
-    """An evaluation's episode of each task from each of these initial states."""
+    """The evaluation episodes of each task from each of these initial states."""
     return [
         Task(spec.name, task_id, state, derive_seed(seed, _EVALUATION, task_id, state))
         for task_id in chosen_task_ids(spec, task_ids)
@@ -169,7 +169,7 @@ def training_states(spec: SuiteSpec, protocol: StateProtocol) -> tuple[int, ...]
 
 
 def chosen_task_ids(spec: SuiteSpec, task_ids: Sequence[int] | None) -> list[int]:
-    """The wanted tasks, all of them by default; an id that the suite doesn't have is refused."""
+    """The configured tasks, all of them by default; an id that the suite doesn't have is refused."""
     known = [task.task_id for task in spec.tasks]
     unknown = sorted(set(task_ids or ()) - set(known))
     if unknown:

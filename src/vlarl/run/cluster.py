@@ -12,7 +12,7 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.distributed.address import check_address
-from vlarl.distributed.cluster import Cluster, Demand, Place, Resources, wait_started
+from vlarl.distributed.cluster import Cluster, Demand, Placement, Resources, wait_started
 from vlarl.distributed.curriculum import CurriculumWorker
 from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
 from vlarl.distributed.environments import PoolGroup, part_sizes, pool_parts
@@ -125,7 +125,7 @@ def _reward_here(config: Config) -> SafeReward:
     return contained(build_bare_reward(config.reward, reward_context(config, torch.device("cpu"))), config.reward)
 
 
-def _reward_there(config: Config, cluster: Cluster, demand: Demand, places: list[Place]) -> SafeReward:
+def _reward_there(config: Config, cluster: Cluster, demand: Demand, places: list[Placement]) -> SafeReward:
     """The reward of workers."""
     there = reward_context(config, torch.device("cuda" if demand.reward.gpus else "cpu"))
     build = partial(RewardPart, config.reward, there)

@@ -1,1 +1,1 @@
-"""Weights on their way from the learner to the engines."""
+"""Weight transfer from the learner to the engines."""

@@ -1,9 +1,9 @@
-"""What a weight sync sends to an engine in another process: names and shapes beforehand, tensors one at a time.
+"""What a weight sync sends to an engine in another process: names and shapes first, then tensors one at a time.
 
-    policy ─► named_for_engine: adapters folded in, heads left out ─► WeightStream ─► buckets of bytes ─► engine
+    policy ─► policy_weights: adapters folded in, heads left out ─► WeightStream ─► buckets of bytes ─► engine
 
-Names are those of the checkpoint. An engine takes whole layers (vLLM keeps q, k, v as one matrix, and fills a layer
-only when all of it has come), so tensors travel in groups: whoever sends one of a group sends all of it.
+Names are those of the checkpoint. An engine loads whole layers (vLLM keeps q, k, v as one matrix, and fills a layer
+only when all of it has arrived), so tensors are sent in groups: all tensors of a group, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from vlarl.errors import UsageError, VlarlError
 
-HEADS = ("value_head.", "l1_head.")  # the learner's own: engines neither value nor regress
+HEADS = ("value_head.", "l1_head.")  # only the learner has them: engines neither estimate values nor regress actions
 _PACKED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _PACKED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -32,7 +32,7 @@ _LANGUAGE_LINEAR = re.compile(rf"(language_model\..*)\.({'|'.join(_PACKED)})\.(w
 
 @dataclass(frozen=True)
 class WeightStream:
-    """Weights by the checkpoint's names; every iteration makes the tensors anew, one after the other."""
+    """Weights by the checkpoint's names; every iteration makes the tensors again, one at a time."""
 
     shapes: Mapping[str, tuple[int, ...]]  # in the order of the iteration
     make: Callable[[str], torch.Tensor]
@@ -41,7 +41,7 @@ class WeightStream:
         return ((name, self.make(name)) for name in self.shapes)
 
     def only(self, names: Collection[str]) -> WeightStream:
-        """The part of it with these names."""
+        """The part of the stream with these names."""
         return WeightStream({name: shape for name, shape in self.shapes.items() if name in names}, self.make)
 
 
@@ -57,9 +57,9 @@ def checkpoint_name(name: str) -> str | None:
 
 
 def policy_weights(policy: nn.Module) -> WeightStream:
-    """All weights of a policy that an engine has, adapters folded in on the way; the policy itself is not changed.
+    """All weights of a policy that an engine has, with adapters folded in; the policy itself is not changed.
 
-    Shards (FSDP's DTensors) are gathered when their turn comes, so every rank has to iterate.
+    Shards (FSDP's DTensors) are gathered one tensor at a time, so every rank has to iterate.
     """
     sources = dict(_sources(policy))
     return WeightStream(
@@ -69,16 +69,18 @@ def policy_weights(policy: nn.Module) -> WeightStream:
 
 
 def trained_names(policy: nn.Module) -> set[str]:
-    """Names of the weights that training moves, and of those that have to travel with them."""
-    moved = {group_of(name) for name, (tensor, layer) in _sources(policy) if layer is not None or tensor.requires_grad}
-    return {name for name, _ in _sources(policy) if group_of(name) in moved}
+    """Names of the weights that training changes, and of those that have to be sent with them."""
+    changed = {
+        group_of(name) for name, (tensor, layer) in _sources(policy) if layer is not None or tensor.requires_grad
+    }
+    return {name for name, _ in _sources(policy) if group_of(name) in changed}
 
 
 class ChangedWeights:
-    """Remembers what an engine has: everything is sent once, afterwards only what training moves."""
+    """Tracks what an engine has: everything is sent once, afterwards only what training changes."""
 
     def __init__(self, policy: nn.Module, *, engine_has_base: bool) -> None:
-        """`engine_has_base`: the engine was started from the very weights that are frozen here."""
+        """`engine_has_base`: the engine was started from the same weights that are frozen here."""
         self.policy = policy
         self._complete = engine_has_base
 
@@ -88,7 +90,7 @@ class ChangedWeights:
         return everything.only(trained_names(self.policy)) if self._complete else everything
 
     def sent(self) -> None:
-        """The engine has taken it."""
+        """The engine has loaded it."""
         self._complete = True
 
     def forget(self) -> None:
@@ -97,9 +99,9 @@ class ChangedWeights:
 
 
 def buckets(weights: WeightStream, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-    """The stream as safetensors of at most `bucket_bytes` each (a larger tensor has one for itself).
+    """The stream as safetensors of at most `bucket_bytes` each (a larger tensor gets one of its own).
 
-    While a bucket is with the caller, nothing else of it is kept here.
+    While the caller has a bucket, no other copy of its tensors is kept here.
     """
     if bucket_bytes < 1:
         raise UsageError(f"bucket_bytes = {bucket_bytes}: give a positive number of bytes, such as {256 << 20}.")
@@ -121,7 +123,7 @@ def _packed(bucket: dict[str, torch.Tensor]) -> bytes:
     header: dict[str, Any] = {}
     contents: list[Any] = []
     end = 0
-    for name in sorted(bucket, key=lambda name: -bucket[name].itemsize):  # so that every number lies aligned
+    for name in sorted(bucket, key=lambda name: -bucket[name].itemsize):  # so that every element is aligned
         tensor = bucket[name]
         span = [end, end := end + tensor.nbytes]
         header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
@@ -133,12 +135,12 @@ def _packed(bucket: dict[str, torch.Tensor]) -> bytes:
 
 
 def bucket_names(payload: bytes) -> set[str]:
-    """The weights that a bucket brings."""
+    """Names of the weights in a bucket."""
     return set(json.loads(bytes(payload[8 : 8 + int.from_bytes(payload[:8], "little")])))
 
 
 def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, as views of its bytes: they may be read, not written."""
+    """The tensors of a bucket, as read-only views of its bytes."""
     begin = 8 + int.from_bytes(payload[:8], "little")
     tensors: dict[str, torch.Tensor] = {}
     with warnings.catch_warnings():
@@ -152,28 +154,28 @@ def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
 
 
 def bucket_message(payload: bytes, checksum: bool) -> dict[str, Any]:
-    """A bucket as engines take it."""
+    """A bucket as the message that engines load."""
     return {"payload": payload, "checksum": zlib.crc32(payload) if checksum else None}
 
 
 def check_shapes(
     sent: Mapping[str, tuple[int, ...]], known: Mapping[str, tuple[int, ...]], *, whole: bool = False
 ) -> None:
-    """Refuse tensors that the engine doesn't have, that have another shape there, or that come without their group;
-    `whole`: or without any other one that the engine has."""
+    """Refuse tensors that the engine doesn't have, whose shape differs, or that come without the rest of their group;
+    `whole`: refuse unless all of the engine's tensors are sent."""
     groups: dict[str, list[str]] = {}
     for name in known:
         groups.setdefault(group_of(name), []).append(name)
     touched = dict.fromkeys(groups) if whole else dict.fromkeys(group_of(name) for name in sent)
     problems = [
-        *(f"{name} is no weight of the engine's model" for name in sent if name not in known),
+        *(f"{name} is not a weight of the engine's model" for name in sent if name not in known),
         *(
             f"{name} has shape {sent[name]}, the engine's {known[name]}"
             for name in sent
             if name in known and tuple(sent[name]) != tuple(known[name])
         ),
         *(
-            f"{name} is missing, and its layer can only be taken whole"
+            f"{name} is missing, and its layer can only be loaded as a whole"
             for group in touched
             for name in groups.get(group, ())
             if name not in sent
@@ -186,12 +188,12 @@ def check_shapes(
         )
 
 
-def check_whole(awaited: Collection[str], version: int) -> None:
-    """Refuse to end a sync that has not brought all that it announced."""
+def check_complete(awaited: Collection[str], version: int) -> None:
+    """Refuse to finish a sync in which announced weights are missing."""
     if awaited:
         raise VlarlError(
-            f"version {version} is not whole: {len(awaited)} weights have not come, such as {min(awaited)}. Send "
-            "them, or give the sync up (abandon_sync) and begin another."
+            f"version {version} is incomplete: {len(awaited)} weights have not arrived, such as {min(awaited)}. Send "
+            "them, or abandon the sync (abandon_sync) and start another."
         )
 
 
@@ -215,7 +217,7 @@ def _sources(policy: nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor, nn.Mo
 
 @torch.no_grad()
 def _materialize(tensor: torch.Tensor, layer: nn.Module | None) -> torch.Tensor:
-    """The whole tensor, an adapter added in float32."""
+    """The whole tensor, with the adapter added in float32."""
     whole = _gathered(tensor.detach())
     if layer is None:
         return whole

@@ -1,11 +1,11 @@
 """How weights reach a running vLLM engine, through the library's weight-transfer API.
 
-    bytes   buckets of safetensors, through whatever calls the engine: a pipe, Ray's object store; CPUs and tests
+    bytes   buckets of safetensors, as arguments of a call (a pipe, Ray's object store): for CPUs and tests
     nccl    broadcast between GPUs          } vLLM's own backends: the learner's side is `GpuWeightSender`, which
     ipc     handles to memory of one GPU    } drives the engine through the four calls of `SyncClient`
 
-Who waits for whom: with bytes the learner waits for each bucket to be loaded; with nccl the engine's `update_weights`
-and the learner's broadcast run at the same time, each waiting for the other inside NCCL.
+With bytes the learner waits for each bucket to be loaded; with nccl the engine's `update_weights` and the learner's
+broadcast run at the same time, each waiting for the other inside NCCL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vlarl.weights.stream import WeightStream, unpacked
 
 @dataclass
 class BytesInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on."""
+    """There is nothing to negotiate."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Some of the weights."""
 
     payload: bytes  # safetensors
-    checksum: int | None = None  # CRC-32 of the payload, where it is to be verified
+    checksum: int | None = None  # CRC-32 of the payload, if it is to be verified
 
 
 class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # type: ignore[misc]
-    """The engine's side: weights come as bytes, one bucket after the other."""
+    """The engine's side: weights arrive as bytes, one bucket at a time."""
 
     init_info_cls = BytesInit
     update_info_cls = Bucket
@@ -56,8 +56,8 @@ class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # typ
         """There is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Let layers be filled anew; one that nothing comes for keeps what it has."""
-        if self._open:  # the last sync failed halfway: what it left would be counted as part of this one
+        """Prepare layers to be loaded again; one that receives nothing keeps its weights."""
+        if self._open:  # the last sync failed halfway: its weights would be counted as part of this one
             self.finish_weight_update()
         initialize_layerwise_reload(self.model)
         self._open = True
@@ -66,23 +66,23 @@ class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # typ
         """Load one bucket."""
         if update_info.checksum is not None and zlib.crc32(update_info.payload) != update_info.checksum:
             raise VlarlError(
-                f"a bucket of {len(update_info.payload)} bytes came damaged (CRC-32 is not {update_info.checksum}): "
+                f"a bucket of {len(update_info.payload)} bytes arrived damaged (CRC-32 is not {update_info.checksum}): "
                 "sync again"
             )
-        # Copied one at a time: vLLM keeps tensors of layers that are not whole yet, and a view would keep its bucket.
+        # Copied one at a time: vLLM keeps tensors of incomplete layers, and a view would keep its bucket alive.
         self.model.load_weights((name, view.clone()) for name, view in unpacked(update_info.payload).items())
 
     def finish_weight_update(self) -> None:
-        """Put the layers back in their places."""
+        """Finish loading the layers."""
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
 class SyncClient(Protocol):
-    """What a learner calls on an engine, by itself or through an actor's handle; `VllmEngine` has these methods."""
+    """What a learner calls on an engine, directly or through an actor handle; `VllmEngine` has these methods."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...  # noqa: D102
     def start_sync(self, shapes: dict[str, tuple[int, ...]], version: int) -> None: ...  # noqa: D102
@@ -91,7 +91,7 @@ class SyncClient(Protocol):
 
 
 class _StreamSource(WeightSource):  # type: ignore[misc]
-    """A stream as vLLM's trainer side iterates it."""
+    """A stream in the form that vLLM's trainer side iterates over."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -105,7 +105,7 @@ class _StreamSource(WeightSource):  # type: ignore[misc]
 
 
 class _Client:
-    """The four calls that vLLM's trainer side makes, with what vlarl's engine wants to know besides."""
+    """The four calls that vLLM's trainer side makes, with the shapes and version that vlarl's engine needs."""
 
     def __init__(self, engine: SyncClient, source: _StreamSource) -> None:
         self.engine = engine
@@ -122,12 +122,12 @@ class _Client:
         self.engine.update_weights(update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        del weight_version  # vLLM's trainer side has no place for it
+        del weight_version  # vLLM's trainer side does not set it
         self.engine.finish_sync(self.version)
 
 
 class GpuWeightSender:
-    """The learner's side of nccl and ipc; made and used on every rank, rank 0 sends."""
+    """The learner's side of nccl and ipc; created and used on every rank, rank 0 sends."""
 
     def __init__(
         self,
@@ -167,5 +167,5 @@ class GpuWeightSender:
         self._trainer.send_weights()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         self._trainer.shutdown()

@@ -1,4 +1,4 @@
-"""An address that no Ray cluster answers at is refused before Ray waits for it."""
+"""An address at which no Ray cluster responds is refused before Ray waits for it."""
 
 import socket
 import threading
@@ -21,8 +21,8 @@ def address(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def answer(server: socket.socket, content: bytes) -> threading.Thread:
-    """Take one connection, say this, and close it."""
+def reply(server: socket.socket, content: bytes) -> threading.Thread:
+    """Accept one connection, send this, and close it."""
 
     def serve() -> None:
         connection, _ = server.accept()
@@ -41,18 +41,18 @@ def test_nothing_listens(listener):
     with pytest.raises(UsageError) as refused:
         check_address(place)
     message = str(refused.value)
-    assert f"distributed.address = {place}: nothing answers at {place}" in message and "refused" in message
+    assert f"distributed.address = {place}: nothing responds at {place}" in message and "refused" in message
     assert f"`ray start --head --port={place.split(':')[1]}`" in message and "leave distributed.address out" in message
 
 
-def test_what_takes_connections_and_says_nothing_is_given_up(listener):
-    with pytest.raises(UsageError, match="nothing answers"):
+def test_a_listener_that_sends_nothing_is_given_up(listener):
+    with pytest.raises(UsageError, match="nothing responds"):
         check_address(address(listener), timeout_s=0.3)
 
 
 @pytest.mark.parametrize("content", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"short"])
-def test_something_else_than_ray(listener, content):
-    answer(listener, content)
+def test_a_listener_that_is_not_ray(listener, content):
+    reply(listener, content)
     with pytest.raises(UsageError, match=r"is not a Ray cluster"):
         check_address(address(listener))
 
@@ -60,27 +60,27 @@ def test_something_else_than_ray(listener, content):
 @pytest.mark.parametrize("form", ["{}", "ray://{}"])
 def test_a_cluster_is_accepted(listener, form, monkeypatch):
     frame = bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
-    answer(listener, frame)
+    reply(listener, frame)
     check_address(form.format(address(listener)))
     monkeypatch.setenv("RAY_ADDRESS", form.format(address(listener)))
-    answer(listener, frame)
+    reply(listener, frame)
     check_address("auto")
 
 
-def test_auto_means_what_ray_has_noted_down(listener, monkeypatch, tmp_path):
+def test_auto_means_the_address_that_ray_wrote(listener, monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    check_address("auto")  # nothing is noted down: Ray says so itself, at once
+    check_address("auto")  # there is no address: Ray itself reports that at once
     place = address(listener)
     listener.close()
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(place)
-    with pytest.raises(UsageError, match=f"auto, which means {place}: nothing answers"):
+    with pytest.raises(UsageError, match=f"auto, which means {place}: nothing responds"):
         check_address("auto")
 
 
 @pytest.mark.parametrize("given", ["somewhere", "http://127.0.0.1:80", "host:port", "host:99999"])
-def test_an_address_that_is_none(monkeypatch, given):
+def test_an_invalid_address(monkeypatch, given):
     monkeypatch.setenv("RAY_ADDRESS", given)
     with pytest.raises(UsageError, match="RAY_ADDRESS = .*must be host:port"):
         check_address("auto")

@@ -1,4 +1,4 @@
-"""Connecting to Ray: what it prints by itself while it fails is kept from the terminal."""
+"""Connecting to Ray: what Ray itself prints while it fails does not reach the terminal."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from vlarl.config.schema import DistributedConfig
-from vlarl.distributed.cluster import Cluster, errors_into
+from vlarl.distributed.cluster import Cluster, redirect_stderr
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
 
@@ -25,7 +25,8 @@ def test_a_failed_connection_is_one_message(cluster, tmp_path, monkeypatch, capf
 
     monkeypatch.setattr(ray, "init", fail)
     with pytest.raises(
-        UsageError, match=r"no Ray cluster answers at 10.0.0.1:6379 \(timed out\).*words: .*cluster ID from GCS server$"
+        UsageError,
+        match=r"no Ray cluster responds at 10.0.0.1:6379 \(timed out\).*message: .*cluster ID from GCS server$",
     ):
         cluster.connect(1.0)
     assert capfd.readouterr().err == ""
@@ -42,13 +43,13 @@ def test_nothing_is_left_where_nothing_was_printed(cluster, tmp_path, monkeypatc
 
 def test_a_process_without_stderr_connects(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
-    with errors_into(tmp_path / "ray.log"):
+    with redirect_stderr(tmp_path / "ray.log"):
         pass
     assert not (tmp_path / "ray.log").exists()
 
 
-def test_a_file_is_written_on(tmp_path):
+def test_a_file_is_appended_to(tmp_path):
     for text in (b"one\n", b"two\n"):
-        with errors_into(tmp_path / "ray.log"):
+        with redirect_stderr(tmp_path / "ray.log"):
             os.write(2, text)
     assert (tmp_path / "ray.log").read_bytes() == b"one\ntwo\n"

@@ -10,7 +10,7 @@ from vlarl.types import Task, Trajectory
 
 @pytest.fixture
 def episodes(trajectory) -> Callable[..., list[Trajectory]]:
-    """episodes(task_id, outcomes, group=…, status=…): one episode for each outcome, paid 1 for success."""
+    """episodes(task_id, outcomes, group=…, status=…): one episode for each outcome, with reward 1 for success."""
 
     def make(task_id: int, outcomes: Sequence[bool], group: int = 0, status: str = "ok") -> list[Trajectory]:
         return [

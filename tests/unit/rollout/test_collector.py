@@ -101,7 +101,7 @@ class FakePolicy:
 
 
 class FakeEngine:
-    """Token = 100 * task + step, then + 1; notes the seeds and the size of each batch."""
+    """Token = 100 * task + step, then + 1; records the seeds and the size of each batch."""
 
     version = 7
 
@@ -120,7 +120,7 @@ class FakeEngine:
 
 
 class RegressingEngine(FakeEngine):
-    """Gives actions of a regression head beside its tokens."""
+    """Returns actions of a regression head besides its tokens."""
 
     def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
         tokens = super().generate(inputs, temperature, seeds)
@@ -143,7 +143,7 @@ def test_the_regression_head_acts_where_the_engine_has_one():
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 4, 20])
-def test_every_task_is_run_once_and_answered_in_its_place(num_envs):
+def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
     pool, engine = FakePool(num_envs, LENGTHS), FakeEngine()
     episodes = collected(Collector(pool, FakePolicy(), engine), tasks(), 0.5)
     assert [e.trajectory.task for e in episodes] == tasks()
@@ -196,7 +196,7 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
 
 
 class LearningEngine(FakeEngine):
-    """Is given new weights after each batch of decisions."""
+    """Gets new weights after each batch of decisions."""
 
     def generate(self, inputs, temperature, seeds):
         tokens = super().generate(inputs, temperature, seeds)
@@ -304,7 +304,7 @@ def test_a_check_is_made_at_every_turn_and_may_stop_it():
 
 
 @pytest.mark.parametrize("decoder", ["parallel", "autoregressive"])
-def test_an_episode_goes_the_same_way_alone_and_in_any_crowd(decoder):
+def test_an_episode_is_the_same_alone_and_in_any_batch(decoder):
     """Sampled, not greedy: what an episode does depends on its own seed, whatever runs beside it."""
     policy = init_tiny(decoder, seed=3, chunk_length=8 if decoder == "parallel" else 1)
     suite = "tabletop_object"

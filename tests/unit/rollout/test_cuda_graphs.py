@@ -1,4 +1,4 @@
-"""What recorded decoding rests on: filling a batch up changes no row. The recordings themselves need a GPU."""
+"""The assumption of recorded decoding: padding a batch changes no row. The recordings themselves need a GPU."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.float_error import check_logprobs
 
-from vlarl.rollout.engines.cuda_graphs import fill_up
+from vlarl.rollout.engines.cuda_graphs import pad_batch
 from vlarl.rollout.engines.torch import TorchEngine
 
 INSTRUCTIONS = ("open the drawer", "put the zigzag bowl on the plate and close the drawer", "pick up the red cube")
@@ -17,8 +17,8 @@ def inputs(policy, observation):
     return policy.process([observation(i, text) for i, text in enumerate(INSTRUCTIONS)])
 
 
-def test_a_batch_is_filled_up_to_a_power_of_two_and_eight_columns(inputs):
-    filled, uniforms = fill_up(inputs, torch.rand(3, 7))
+def test_a_batch_is_padded_to_a_power_of_two_and_eight_columns(inputs):
+    filled, uniforms = pad_batch(inputs, torch.rand(3, 7))
     assert len(filled) == 4 and len(uniforms) == 4
     assert filled.input_ids.shape[1] % 8 == 0 and filled.ragged
     assert torch.equal(filled.input_ids[:3, : inputs.input_ids.shape[1]], inputs.input_ids)
@@ -28,24 +28,24 @@ def test_a_batch_is_filled_up_to_a_power_of_two_and_eight_columns(inputs):
 
 def test_equal_prompts_are_not_padded(inputs):
     alike = inputs.rows(torch.tensor([1, 1]))
-    filled, _ = fill_up(alike, torch.rand(2, 7))
+    filled, _ = pad_batch(alike, torch.rand(2, 7))
     assert filled.input_ids.shape == alike.input_ids.shape and not filled.ragged
 
 
-def test_filled_rows_decode_as_they_do_alone(policy, inputs):
+def test_padded_rows_decode_as_they_do_alone(policy, inputs):
     engine = TorchEngine(policy, torch.device("cpu"))
     num_tokens = policy.chunk_length * policy.action_dim
     uniforms = torch.rand(3, num_tokens, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ids, logprobs = engine._decode(1.0, inputs, uniforms)
-        more_ids, more_logprobs = engine._decode(1.0, *fill_up(inputs, uniforms))
+        more_ids, more_logprobs = engine._decode(1.0, *pad_batch(inputs, uniforms))
     assert torch.equal(more_ids[:3], ids)
     for found in (logprobs, more_logprobs[:3]):
         check_logprobs(found, policy, inputs, ids, 1.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="recordings need a GPU")
-def test_recorded_answers_equal_those_of_a_plain_pass(policy, inputs):
+def test_recorded_outputs_equal_those_of_a_plain_pass(policy, inputs):
     device, on_cpu = torch.device("cuda"), copy.deepcopy(policy)
     policy.to(device)
     plain, graphed = (TorchEngine(policy, device, cuda_graphs=on) for on in (False, True))

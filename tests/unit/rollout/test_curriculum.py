@@ -1,4 +1,4 @@
-"""The curriculum by numbers: moving success, chances, how tasks are dealt out by them, and the way back from a file."""
+"""The curriculum: moving success, probabilities, how tasks are sampled by them, and reading it from a file."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 from vlarl.config.schema import CurriculumConfig
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.errors import UsageError
-from vlarl.rollout.curriculum import Curriculum, TaskRecord, deal, entropy, read_curriculum
+from vlarl.rollout.curriculum import Curriculum, TaskRecord, entropy, read_curriculum, sample_indices
 from vlarl.rollout.tasks import TaskSampler
 
 SPEC = SuiteSpec(
@@ -52,8 +52,8 @@ def test_the_moving_success_weighs_each_episode_by_its_age():
     assert record.weight == pytest.approx(20.0, rel=1e-3) and record.success == pytest.approx(0.0, abs=1e-4)
 
 
-def test_the_first_episode_is_no_prejudice():
-    """An average that starts at its first value would still stand at 0.95^9 = 63% here."""
+def test_the_first_episode_has_no_extra_weight():
+    """An average initialised with its first value would still be 0.95^9 = 63% here."""
     record = TaskRecord().after(True, 0.95)
     for _ in range(9):
         record = record.after(False, 0.95)
@@ -61,16 +61,16 @@ def test_the_first_episode_is_no_prejudice():
     assert record.success < 0.08
 
 
-def test_little_evidence_is_drawn_to_one_half():
+def test_few_episodes_are_pulled_to_one_half():
     assert TaskRecord().estimate == 0.5
     assert TaskRecord(1.0, 1.0, 1).estimate == pytest.approx(2 / 3)
     assert TaskRecord(0.0, 18.0, 40).estimate == pytest.approx(1 / 20)
 
 
-# Chances
+# Probabilities
 
 
-def test_chances_follow_the_formula():
+def test_probabilities_follow_the_formula():
     half, never, mostly = TaskRecord(0.5, 18.0, 40), TaskRecord(0.0, 18.0, 40), TaskRecord(0.8, 18.0, 40)
     interests = np.array([1.0, 4 * 0.05 * 0.95, 4 * 0.77 * 0.23])  # estimates 0.5, 0.05, 0.77
     expected = 0.2 / 3 + 0.8 * interests / interests.sum()
@@ -89,15 +89,15 @@ def test_the_temperature_goes_from_the_best_task_to_all_of_them():
 
 
 def test_success_and_failure_are_equally_uninteresting():
-    chances = curriculum(adaptive(), *(TaskRecord(s, 18.0, 40) for s in (0.1, 0.9, 0.5))).probabilities()
-    assert chances[0] == pytest.approx(chances[1]) and chances[2] > 1.5 * chances[0]
+    probabilities = curriculum(adaptive(), *(TaskRecord(s, 18.0, 40) for s in (0.1, 0.9, 0.5))).probabilities()
+    assert probabilities[0] == pytest.approx(probabilities[1]) and probabilities[2] > 1.5 * probabilities[0]
 
 
 def test_no_task_starves():
     hopeless = [TaskRecord(0.0, 1e4, 10**4)] * 9
-    chances = curriculum(adaptive(floor=0.2, tau=0.1, ema_alpha=0.9999), TaskRecord(0.5, 1e4, 10**4), *hopeless)
-    assert chances.probabilities()[1:] == pytest.approx([0.02] * 9, abs=1e-9)
-    assert chances.probabilities()[0] == pytest.approx(0.82)
+    made = curriculum(adaptive(floor=0.2, tau=0.1, ema_alpha=0.9999), TaskRecord(0.5, 1e4, 10**4), *hopeless)
+    assert made.probabilities()[1:] == pytest.approx([0.02] * 9, abs=1e-9)
+    assert made.probabilities()[0] == pytest.approx(0.82)
 
 
 def test_a_static_mixture_is_used_as_it_is_or_multiplied_with_the_interest():
@@ -115,77 +115,79 @@ def test_a_solved_task_is_skipped_but_for_the_floor():
     assert curriculum(config, solved, open_task).probabilities() == pytest.approx([0.05, 0.95])
     assert curriculum(config, solved, solved).probabilities() == pytest.approx([0.5, 0.5]), "when all are solved"
     lucky = TaskRecord(1.0, 4.0, 4)
-    assert curriculum(config, lucky, open_task).probabilities()[0] > 0.05, "four episodes are no proof"
+    assert curriculum(config, lucky, open_task).probabilities()[0] > 0.05, "four episodes are not enough"
     exact = TaskRecord(1.0, 12.8, 20)
-    assert curriculum(config, exact, open_task).is_solved(0), "1 / (1 - alpha) episodes are"
+    assert curriculum(config, exact, open_task).is_solved(0), "1 / (1 - alpha) episodes are enough"
 
 
-def test_the_metrics_say_what_is_known():
+def test_the_metrics_hold_the_records():
     made = curriculum(adaptive(ema_alpha=0.5), TaskRecord(0.95, 2.0, 9), TaskRecord(), TaskRecord(0.5, 2.0, 2))
     row = made.metrics()
     assert row["curriculum/task_00_success"] == 0.95 and "curriculum/task_01_success" not in row
-    chances = [row[f"curriculum/task_{i:02d}_probability"] for i in range(3)]
-    assert chances == pytest.approx(made.probabilities()) and sum(chances) == pytest.approx(1.0)
+    probabilities = [row[f"curriculum/task_{i:02d}_probability"] for i in range(3)]
+    assert probabilities == pytest.approx(made.probabilities()) and sum(probabilities) == pytest.approx(1.0)
     assert row["curriculum/num_solved"] == 1.0
-    assert row["curriculum/entropy"] == pytest.approx(-sum(p * math.log(p) for p in chances))
+    assert row["curriculum/entropy"] == pytest.approx(-sum(p * math.log(p) for p in probabilities))
     assert entropy(np.full(8, 1 / 8)) == pytest.approx(math.log(8)) and entropy(np.array([1.0, 0.0])) == 0.0
 
 
-# Dealing
+# Sampling
 
 
-def test_each_task_comes_up_its_share_rounded_up_or_down_and_exactly_on_average():
-    chances = np.array([0.5, 0.3, 0.13, 0.07, 0.0])
+def test_counts_are_the_probabilities_rounded_up_or_down_and_exact_on_average():
+    probabilities = np.array([0.5, 0.3, 0.13, 0.07, 0.0])
     total = np.zeros(5)
     for seed in range(2000):
-        counts = np.bincount(deal(chances, 10, np.random.default_rng(seed)), minlength=5)
+        counts = np.bincount(sample_indices(probabilities, 10, np.random.default_rng(seed)), minlength=5)
         assert counts.sum() == 10
-        assert (np.abs(counts - 10 * chances) < 1).all()
+        assert (np.abs(counts - 10 * probabilities) < 1).all()
         total += counts
-    assert total / 2000 == pytest.approx(10 * chances, abs=0.04)
+    assert total / 2000 == pytest.approx(10 * probabilities, abs=0.04)
     assert total[4] == 0
 
 
 def test_the_order_is_shuffled():
     """So that the first groups, which oversampling prefers, are not all of one task."""
-    orders = {tuple(deal(np.array([0.5, 0.5]), 4, np.random.default_rng(seed)).tolist()) for seed in range(100)}
+    orders = {
+        tuple(sample_indices(np.array([0.5, 0.5]), 4, np.random.default_rng(seed)).tolist()) for seed in range(100)
+    }
     assert len(orders) == 6, "every order of two and two"
 
 
 def test_adaptive_sampling_follows_the_results(configure, episodes):
-    dealer = sampler(configure, num_groups=16, floor=0.1)
-    assert Counter(t.task_id for t in dealer.get_batch(1) if t.member == 0) == {0: 4, 1: 4, 2: 4, 3: 4}
-    dealer.report_results(episodes(0, [True] * 40) + episodes(1, [False] * 40) + episodes(2, [True, False] * 20))
-    counts = Counter(t.task_id for n in range(1, 41) for t in dealer.get_batch(n) if t.member == 0)
+    source = sampler(configure, num_groups=16, floor=0.1)
+    assert Counter(t.task_id for t in source.get_batch(1) if t.member == 0) == {0: 4, 1: 4, 2: 4, 3: 4}
+    source.report_results(episodes(0, [True] * 40) + episodes(1, [False] * 40) + episodes(2, [True, False] * 20))
+    counts = Counter(t.task_id for n in range(1, 41) for t in source.get_batch(n) if t.member == 0)
     assert {task: counts[task] / 640 for task in range(4)} == pytest.approx(
-        dict(enumerate(dealer.curriculum.probabilities())), abs=0.01
+        dict(enumerate(source.curriculum.probabilities())), abs=0.01
     )
     assert counts[2] > 3 * counts[0] and counts[3] > 3 * counts[1], "near 50%, and never tried"
 
 
-def test_crashed_episodes_say_nothing_and_unpaid_ones_do(configure, episodes):
-    dealer = sampler(configure)
-    dealer.report_results(episodes(0, [False] * 5, status="crashed"))
-    assert dealer.curriculum.records[0] == TaskRecord()
-    dealer.report_results(episodes(0, [True] * 5, status="reward_failed"))
-    assert dealer.curriculum.records[0].episodes == 5 and dealer.curriculum.records[0].success == 1.0
+def test_crashed_episodes_are_ignored_and_unscored_ones_count(configure, episodes):
+    source = sampler(configure)
+    source.report_results(episodes(0, [False] * 5, status="crashed"))
+    assert source.curriculum.records[0] == TaskRecord()
+    source.report_results(episodes(0, [True] * 5, status="reward_failed"))
+    assert source.curriculum.records[0].episodes == 5 and source.curriculum.records[0].success == 1.0
 
 
 # Persistence
 
 
 def test_groups_follow_from_seed_iteration_and_state(configure, episodes):
-    dealer, resumed = sampler(configure), sampler(configure)
-    dealer.report_results(episodes(0, [True, False, True]) + episodes(3, [False] * 7))
-    assert dealer.get_batch(5) != resumed.get_batch(5)
-    resumed.restore(json.loads(json.dumps(dealer.state())))
-    assert resumed.state() == dealer.state(), "to the last bit"
-    assert resumed.get_batch(5) == dealer.get_batch(5) and resumed.refill(5, 8, 3) == dealer.refill(5, 8, 3)
+    source, resumed = sampler(configure), sampler(configure)
+    source.report_results(episodes(0, [True, False, True]) + episodes(3, [False] * 7))
+    assert source.get_batch(5) != resumed.get_batch(5)
+    resumed.restore(json.loads(json.dumps(source.state())))
+    assert resumed.state() == source.state(), "to the last bit"
+    assert resumed.get_batch(5) == source.get_batch(5) and resumed.refill(5, 8, 3) == source.refill(5, 8, 3)
     resumed.restore({})
-    assert resumed.state() == dealer.state(), "checkpoints of earlier releases hold none"
+    assert resumed.state() == source.state(), "checkpoints of earlier releases hold none"
 
 
-def test_a_new_run_begins_with_the_tasks_that_the_old_one_knew(configure, episodes, tmp_path):
+def test_a_new_run_starts_from_the_records_of_the_old_one(configure, episodes, tmp_path):
     old = sampler(configure)
     old.report_results(episodes(0, [True] * 3) + episodes(2, [False] * 4))
     description = old.describe()
@@ -218,13 +220,13 @@ def damaged(folder: Path, content: str) -> Path:
         ("[]", "TypeError"),
         ('{"suite": "suite"}', "KeyError: 'tasks'"),
         ('{"suite": "suite", "tasks": {"0": {"success": 0.5}}}', "KeyError: 'weight'"),
-        ('{"suite": "suite", "tasks": {"0": {"success": 1.5, "weight": 1, "episodes": 1}}}', "no mean of outcomes"),
-        ('{"suite": "suite", "tasks": {"0": {"success": 0.5, "weight": 9, "episodes": 1}}}', "no mean of outcomes"),
+        ('{"suite": "suite", "tasks": {"0": {"success": 1.5, "weight": 1, "episodes": 1}}}', "not a mean of outcomes"),
+        ('{"suite": "suite", "tasks": {"0": {"success": 0.5, "weight": 9, "episodes": 1}}}', "not a mean of outcomes"),
     ],
 )
-def test_a_file_that_is_no_curriculum_is_refused(tmp_path, content, reason):
+def test_a_file_that_is_not_a_curriculum_is_refused(tmp_path, content, reason):
     with pytest.raises(
-        UsageError, match=f"curriculum.json is no curriculum .*{reason}.*curriculum.start_from must name"
+        UsageError, match=f"curriculum.json is not a curriculum .*{reason}.*curriculum.start_from must name"
     ):
         read_curriculum(damaged(tmp_path, content), "suite")
 
@@ -232,5 +234,5 @@ def test_a_file_that_is_no_curriculum_is_refused(tmp_path, content, reason):
 def test_a_curriculum_that_is_missing_or_of_another_suite_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read .*curriculum.json \(No such file or directory\)"):
         read_curriculum(tmp_path, "suite")
-    with pytest.raises(UsageError, match="is about other, and env.suite is suite"):
+    with pytest.raises(UsageError, match="is for other, and env.suite is suite"):
         read_curriculum(damaged(tmp_path, '{"suite": "other", "tasks": {}}'), "suite")

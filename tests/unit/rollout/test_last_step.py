@@ -1,4 +1,4 @@
-"""Success at exactly the last allowed step is a success: the time limit takes nothing away that was reached in time."""
+"""Success at exactly the last allowed step is a success: the time limit does not override it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from vlarl.types import ActionTokens, EpisodeResult, Observation, PolicyInput, T
 
 
 class Script:
-    """A policy and its engine that act as written down, `chunk_length` actions at a time, in one environment."""
+    """A policy and its engine that play fixed actions, `chunk_length` at a time, in one environment."""
 
     version = 0
 

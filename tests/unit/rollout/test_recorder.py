@@ -28,11 +28,11 @@ def _trajectory(status: str = "ok") -> Trajectory:
 
 
 def _result(success: bool, frames: int = 0) -> EpisodeResult:
-    pictures = tuple(np.full((64, 64, 3), 20 * i, np.uint8) for i in range(frames))
-    return EpisodeResult(Task("tabletop_spatial", 3, 31, 9), INSTRUCTION, success, 12, 1.0 * success, pictures)
+    images = tuple(np.full((64, 64, 3), 20 * i, np.uint8) for i in range(frames))
+    return EpisodeResult(Task("tabletop_spatial", 3, 31, 9), INSTRUCTION, success, 12, 1.0 * success, images)
 
 
-def test_one_line_an_episode_with_everything_needed_to_replay_it(tmp_path: Path) -> None:
+def test_one_line_per_episode_with_everything_needed_to_replay_it(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
         recorder.record(2, "rollout", [_trajectory(), _trajectory(status="crashed")])
@@ -69,7 +69,7 @@ def test_a_return_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("success", "outcome"), [(True, "success"), (False, "failure")])
-def test_a_film_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool, outcome: str) -> None:
+def test_a_video_has_every_frame_and_holds_the_last(tmp_path: Path, success: bool, outcome: str) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
         paths = [video.path for video in recorder.write_videos(0, [_result(success, frames=7), _result(success)])]
@@ -98,17 +98,17 @@ def test_odd_sizes_become_even(tmp_path: Path) -> None:
         assert len(list(video.iter_data())) == 2 + 5
 
 
-def test_a_film_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_a_video_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     frames = [np.zeros((64, 64, 3), np.uint8)]
-    with pytest.raises(VlarlError, match="film.mp4"):
-        write_video(tmp_path / "missing" / "film.mp4", frames, INSTRUCTION, "success")
+    with pytest.raises(VlarlError, match="video.mp4"):
+        write_video(tmp_path / "missing" / "video.mp4", frames, INSTRUCTION, "success")
     with EpisodeRecorder(run) as recorder:
-        assert recorder.write_video("missing/film", frames, INSTRUCTION, "success") is None
-        assert recorder.write_video("film", frames, INSTRUCTION, "crashed") == run.videos / "film.mp4"
+        assert recorder.write_video("missing/video", frames, INSTRUCTION, "success") is None
+        assert recorder.write_video("video", frames, INSTRUCTION, "crashed") == run.videos / "video.mp4"
 
 
-def test_a_film_of_an_episode_that_crashed_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
+def test_a_video_of_an_episode_that_crashed_is_neither_a_success_nor_a_failure(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     with EpisodeRecorder(run) as recorder:
         crashed = replace(_result(success=False, frames=2), status="crashed")

@@ -1,4 +1,4 @@
-"""Weights that learners send to a torch engine: whole, undamaged, of the version that was announced, or not acted on."""
+"""Weights that learners send to a torch engine: complete, undamaged and of the announced version, or not used."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_a_sync_brings_the_learners_weights_to_the_bit(engine, learner, inputs, 
     )
 
 
-def test_a_message_has_the_checksum_of_its_bytes_where_it_is_asked_for():
+def test_a_message_has_the_checksum_of_its_bytes_if_configured():
     assert bucket_message(b"123456789", True) == {"payload": b"123456789", "checksum": 0xCBF43926}  # CRC-32's own check
     assert bucket_message(b"123456789", False)["checksum"] is None
 
@@ -76,15 +76,17 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, 
     first, second, *_ = sent = messages(stream)
     engine.start_sync(dict(stream.shapes), 6)
     engine.update_weights(first)
-    with pytest.raises(VlarlError, match=r"a bucket of \d+ bytes came damaged"):
+    with pytest.raises(VlarlError, match=r"a bucket of \d+ bytes arrived damaged"):
         engine.update_weights(damaged(second))
     with pytest.raises(VlarlError, match=HALT):
         engine.generate(inputs, 1.0, [3, 4])
-    with pytest.raises(VlarlError, match="version 6 was not begun"):
+    with pytest.raises(VlarlError, match="version 6 was not started"):
         engine.finish_sync(6)
     assert engine.version == 0
     part = stream.only([name for name in stream.shapes if "projector" in name])
-    with pytest.raises(UsageError, match=r"vision_backbone.*is missing"):  # what is torn takes all weights or none
+    with pytest.raises(
+        UsageError, match=r"vision_backbone.*is missing"
+    ):  # after a partial sync only all weights are accepted
         engine.start_sync(dict(part.shapes), 7)
     with pytest.raises(VlarlError, match=HALT):
         engine.generate(inputs, 1.0, [3, 4])
@@ -92,20 +94,20 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, 
     assert_acts_as(engine, learner, inputs, 7)
 
 
-def test_nothing_of_a_damaged_bucket_is_taken(engine, learner):
+def test_nothing_of_a_damaged_bucket_is_loaded(engine, learner):
     stream = policy_weights(learner)
     before = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
     engine.start_sync(dict(stream.shapes), 6)
-    with pytest.raises(VlarlError, match="came damaged"):
+    with pytest.raises(VlarlError, match="arrived damaged"):
         engine.update_weights(damaged(messages(stream)[0]))
     assert all(torch.equal(before[name], p) for name, p in engine.policy.named_parameters())
 
 
-def test_a_sync_that_is_given_up_leaves_an_engine_that_refuses_to_act(engine, learner, inputs):
+def test_an_abandoned_sync_leaves_an_engine_that_refuses_to_act(engine, learner, inputs):
     stream = policy_weights(learner)
     sent = messages(stream)
     engine.start_sync(dict(stream.shapes), 3)
-    with pytest.raises(VlarlError, match=HALT):  # nothing has come, but whoever syncs may be writing
+    with pytest.raises(VlarlError, match=HALT):  # nothing has arrived, but the sync may be writing
         engine.generate(inputs, 1.0, [3, 4])
     engine.update_weights(sent[0])
     engine.abandon_sync()
@@ -113,7 +115,7 @@ def test_a_sync_that_is_given_up_leaves_an_engine_that_refuses_to_act(engine, le
         engine.generate(inputs, 1.0, [3, 4])
     sync(engine, stream, 4, sent)
     assert_acts_as(engine, learner, inputs, 4)
-    engine.abandon_sync()  # none is under way: nothing is lost
+    engine.abandon_sync()  # no sync is in progress: nothing is lost
     assert_acts_as(engine, learner, inputs, 4)
 
 
@@ -123,12 +125,12 @@ def test_a_sync_without_one_of_its_buckets_can_not_be_finished(engine, learner, 
     engine.start_sync(dict(stream.shapes), 3)
     for message in sent[:-1]:
         engine.update_weights(message)
-    with pytest.raises(VlarlError, match=r"version 3 is not whole: \d+ weights have not come, such as "):
+    with pytest.raises(VlarlError, match=r"version 3 is incomplete: \d+ weights have not arrived, such as "):
         engine.finish_sync(3)
     assert engine.version == 0
     with pytest.raises(VlarlError, match=HALT):
         engine.generate(inputs, 1.0, [3, 4])
-    engine.update_weights(sent[-1])  # it comes after all
+    engine.update_weights(sent[-1])  # it arrives later
     engine.finish_sync(3)
     assert_acts_as(engine, learner, inputs, 3)
 
@@ -137,7 +139,7 @@ def test_weights_outside_a_sync_or_not_announced_are_refused(engine, learner, in
     stream = policy_weights(learner)
     sent = messages(stream)
     before = engine.generate(inputs, 1.0, [3, 4])
-    with pytest.raises(VlarlError, match="no sync is under way"):
+    with pytest.raises(VlarlError, match="no sync is in progress"):
         engine.update_weights(sent[0])
     after = engine.generate(inputs, 1.0, [3, 4])
     assert torch.equal(before.engine_logprobs, after.engine_logprobs) and after.version == 0
@@ -147,14 +149,14 @@ def test_weights_outside_a_sync_or_not_announced_are_refused(engine, learner, in
         engine.update_weights(sent[0])
 
 
-def test_a_version_has_to_be_the_one_that_was_begun(engine, learner, inputs):
+def test_a_version_has_to_be_the_one_that_was_started(engine, learner, inputs):
     stream = policy_weights(learner)
     engine.start_sync(dict(stream.shapes), 8)
-    with pytest.raises(VlarlError, match="version 9 can't be taken: the sync to version 8 has not ended"):
+    with pytest.raises(VlarlError, match="version 9 can't be loaded: the sync to version 8 has not ended"):
         engine.start_sync(dict(stream.shapes), 9)
     for message in messages(stream):
         engine.update_weights(message)
-    with pytest.raises(VlarlError, match="version 7 was not begun: the sync under way is to version 8"):
+    with pytest.raises(VlarlError, match="version 7 was not started: the sync in progress is to version 8"):
         engine.finish_sync(7)
     with pytest.raises(VlarlError, match=HALT):
         engine.generate(inputs, 1.0, [3, 4])
@@ -174,8 +176,8 @@ def test_part_of_the_layers_may_be_sent(engine, learner, inputs):
     assert_acts_as(engine, mixed, inputs, 2)
 
 
-class Forgetful(TorchEngine):
-    """Takes the weights and forgets which ones they were."""
+class WrongVersion(TorchEngine):
+    """Loads the weights and reports another version."""
 
     def load_weights(self, weights, version):
         super().load_weights(weights, version - 1)
@@ -190,7 +192,7 @@ class Publisher:
 
 
 def test_an_engine_that_reports_another_version_after_a_sync_is_refused(learner):
-    good, bad = TorchEngine(learner, CPU), Forgetful(learner, CPU)
+    good, bad = TorchEngine(learner, CPU), WrongVersion(learner, CPU)
     publish_weights(Publisher(learner), good)
     assert good.version == 3
     with pytest.raises(RuntimeError, match="the engine runs version 2 after a sync to version 3"):

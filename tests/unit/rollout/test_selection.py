@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups stay, how many fresh ones are asked for, and that everything is counted."""
+"""Dynamic sampling: which groups are kept, how many new ones are requested, and that everything is counted."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_refills_end_with_the_last_round(groups):
     assert kept(selection) == [1, 6] and counts(selection) == [5, 0, 4, 2]
 
 
-def test_oversampling_keeps_the_first_that_teach_and_counts_the_rest(groups):
+def test_oversampling_keeps_the_first_with_a_signal_and_counts_the_rest(groups):
     selection = select(oversample=2.0)
     assert selection.add(groups(MIXED, ALL_WON, MIXED, ONE_LOST, MIXED, ALL_LOST)) == 0
     assert kept(selection) == [0, 2, 3]
@@ -97,8 +97,8 @@ def test_bounds_are_exclusive_and_apply_without_refilling(groups):
     assert kept(narrow) == [1] and counts(narrow) == [2, 0, 0, 0]
 
 
-def test_an_always_successful_group_teaches_if_the_algorithm_says_so_and_no_bound_forbids(groups):
-    """With algorithm.verifier_gamma below 1, a sooner success is worth more."""
+def test_an_always_successful_group_is_kept_if_the_algorithm_and_the_bounds_allow_it(groups):
+    """With algorithm.verifier_gamma below 1, an earlier success has a higher return."""
     free, bound = select(lambda group: True, refill=True), select(lambda group: True, accuracy_bounds=(0.0, 1.0))
     free.add(groups(ALL_WON, MIXED, ALL_LOST))
     bound.add(groups(ALL_WON, MIXED, ALL_LOST))

@@ -1,4 +1,4 @@
-"""Which episodes are run: groups, seeds, and initial states kept apart."""
+"""Which episodes are run: groups, seeds, and disjoint initial states."""
 
 import itertools
 from collections import Counter
@@ -32,8 +32,8 @@ def sampler(configure, spec: SuiteSpec = SPEC, num_groups: int = 6, **env) -> Ta
 def test_a_group_shares_task_and_state_and_nothing_random(configure):
     groups = grouped(sampler(configure).get_batch(1))
     assert len(groups) == 6
-    for number, group in enumerate(groups):
-        assert [task.member for task in group] == [0, 1, 2] and {task.group for task in group} == {number}
+    for index, group in enumerate(groups):
+        assert [task.member for task in group] == [0, 1, 2] and {task.group for task in group} == {index}
         assert len({(task.suite, task.task_id, task.init_state) for task in group}) == 1
         assert {(task.group_size, task.iteration) for task in group} == {(3, 1)}
     seeds = [task.seed for group in groups for task in group]
@@ -44,7 +44,7 @@ def test_a_group_shares_task_and_state_and_nothing_random(configure):
 def test_seed_and_iteration_decide_everything(configure):
     one, same = sampler(configure), sampler(configure)
     assert one.get_batch(3) == same.get_batch(3)
-    assert one.get_batch(3) == one.get_batch(3), "asking changes nothing"
+    assert one.get_batch(3) == one.get_batch(3), "a call changes nothing"
     assert one.get_batch(3) != one.get_batch(4)
     other = TaskSampler(configure(run={"seed": 1}, rollout={"num_groups": 6, "group_size": 3}), SPEC)
     assert other.get_batch(3) != one.get_batch(3)
@@ -54,15 +54,15 @@ def test_seed_and_iteration_decide_everything(configure):
 
 def test_seeds_are_those_that_the_documents_name(configure):
     """docs/data-flow.md: episodes of other versions can be run again only if these stay."""
-    dealt = sampler(configure)
-    for task in dealt.get_batch(3) + dealt.refill(3, 6, 2):
+    source = sampler(configure)
+    for task in source.get_batch(3) + source.refill(3, 6, 2):
         assert task.seed == derive_seed(0, 0, 3, task.group, task.member)
     for task in evaluation_tasks(SPEC, None, 2, seed=5):
         assert task.seed == derive_seed(5, 1, task.task_id, task.init_state)
     assert derive_seed(5, 1, 2, 3) == 11870798798537686043
 
 
-def test_tasks_are_dealt_out_evenly(configure):
+def test_tasks_are_sampled_evenly(configure):
     counts = Counter(group[0].task_id for group in grouped(sampler(configure, num_groups=10).get_batch(1)))
     assert sorted(counts.values()) == [2, 2, 3, 3]
     only = sampler(configure, task_ids=(1, 3), num_groups=4).get_batch(1)
@@ -102,55 +102,55 @@ def test_what_the_suite_does_not_have_is_refused(configure):
         evaluation_tasks(SPEC, None, 3, 0, "benchmark")
 
 
-def test_seeds_depend_on_every_number():
+def test_seeds_depend_on_every_value():
     assert derive_seed(1, 2) == derive_seed(1, 2)
     assert len({derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}) == 125
     assert all(0 <= derive_seed(n) < 2**64 for n in (0, 2**63, 2**64 - 1))
     assert derive_seed(2**64 - 1, 0) != derive_seed(2**64 - 1, 1)
 
 
-def test_the_default_deals_what_it_has_always_dealt(configure):
-    """Golden: task, state and the second member's seed, as the first release dealt them."""
+def test_the_default_samples_what_it_has_always_sampled(configure):
+    """Golden: task, state and the second member's seed, as the first release sampled them."""
 
-    def dealt(seed: int, num_groups: int) -> list[tuple[int, int, int]]:
+    def sampled(seed: int, num_groups: int) -> list[tuple[int, int, int]]:
         config = configure(run={"seed": seed}, rollout={"num_groups": num_groups, "group_size": 2})
         return [
             (group[0].task_id, group[0].init_state, group[1].seed)
             for group in grouped(TaskSampler(config, SPEC).get_batch(3))
         ]
 
-    assert dealt(0, 6) == [
+    assert sampled(0, 6) == [
         (2, 5, 2096468897581643214), (1, 3, 2825480883391543334), (3, 6, 17044252779539013498),
         (0, 4, 11083657113050338647), (1, 5, 14782478641267589045), (3, 7, 15270063205763651652),
     ]  # fmt: skip
-    assert dealt(2**33 + 5, 3) == [
+    assert sampled(2**33 + 5, 3) == [
         (0, 3, 13714517334768292601), (1, 4, 17631528162444916121), (2, 5, 1462999514994656002)
     ]  # fmt: skip
 
 
-def test_results_do_not_change_what_uniform_sampling_deals(configure, episodes):
-    dealer, informed = sampler(configure), sampler(configure)
+def test_results_do_not_change_uniform_sampling(configure, episodes):
+    source, informed = sampler(configure), sampler(configure)
     informed.report_results(episodes(0, [True] * 30) + episodes(1, [False] * 30))
-    assert informed.get_batch(4) == dealer.get_batch(4)
-    assert informed.refill(4, 6, 3) == dealer.refill(4, 6, 3)
+    assert informed.get_batch(4) == source.get_batch(4)
+    assert informed.refill(4, 6, 3) == source.refill(4, 6, 3)
 
 
-def test_a_refill_is_numbered_on_and_has_tasks_states_and_seeds_of_its_own(configure):
-    dealer = sampler(configure, num_groups=4)
-    first, second = dealer.refill(2, 4, 4), dealer.refill(2, 8, 4)
+def test_a_refill_continues_the_numbering_with_its_own_tasks_states_and_seeds(configure):
+    source = sampler(configure, num_groups=4)
+    first, second = source.refill(2, 4, 4), source.refill(2, 8, 4)
     assert [group[0].group for group in grouped(first + second)] == list(range(4, 12))
-    assert {task.task_id for task in first} == {0, 1, 2, 3}, "dealt out evenly, as the first batch is"
+    assert {task.task_id for task in first} == {0, 1, 2, 3}, "assigned evenly, as in the first batch"
     batches = [
-        [(g[0].task_id, g[0].init_state) for g in grouped(tasks)] for tasks in (dealer.get_batch(2), first, second)
+        [(g[0].task_id, g[0].init_state) for g in grouped(tasks)] for tasks in (source.get_batch(2), first, second)
     ]
     assert batches[0] != batches[1] != batches[2]
-    seeds = {task.seed for task in dealer.get_batch(2) + first + second}
+    seeds = {task.seed for task in source.get_batch(2) + first + second}
     assert len(seeds) == 12 * 3
     assert first == sampler(configure, num_groups=4).refill(2, 4, 4), "the same in a resumed run"
-    assert dealer.refill(2, 4, 0) == []
+    assert source.refill(2, 4, 0) == []
 
 
-def test_oversampling_deals_more_groups_rounded_up(configure):
+def test_oversampling_samples_more_groups_rounded_up(configure):
     config = configure(rollout={"num_groups": 6, "group_size": 3, "oversample": 1.4})
     groups = grouped(TaskSampler(config, SPEC).get_batch(1))
     assert len(groups) == 9

@@ -29,7 +29,7 @@ def test_a_weight_sync_to_another_copy_makes_it_act_alike(observation):
 
 
 def test_rows_are_the_same_however_few_are_decoded_at_a_time(observation):
-    """Each pass of `batch_size` rows takes its own rows' seeds along."""
+    """Each pass of `batch_size` rows uses its own rows' seeds."""
     policy = init_tiny("parallel", seed=1)
     inputs = policy.process([observation(i) for i in range(5)])
     seeds = [50, 51, 52, 53, 54]
@@ -66,7 +66,7 @@ def test_greedy_ignores_the_seed_and_reports_probabilities_at_temperature_one(ob
     check_logprobs(one.engine_logprobs, policy, inputs, one.ids, 1.0)
 
 
-def test_a_policy_that_lost_its_mind_is_refused(observation):
+def test_probabilities_that_are_not_finite_are_refused(observation):
     policy = init_tiny("parallel", seed=1)
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.fill_(float("nan"))

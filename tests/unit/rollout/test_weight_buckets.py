@@ -1,4 +1,4 @@
-"""Buckets of a sync as bytes: what safetensors reads in them, and what is kept of them."""
+"""Buckets of a sync as bytes: what safetensors reads from them, and what is kept in memory."""
 
 import weakref
 
@@ -42,7 +42,7 @@ def test_what_is_read_are_views_of_the_bytes():
         assert (tensor.data_ptr() - begin) % tensor.itemsize == 0
 
 
-def test_tensors_are_let_go_while_the_caller_has_their_bucket():
+def test_tensors_are_released_while_the_caller_has_their_bucket():
     alive: list[weakref.ref[np.ndarray]] = []  # the memory itself, whatever tensors look at it
 
     def make(name: str) -> torch.Tensor:

@@ -62,7 +62,7 @@ def test_a_folded_stream_is_the_folded_policy_and_leaves_the_learners_alone():
     assert f"{LAYER}.self_attn.q_proj.weight" in changed and f"{LAYER}.self_attn.k_proj.weight" not in changed
 
 
-def test_what_training_moves_travels_with_the_rest_of_its_layer():
+def test_what_training_changes_is_sent_with_the_rest_of_its_layer():
     names = trained_names(with_adapter("q_proj"))
     assert names == {
         f"language_model.model.layers.{i}.self_attn.{part}_proj.weight" for i in range(3) for part in ("q", "k", "v")
@@ -73,15 +73,15 @@ def test_what_training_moves_travels_with_the_rest_of_its_layer():
 
 
 def test_a_part_of_the_stream_keeps_the_order_of_the_whole():
-    """Ranks gather tensor after tensor together: an order that a set has would differ between their processes."""
+    """Ranks gather the tensors together, one by one: the order of a set would differ between their processes."""
     policy = load_policy(BUILTIN)
     whole = list(policy_weights(policy).shapes)
     names = set(whole[::3])
     part = policy_weights(policy).only(names)
     assert list(part.shapes) == [name for name, _ in part] == whole[::3]
-    moved = trained_names(policy)
+    trained = trained_names(policy)
     changed = list(ChangedWeights(policy, engine_has_base=True).next().shapes)
-    assert changed == [name for name in whole if name in moved] and len(changed) > 20
+    assert changed == [name for name in whole if name in trained] and len(changed) > 20
 
 
 def test_the_base_is_sent_once():
@@ -117,8 +117,8 @@ def test_buckets_are_bounded_and_made_one_at_a_time():
         next(buckets(stream, 0))
 
 
-def test_a_tensor_larger_than_a_bucket_has_one_for_itself():
-    sizes = {"a": 1000, "big": 5000, "c": 1000, "d": 1000, "e": 1000}  # float32; a bucket has room for 2000
+def test_a_tensor_larger_than_a_bucket_gets_its_own():
+    sizes = {"a": 1000, "big": 5000, "c": 1000, "d": 1000, "e": 1000}  # float32; a bucket holds 2000
     stream = WeightStream({name: (size,) for name, size in sizes.items()}, lambda name: torch.ones(sizes[name]))
     assert [set(load(part)) for part in buckets(stream, 8000)] == [{"a"}, {"big"}, {"c", "d"}, {"e"}]
 
@@ -138,13 +138,13 @@ def test_groups_are_the_engines_layers(name, group):
     assert group_of(name) == group
 
 
-def test_all_that_does_not_fit_is_told_by_name():
+def test_everything_that_does_not_fit_is_named():
     known = {"a.weight": (2, 3), "a.bias": (2,), "b.weight": (4,)}
     check_shapes({"b.weight": (4,)}, known)
     check_shapes(known, known, whole=True)
     with pytest.raises(
         UsageError,
-        match=r"c\.weight is no weight .*; a\.weight has shape \(3, 2\), the engine's \(2, 3\); a\.bias is missing",
+        match=r"c\.weight is not a weight .*; a\.weight has shape \(3, 2\), the engine's \(2, 3\); a\.bias is missing",
     ):
         check_shapes({"a.weight": (3, 2), "c.weight": (1,)}, known)
     with pytest.raises(UsageError, match=r"a\.weight is missing.*a\.bias is missing"):

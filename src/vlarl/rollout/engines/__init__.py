@@ -1,1 +1,1 @@
-"""Engines: what samples decisions for a batch of inputs."""
+"""Engines, which sample decisions for a batch of inputs."""

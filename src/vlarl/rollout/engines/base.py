@@ -1,4 +1,4 @@
-"""The engine contract: whatever turns observations into sampled action tokens."""
+"""The engine contract: an engine turns observations into sampled action tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlarl.types import ActionTokens, PolicyInput
 
 
 class Engine(Protocol):
-    """Generates actions with a versioned copy (or share) of the policy's weights."""
+    """Generates actions with a versioned copy of the policy's weights, or with the learner's own."""
 
     version: int
 
@@ -26,11 +26,11 @@ class Engine(Protocol):
 
 
 def not_finite(version: int) -> DivergedError:
-    """The error for action probabilities that are not finite: by training, or by weights that were not trained here."""
+    """The error for action probabilities that are not finite, after training or with the weights as loaded."""
     subject = "the policy's action probabilities are not finite"
     if version == 0:
         return DivergedError(
-            f"{subject} with the weights that it was loaded with: set policy.dtype to float32, or take another "
+            f"{subject} with the weights that it was loaded with: set policy.dtype to float32, or use another "
             "checkpoint."
         )
     remedy = "Lower optim.lr and start again from an earlier checkpoint."

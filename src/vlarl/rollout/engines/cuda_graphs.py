@@ -1,12 +1,12 @@
-"""Decoding as CUDA graphs: a few tokens of a large model are hundreds of small kernels, which take longer to start than
-to run. A pass of a known shape is recorded once and replayed as a whole.
+"""Decoding as CUDA graphs: a few tokens of a large model are hundreds of small kernels, which take longer to launch
+than to run. A pass of a known shape is recorded once and replayed as a whole.
 
-    shape met for the first time    run as it is, which also warms the kernels up
-    for the second time             recorded, then replayed
-    from then on                    inputs copied into the recording's own, replayed, answers copied out
+    first time that a shape occurs    run without a graph, which also warms up the kernels
+    second time                       recorded, then replayed
+    from then on                      inputs copied into the recording's own, replayed, outputs copied out
 
-Batches are filled up to a power of two and prompts to a multiple of eight, so that few shapes are met. Recordings share
-one pool of memory, which stays taken while they live.
+Batches are padded to a power of two and prompts to a multiple of eight, so that few shapes occur. Recordings share one
+memory pool, which stays allocated while they exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: PolicyInput
     uniforms: torch.Tensor
-    answers: tuple[torch.Tensor, torch.Tensor]
+    outputs: tuple[torch.Tensor, torch.Tensor]
 
 
 class GraphedDecoding:
@@ -42,16 +42,16 @@ class GraphedDecoding:
     def __init__(self, decode: Decode, pool: Any) -> None:
         self._decode = decode
         self._pool = pool
-        self._met: set[Key] = set()
+        self._seen: set[Key] = set()
         self._recordings: dict[Key, _Recording] = {}
 
     def __call__(self, inputs: PolicyInput, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and log-probs of a batch on the device."""
         rows = len(inputs)
-        inputs, uniforms = fill_up(inputs, uniforms)
+        inputs, uniforms = pad_batch(inputs, uniforms)
         key = (*inputs.input_ids.shape, int(inputs.ragged))
-        if key not in self._met:
-            self._met.add(key)
+        if key not in self._seen:
+            self._seen.add(key)
             ids, logprobs = self._decode(inputs, uniforms)
         else:
             if key not in self._recordings:
@@ -71,8 +71,8 @@ class GraphedDecoding:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
-            answers = self._decode(own, own_uniforms)
-        return _Recording(graph, own, own_uniforms, answers)
+            outputs = self._decode(own, own_uniforms)
+        return _Recording(graph, own, own_uniforms, outputs)
 
     @staticmethod
     def _replay(
@@ -86,13 +86,13 @@ class GraphedDecoding:
             own.proprio.copy_(inputs.proprio)
         recording.uniforms.copy_(uniforms)
         recording.graph.replay()
-        ids, logprobs = recording.answers
+        ids, logprobs = recording.outputs
         return ids.clone(), logprobs.clone()
 
 
-def fill_up(inputs: PolicyInput, uniforms: torch.Tensor) -> tuple[PolicyInput, torch.Tensor]:
+def pad_batch(inputs: PolicyInput, uniforms: torch.Tensor) -> tuple[PolicyInput, torch.Tensor]:
     """The batch with its last row repeated up to a power of two, and prompts padded to a multiple of eight if they are
-    ragged already: rows don't depend on each other, nor on their padding."""
+    ragged already: rows depend neither on each other nor on their padding."""
     missing = (1 << (len(inputs) - 1).bit_length()) - len(inputs)
     width = inputs.input_ids.shape[1]
     padding = -width % PROMPT_STEP if inputs.ragged else 0

@@ -13,7 +13,7 @@ from vlarl.types import ActionTokens, PolicyInput
 
 
 class RegressionEngine:
-    """Lets the regression head act. It has one answer for an observation, hence no log-probs and nothing to sample."""
+    """Acts with the regression head. Its action for an observation is fixed: no log-probs, and nothing to sample."""
 
     def __init__(self, policy: OpenVLAPolicy, device: torch.device) -> None:
         self.policy = policy
@@ -32,5 +32,5 @@ class RegressionEngine:
         return ActionTokens(ids, torch.zeros(ids.shape), self.version, actions)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Nothing trains this head, so there is nothing to take over."""
+        """Refused: RL does not train this head."""
         raise UsageError(f"weights of version {version} can't be given to the regression head: RL does not train it.")

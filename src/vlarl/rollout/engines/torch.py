@@ -1,4 +1,4 @@
-"""The engine that needs nothing but torch: batched, without gradient, on the learner's own weights."""
+"""The engine that needs only torch: batched, without gradients, on the learner's own weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TorchEngine:
     def __init__(
         self, policy: Policy, device: torch.device, batch_size: int | None = None, cuda_graphs: bool = True
     ) -> None:
-        """`batch_size` limits the rows of one pass, None takes all at once; `cuda_graphs` replays passes on a GPU."""
+        """`batch_size` limits the rows of one pass, None runs all at once; `cuda_graphs` replays passes on a GPU."""
         self.policy = policy
         self.device = device
         self.batch_size = batch_size
         self.version = 0
         self._graphs: dict[float, GraphedDecoding] = {}  # by temperature
-        self._pool: Any = None  # None: every pass is run as it is
+        self._pool: Any = None  # None: passes are not recorded
         if cuda_graphs and device.type == "cuda" and policy.recordable:
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -72,7 +72,7 @@ class TorchEngine:
         return ids, token_logprobs(logits, ids - self.policy.codec.first_id, temperature or 1.0)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take over the learner's weights as `version`; tensors that are the engine's own already are not touched."""
+        """Take over the learner's weights as `version`; tensors that the engine shares with it are not copied."""
         own = dict(self.policy.named_parameters())
         for name, tensor in weights:
             if own[name].data_ptr() != tensor.data_ptr():

@@ -3,8 +3,8 @@
     learner ── start_sync, update_weights …, finish_sync ──► VllmEngine ──► vLLM's workers
     collector ── generate ─────────────────────────────────► VllmEngine ──► vLLM's scheduler
 
-vLLM initialises torch.distributed, random numbers and threads of the process it is made in, so an engine lives in an
-actor or a subprocess, never with a learner. Calls come one at a time: a sync and a generation never overlap.
+vLLM initialises torch.distributed, random generators and threads of its process, so an engine runs in an actor or a
+subprocess, never in a learner's process. Calls are made one at a time: a sync and a generation never overlap.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from vlarl.weights.stream import (
     bucket_message,
     bucket_names,
     buckets,
+    check_complete,
     check_shapes,
-    check_whole,
     checkpoint_name,
     policy_weights,
 )
 
-# Read by vLLM when it is first used. Set here and not by users, who may still set others.
+# Read by vLLM when it is first used. Values that the user has set are kept.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has a process of its own already
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # cores are shared with environments and learners
 }
-MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM by itself would take most of a machine's memory
+MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM's default would take most of a machine's memory
 LARGEST_SEED = 2**63 - 1
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention on a CPU can read
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention supports on a CPU
 
 
 @dataclass(frozen=True)
 class VllmOptions:
     """How an engine runs; see docs/engines.md."""
 
-    model_class: Literal["vlarl", "vllm"] = "vlarl"  # ours, or the library's own, which knows the original 7B alone
+    model_class: Literal["vlarl", "vllm"] = "vlarl"  # ours, or the library's own, which supports the original 7B only
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     enforce_eager: bool = False  # True: no CUDA graphs
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that weights and cache may take
-    kv_cache_memory_bytes: int | None = None  # None: what is left of that share; on a CPU, what max_num_seqs need
+    gpu_memory_utilization: float = 0.9  # fraction of a GPU's memory for weights and cache
+    kv_cache_memory_bytes: int | None = None  # None: what is left of that fraction; on a CPU, what max_num_seqs need
     tensor_parallel_size: int = 1
-    max_num_seqs: int = 64  # rows that are decoded at a time
-    max_model_len: int | None = None  # None: the language model's positions
+    max_num_seqs: int = 64  # rows decoded at a time
+    max_model_len: int | None = None  # None: as many as the language model has positions
     prefix_caching: bool = False
     sync_backend: Literal["bytes", "nccl", "ipc"] = "bytes"
-    bucket_bytes: int = 256 << 20  # of one message of a sync
+    bucket_bytes: int = 256 << 20  # size of one message of a sync
     checksum: bool = False  # verify every bucket of a sync
 
 
@@ -82,9 +82,9 @@ class VllmEngine:
         use_proprio: bool | None = None,
         base: str | None = None,
     ) -> None:
-        """Start from a checkpoint folder, a built-in model or a hub id; None takes what the folder says.
+        """Start from a checkpoint folder, a built-in model or a hub id; None takes the value in the folder.
 
-        `base` is the model under an adapter, where it has moved. The engine of an adapter has the base alone and acts
+        `base` is the model under an adapter, if it has moved. The engine of an adapter has only the base and acts
         only after the first sync.
         """
         folder = checkpoint_folder(path)
@@ -98,9 +98,9 @@ class VllmEngine:
         _check_supported(self.config, options, path)
         with torch.device("meta"):
             self.shapes = policy_weights(OpenVLAPolicy(self.config, None)).shapes
-        self._syncing: int | None = None  # the version that a sync is bringing
-        self._awaited: set[str] = set()  # the weights that it has announced and not brought yet
-        self._torn = False  # a sync ended halfway: only all weights together can mend it
+        self._syncing: int | None = None  # the version of the current sync
+        self._awaited: set[str] = set()  # weights that it announced and that have not arrived yet
+        self._partial = False  # a sync ended halfway: only a sync of all weights fixes that
         self._llm = _start(origin, self.config, options)
         self._llm.update_weight_version(str(self.version))
 
@@ -143,52 +143,53 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_sync(self, shapes: Mapping[str, tuple[int, ...]], version: int) -> None:
-        """Begin to take weights of these names and shapes; what doesn't fit is refused before anything changes."""
+        """Start a sync of weights with these names and shapes; what doesn't fit is refused before anything changes."""
         if self._syncing is not None:
-            raise VlarlError(f"version {version} can't be taken: the sync to version {self._syncing} has not ended")
-        check_shapes(shapes, self.shapes, whole=self._torn)
+            raise VlarlError(f"version {version} can't be loaded: the sync to version {self._syncing} has not ended")
+        check_shapes(shapes, self.shapes, whole=self._partial)
         self._syncing = version
-        self._awaited = set(shapes) if self.options.sync_backend == "bytes" else set()  # vLLM's own senders count
+        # vLLM's own senders check themselves that all weights arrive.
+        self._awaited = set(shapes) if self.options.sync_backend == "bytes" else set()
         self._missing = f"the sync to version {version} has not ended"
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take one message of a sync; one that fails ends the sync."""
+        """Load one message of a sync; one that fails ends the sync."""
         if self._syncing is None:
-            raise VlarlError("no sync is under way that weights could be part of: start one")
+            raise VlarlError("no sync is in progress that the weights could belong to: start one")
         try:
             self._llm.update_weights({"update_info": update_info})
         except BaseException:
-            self._tear()  # vLLM has ended the sync by itself
+            self._fail_sync()  # vLLM itself has ended the sync
             raise
         if self._awaited:
             self._awaited -= bucket_names(update_info["payload"])
 
     def abandon_sync(self) -> None:
-        """Give up a sync that can't be finished; the engine acts again after one that brings all weights."""
+        """Abandon a sync that can't be finished; the engine acts again after one that brings all weights."""
         if self._syncing is not None:
             self._llm.finish_weight_update()
-            self._tear()
+            self._fail_sync()
 
     def finish_sync(self, version: int) -> None:
         """Act with the new weights from now on; nothing computed with the old ones is kept."""
         if self._syncing != version:
-            raise VlarlError(f"version {version} was not begun: the sync under way is to version {self._syncing}")
-        check_whole(self._awaited, version)
+            raise VlarlError(f"version {version} was not started: the sync in progress is to version {self._syncing}")
+        check_complete(self._awaited, version)
         self._llm.finish_weight_update(weight_version=str(version))
         self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise VlarlError("vLLM did not clear its prefix cache after a sync: requests are still running")
         self._syncing = None
-        self._torn = False
+        self._partial = False
         self._missing = ""
         self.version = version
 
-    def _tear(self) -> None:
-        """Weights of two versions are mixed now."""
+    def _fail_sync(self) -> None:
+        """Refuse to act: weights of two versions are mixed now."""
         self._missing = f"the sync to version {self._syncing} failed halfway"
         self._syncing = None
-        self._torn = True
+        self._partial = True
 
     def _check_usable(self) -> None:
         if self._missing:
@@ -204,7 +205,7 @@ class VllmEngine:
         needed = len(ids) + self.config.num_image_tokens + self.config.num_action_tokens
         longest = self._llm.model_config.max_model_len
         if needed > longest:
-            raise UsageError(f"a prompt with its images and action takes {needed} tokens, the engine reads {longest}.")
+            raise UsageError(f"a prompt with images and action takes {needed} tokens; the engine supports {longest}.")
         if self.options.model_class == "vllm":
             return library_prompt(self.config, ids, inputs.pixels[row])
         proprio = inputs.proprio[row] if inputs.proprio is not None and self.config.use_proprio else None
@@ -225,7 +226,7 @@ class VllmEngine:
 
 
 def _stream(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightStream:
-    """Pairs by the policy's or the checkpoint's names; what engines don't have is left out."""
+    """A stream of pairs by the policy's or the checkpoint's names, without what engines don't have."""
     tensors = {short: tensor for name, tensor in weights if (short := checkpoint_name(name)) is not None}
     return WeightStream({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tensors.__getitem__)
 
@@ -233,13 +234,13 @@ def _stream(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightStream:
 def _check_supported(config: OpenVLAConfig, options: VllmOptions, path: str | Path) -> None:
     if config.decoder != "autoregressive":
         raise UsageError(
-            f"{path} decodes in parallel (OFT): every token sees every other one, which vLLM can't do. Use the torch "
+            f"{path} decodes in parallel (OFT): every token attends to every other, which vLLM can't do. Use the torch "
             "engine: vllm.num_engines 0."
         )
     head_size = _head_size(config)
     if head_size not in CPU_HEAD_SIZES and not torch.cuda.is_available():
         raise UsageError(
-            f"{path} has attention heads of {head_size} numbers; vLLM on a CPU reads those of "
+            f"{path} has attention heads of size {head_size}; vLLM on a CPU supports "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}. Use the torch engine: vllm.num_engines 0."
         )
     if options.model_class == "vllm":
@@ -248,18 +249,18 @@ def _check_supported(config: OpenVLAConfig, options: VllmOptions, path: str | Pa
         if towers != known or config.num_images != 1 or config.use_proprio or config.text["model_type"] != "llama":
             raise UsageError(
                 f"{path} is not the original OpenVLA (DINOv2 and SigLIP at 224 pixels, Llama, one image, no proprio), "
-                "which is all that vLLM's own class knows: use model_class 'vlarl'."
+                "which is all that vLLM's own class supports: use model_class 'vlarl'."
             )
 
 
 def _start(folder: Path, config: OpenVLAConfig, options: VllmOptions) -> Any:
     """vLLM with the model loaded."""
     if torch.distributed.is_initialized() and "vllm" not in sys.modules:
-        raise VlarlError("this process has a torch.distributed group: a vLLM engine needs a process of its own")
+        raise VlarlError("this process has a torch.distributed group: a vLLM engine needs its own process")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.enforce_eager:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a part of its sampler even then
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles a part of its sampler even in eager mode
     try:
         from vllm import LLM
     except ImportError as error:
@@ -293,7 +294,7 @@ def _start(folder: Path, config: OpenVLAConfig, options: VllmOptions) -> Any:
 
 
 def _cache_bytes(config: OpenVLAConfig, options: VllmOptions, longest: int) -> int:
-    """What keys and values of `max_num_seqs` sequences of full length take."""
+    """Size of the keys and values of `max_num_seqs` sequences of full length."""
     text = language_config(config.text)
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * _head_size(config) * DTYPES[options.dtype].itemsize
     return int(token * (longest + 128) * options.max_num_seqs)  # 128: vLLM's largest block
