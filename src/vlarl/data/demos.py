@@ -26,7 +26,7 @@ from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.errors import VlarlError
-from vlarl.observability.capacity import default_processes, refuse_crowd
+from vlarl.observability.capacity import check_memory_for_envs, default_processes
 from vlarl.observability.machine import available_cores
 from vlarl.rollout.tasks import chosen_task_ids, derive_seed
 from vlarl.types import Task
@@ -102,7 +102,7 @@ class SimulatorSource:
         self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
         self._num_workers = min(config.num_workers or default_processes(self.name), len(self._tasks))
         if config.num_workers is not None:
-            refuse_crowd(self.name, self._num_workers, "demos.num_workers")
+            check_memory_for_envs(self.name, self._num_workers, "demos.num_workers")
 
     def collect(self, note: Note) -> DemoSet:
         """Play all tasks, a process for each episode."""

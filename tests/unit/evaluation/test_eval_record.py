@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_results_hold_every_number_and_every_episode(tmp_path: Path) -> None:
         "length": 10,
         "return": 1.0,
         "status": "ok",
-        "redone": 0,
+        "num_retries": 0,
     }
 
 
@@ -64,6 +65,20 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_record(tmp_path / "x") == written
 
 
+def test_an_older_file_is_read_with_its_name_for_retries(tmp_path: Path) -> None:
+    """Older versions wrote `redone`, in results.json and in episodes.jsonl."""
+    retried = [replace(episode(0, 31, True), num_retries=2), episode(1, 30, False)]
+    rows = [episode_row(e) for e in retried]
+    for row in rows:
+        row["redone"] = row.pop("num_retries")
+    content = record({}, planned=2).to_json()
+    directory = EvalDirectory.create(tmp_path / "x")
+    for complete in (True, False):
+        directory.results_file.write_text(json.dumps({**content, "complete": complete, "episodes": rows}))
+        directory.episodes_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert read_record(tmp_path / "x").result == EvalResult(tuple(retried), complete)
+
+
 def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> None:
     directory = EvalDirectory.create(tmp_path / "x")
     directory.write(record({}, planned=4))  # as at the beginning
@@ -78,12 +93,12 @@ def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no evaluation: its results.json can't be read"),
-        ("{", "is no JSON"),
+        (None, "is not an evaluation: its results.json can't be read"),
+        ("{", "is not valid JSON"),
         ("[]", "was not written by this version"),
         ('{"schema": 99}', "which reads schema 1"),
         ('{"schema": 1, "complete": true}', "is damaged"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
@@ -95,7 +110,7 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, m
 
 def test_bad_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_bytes(b'{"schema": "\xff"}')
-    with pytest.raises(UsageError, match="is no JSON"):
+    with pytest.raises(UsageError, match="is not valid JSON"):
         read_record(tmp_path)
 
 

@@ -135,7 +135,7 @@ def test_an_episode_is_found_again_by_its_id():
     for task in (Task("tabletop_goal", 3, 31, 2**64 - 1), Task("a-b_c", 123, 4567, 255), Task("gym", 0, 0, 0)):
         assert task_of(task.episode_id) == task
     for wrong in ("", "suite-t0-s000-00000000000000ff", "suite-t00-s000-ff", "suite-t00-s000-00000000000000FF"):
-        with pytest.raises(UsageError, match="is no episode's id: take one from episodes.jsonl"):
+        with pytest.raises(UsageError, match="is not an episode id: take one from episodes.jsonl"):
             task_of(wrong)
 
 

@@ -103,12 +103,12 @@ def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
     assert "<h2>Curriculum</h2>" not in write_report(run.path).read_text(), "all tasks are sampled alike"
     run.config_file.write_text("curriculum:\n  mode: adaptive\n")
     html = write_report(run.path).read_text()
-    order = [html.index(f"<h2>{title}</h2>") for title in ("Learning", "Tasks", "Episodes", "Curriculum", "Going on")]
+    order = [html.index(f"<h2>{title}</h2>") for title in ("Learning", "Tasks", "Episodes", "Curriculum", "Next steps")]
     assert order == sorted(order), "videos come before the curriculum"
     section = html[html.index("<h2>Curriculum</h2>") : html.index("<h2>Configuration</h2>")]
     assert "Sampling was adaptive" in section
     cells = re.findall(
-        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="share">([\d.]+%).*?class="share">([\d.]+%).*?"num" data-name="episodes">(\d+)<',
+        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="label">([\d.]+%).*?class="label">([\d.]+%).*?"num" data-name="episodes">(\d+)<',
         section,
     )
     assert cells == [
@@ -116,7 +116,7 @@ def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
         ("7", "put the blue cube into the basket", "87.5%", "25.0%", "1"),
     ]
     assert re.findall(r"<figcaption><b>([^<]+)</b>", section) == ["Task 1", "Task 7"]
-    assert "iteration 21:  success 25%,  share 40%" in section and "iteration 21:  share 60%" in section
+    assert "iteration 21:  success 25%,  fraction 40%" in section and "iteration 21:  fraction 60%" in section
     for svg in re.findall(r"<svg.*?</svg>", section):
         ElementTree.fromstring(svg)
 
@@ -223,7 +223,7 @@ def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     run.config_file.write_text("env:\n  protocol: benchmark\neval:\n  temperature: 0.5\n")
     text = _text(write_report(run.path).read_text())
     assert "never saw" not in text and "were also trained on" in text
-    assert "Sampled success rose from" in text and "Evaluation is sampled and drawn" in text
+    assert "Sampled success rose from" in text and "Evaluation is sampled and shown" in text
     assert "reedy" not in text
 
 
