@@ -65,7 +65,7 @@ class HalfFailing:
 def test_failures_are_recorded_only_when_they_are_asked_for(tmp_path):
     for keep, episodes, steps in ((False, 2, 4), (True, 3, 6)):
         folder, counts = record(HalfFailing(), tmp_path / str(keep), None, 3, 0, 0.0, keep, lambda *_: None)
-        terminal = [bool(episode.numbers("steps/is_terminal")[-1]) for episode in RldsDataset(folder)]
+        terminal = [bool(episode.values("steps/is_terminal")[-1]) for episode in RldsDataset(folder)]
         assert len(terminal) == episodes and sum(terminal) == 2
         assert (counts[0].num_episodes, counts[0].num_successes, counts[0].num_recorded_steps) == (3, 2, steps)
 

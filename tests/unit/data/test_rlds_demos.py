@@ -122,7 +122,7 @@ def test_the_batches_of_a_recording_hold_what_was_done(golden):
     policy = init_tiny("parallel", seed=0, num_images=2, norm_stats={})
     add_statistics(policy, [golden])
     made = DemoBatches([golden], policy, CPU)
-    batch = made.draw(6, torch.Generator().manual_seed(3))
+    batch = made.sample(6, torch.Generator().manual_seed(3))
     rows = torch.randint(len(golden), (6,), generator=torch.Generator().manual_seed(3)).numpy()
     actions = policy.normalizer.unnormalize(batch.actions.numpy())
     wanted = golden.chunks(rows, policy.chunk_length)

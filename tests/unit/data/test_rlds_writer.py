@@ -49,17 +49,17 @@ def test_numbers_come_back_to_the_bit_and_pictures_nearly(tmp_path):
     dataset = record(tmp_path, episodes)
     assert len(dataset) == 2 and dataset.folder == tmp_path / "libero_spatial" / "1.0.0"
     for ours, given in zip(dataset, episodes, strict=True):
-        actions = ours.numbers("steps/action")
+        actions = ours.values("steps/action")
         np.testing.assert_array_equal(actions[:, :6], given.actions[:, :6])
         np.testing.assert_array_equal(actions[:, 6], np.where(given.actions[:, 6] == 1, -1, 1))  # LIBERO's: open is -1
         np.testing.assert_array_equal(policy_actions("libero_spatial", actions), given.actions)
-        np.testing.assert_array_equal(ours.numbers("steps/observation/state"), given.proprio)
-        np.testing.assert_array_equal(ours.numbers("steps/reward"), given.rewards)
-        np.testing.assert_array_equal(ours.numbers("steps/discount"), np.ones(len(ours)))
+        np.testing.assert_array_equal(ours.values("steps/observation/state"), given.proprio)
+        np.testing.assert_array_equal(ours.values("steps/reward"), given.rewards)
+        np.testing.assert_array_equal(ours.values("steps/discount"), np.ones(len(ours)))
         last = [False] * (len(ours) - 1)
-        np.testing.assert_array_equal(ours.numbers("steps/is_first"), [True, *last])
-        np.testing.assert_array_equal(ours.numbers("steps/is_last"), [*last, True])
-        np.testing.assert_array_equal(ours.numbers("steps/is_terminal"), [*last, given.success])
+        np.testing.assert_array_equal(ours.values("steps/is_first"), [True, *last])
+        np.testing.assert_array_equal(ours.values("steps/is_last"), [*last, True])
+        np.testing.assert_array_equal(ours.values("steps/is_terminal"), [*last, given.success])
         assert ours.texts("steps/language_instruction") == [given.instruction] * len(ours)
         assert ours.texts("episode_metadata/file_path") == [given.task.episode_id]
         for view, camera in enumerate(("image", "wrist_image")):
@@ -112,7 +112,7 @@ def test_statistics_are_those_of_the_policy(tmp_path):
 def test_other_suites_keep_their_gripper(tmp_path):
     given = episode(1, 4, views=1)
     dataset = record(tmp_path, [given], name="metaworld_mt10")
-    np.testing.assert_array_equal(dataset[0].numbers("steps/action"), given.actions)
+    np.testing.assert_array_equal(dataset[0].values("steps/action"), given.actions)
     assert "steps/observation/wrist_image" not in dataset.fields
     assert recorded_actions("metaworld_mt10", given.actions) is given.actions
 

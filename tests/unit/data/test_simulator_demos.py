@@ -10,7 +10,7 @@ from fakes.worker_envs import SPEC, CountingFactory
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet, from_demonstrations
-from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, played
+from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, play_tasks
 from vlarl.data.sft import add_statistics, fresh_policy, imitate, refuse_other_robot
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError, VlarlError
@@ -61,7 +61,7 @@ def test_what_was_played_becomes_one_flat_set():
     experts = FakeExperts()
     tasks = demonstration_tasks(SPEC, [0, 1], 2, 0)
     demos = from_demonstrations(
-        "counting", played(experts, tasks, DemoConfig(action_noise=0.25, hesitation=0.5), notes.append)
+        "counting", play_tasks(experts, tasks, DemoConfig(action_noise=0.25, hesitation=0.5), notes.append)
     )
     alone = [episode(task, task.task_id + 2, task.task_id != 1) for task in tasks]
     assert experts.played_with == (0.25, 0.5)
@@ -89,7 +89,7 @@ class FakeSource:
 
 def made(task_ids: list[int], episodes: int = 2) -> DemoSet:
     tasks = demonstration_tasks(SPEC, task_ids, episodes, 0)
-    return from_demonstrations("counting", played(FakeExperts(), tasks, DemoConfig(), lambda text: None))
+    return from_demonstrations("counting", play_tasks(FakeExperts(), tasks, DemoConfig(), lambda text: None))
 
 
 def test_failures_are_counted_and_left_out():
@@ -143,7 +143,7 @@ def test_demonstrations_of_another_robot_are_refused():
     policy = fresh_policy(StartConfig(), 0, FakeSource(made([0]), True))
     tabletop = FakeSource(made([0]), True)
     tabletop.name, tabletop.action_dim, tabletop.proprio_dim = "tabletop", 7, 8
-    with pytest.raises(UsageError, match="the policy has 2 action numbers and 3 of the robot's state, the demon.*7"):
+    with pytest.raises(UsageError, match="the policy has 2 action dimensions and 3 of the robot's state, the demon.*7"):
         refuse_other_robot(policy, tabletop)
 
 

@@ -71,7 +71,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data):
 
 def test_another_kind_and_another_name_are_refused():
     example = Example(encode_example({"a": [b"x"]}))
-    with pytest.raises(MalformedExampleError, match="'a' holds another kind"):
+    with pytest.raises(MalformedExampleError, match="'a' holds values of another kind"):
         example.floats("a")
     with pytest.raises(MalformedExampleError, match="no field 'b'; it has a"):
         example.floats("b")

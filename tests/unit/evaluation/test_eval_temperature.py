@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import vlarl.evaluation.run
-import vlarl.run.open
+import vlarl.run.local
 from vlarl.api import evaluate
 from vlarl.cli import main
 from vlarl.config import load_config
@@ -34,7 +34,7 @@ class NotingEngine(TorchEngine):
 def temperatures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What engines are asked for from here on."""
     monkeypatch.setattr(NotingEngine, "temperatures", [])
-    for module in (vlarl.run.open, vlarl.evaluation.run):
+    for module in (vlarl.run.local, vlarl.evaluation.run):
         monkeypatch.setattr(module, "TorchEngine", NotingEngine)
     return NotingEngine.temperatures
 

@@ -116,7 +116,7 @@ def test_waits_grow(ask, service, episodes, monkeypatch):
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     service.script = [answers(b"", 500)]
-    with pytest.raises(RewardUnavailableError, match=r"127.0.0.1.* did not answer in 4 attempts: HTTP 500"):
+    with pytest.raises(RewardUnavailableError, match=r"127.0.0.1.* did not reply in 4 attempts: HTTP 500"):
         ask(retries=3).score_all(episodes)
     assert waits == [0.01, 0.02, 0.04] and len(service.requests) == 4
 
@@ -205,7 +205,7 @@ def test_the_end_of_the_block_ends_an_exchange_that_waits(service):
 
 def test_nobody_there(episodes, service):
     service.stop()
-    with pytest.raises(RewardUnavailableError, match="did not answer in 2 attempts"):
+    with pytest.raises(RewardUnavailableError, match="did not reply in 2 attempts"):
         RemoteReward(service.url, retries=1, first_wait_s=0.01).score_all(episodes)
 
 
@@ -219,9 +219,9 @@ def test_nobody_there(episodes, service):
         ({"scores": [1, 2, 3]}, "not a JSON object with `rewards`"),
         ({"rewards": [1, 2]}, "must be a list of 3"),
         ({"rewards": 5}, "must be a list of 3"),
-        ({"rewards": [1, 2, "3"]}, "must be 1 numbers, or null"),
-        ({"rewards": [1, 2, True]}, "must be 1 numbers, or null"),
-        ({"rewards": [1, 2, [3, 4]]}, "must be 1 numbers, or null"),
+        ({"rewards": [1, 2, "3"]}, "must be 1 number, or null"),
+        ({"rewards": [1, 2, True]}, "must be 1 number, or null"),
+        ({"rewards": [1, 2, [3, 4]]}, "must be 1 number, or null"),
     ],
 )
 def test_garbage_is_refused_with_its_beginning(ask, service, episodes, answer, complaint):

@@ -120,7 +120,7 @@ def test_a_device_fault_moves_the_reward_to_the_cpu(episodes, caplog):
     combined = CombinedReward({"inner": inner}, {"inner": 1.0})
     scored = SafeReward(combined, retries=0).score_all(episodes(2))
     assert [t.env_return for t in scored] == [1, 1] and inner.on_cpu
-    assert inner.calls == [[0, 1], [0, 1]] and "goes on on the CPU" in caplog.text
+    assert inner.calls == [[0, 1], [0, 1]] and "continues on the CPU" in caplog.text
     assert is_device_fault(RuntimeError("cuDNN error: x")) and not is_device_fault(RuntimeError("shapes differ"))
     assert not is_device_fault(ValueError("CUDA"))
 
