@@ -31,7 +31,7 @@ WORDS = (
     Word(r"[Pp]ictures?", "image, frame"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
-    Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix", fine=r'= "redone"'),
+    Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix", fine=r'["`]redone["`]'),
     Word(r"dealt|deals? out", "sample, assign"),
     Word(r"deviations?|moments", "std, optimizer state", fine=r"MAD|torch\.|np\."),
     Word(r"pay(s|ing)?|paid", "assign (a reward)"),
