@@ -1,4 +1,4 @@
-"""RLDS data that TensorFlow Datasets wrote: found, described, and decoded only where asked for (arrays: tests/golden)."""
+"""RLDS data that TensorFlow Datasets wrote: found, described, and decoded only on request (arrays: tests/golden)."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def dataset() -> RldsDataset:
     return RldsDataset(FOLDER)
 
 
-def test_episodes_are_found_in_any_order_and_hold_together(dataset):
+def test_episodes_are_found_in_any_order_and_are_consistent(dataset):
     assert len(dataset) == 8 and dataset.shard_lengths == [4, 4] and dataset.name == "libero_spatial_no_noops"
     episode = RldsDataset(FOLDER)[5]
     assert len(episode) == len(episode.steps) == 13
@@ -41,7 +41,7 @@ def test_episodes_are_found_in_any_order_and_hold_together(dataset):
         dataset[8]
 
 
-def test_only_the_frames_that_are_asked_for_are_decoded(monkeypatch):
+def test_only_the_requested_frames_are_decoded(monkeypatch):
     decoded: list[int] = []
     decode = rlds.decode_image
     monkeypatch.setattr(rlds, "decode_image", lambda data: decoded.append(len(data)) or decode(data))
@@ -150,7 +150,7 @@ ACTION, STATE, TEXT = "steps/action", "steps/observation/state", "steps/language
         ),
     ],
 )
-def test_an_episode_that_does_not_hold_together_is_refused_when_it_is_opened(tmp_path, change, complaint):
+def test_an_inconsistent_episode_is_refused_when_it_is_opened(tmp_path, change, complaint):
     dataset = RldsDataset(rewritten(tmp_path, change))
     assert len(dataset[0]) == 16, "the others can be read"
     with pytest.raises(UsageError, match=f"00000-of-00002, episode 1 can't be read .*{complaint}.*copy or download"):
@@ -158,7 +158,7 @@ def test_an_episode_that_does_not_hold_together_is_refused_when_it_is_opened(tmp
 
 
 @pytest.mark.parametrize(("name", "value"), [(ACTION, np.nan), (STATE, np.inf)])
-def test_numbers_that_are_not_finite_are_named_with_their_step(tmp_path, name, value):
+def test_values_that_are_not_finite_are_named_with_their_step(tmp_path, name, value):
     def spoil(features):
         per_step = len(features[name]) // len(features[TEXT])
         features[name] = features[name].copy()
@@ -255,7 +255,7 @@ def test_shards_that_cannot_be_are_refused(tmp_path, change, complaint):
         ),
     ],
 )
-def test_a_folder_that_is_not_whole_says_what_is_wrong(tmp_path, spoil, complaint):
+def test_an_incomplete_folder_says_what_is_wrong(tmp_path, spoil, complaint):
     copy = copied(tmp_path)
     spoil(copy)
     with pytest.raises(UsageError, match=complaint):

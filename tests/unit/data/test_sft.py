@@ -125,7 +125,7 @@ def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
 def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
     config = recipe(tmp_path, "l1").model_copy(update={"policy": StartConfig(path="init:tiny-oft", actions="l1")})
     summary = finetune(config)
-    assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of numbers in [-1, 1]
+    assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of values in [-1, 1]
     assert summary.last_loss < 0.8 * summary.first_loss
     policy = load_policy(summary.checkpoint, actions="l1")
     assert policy.acts_by_regression
@@ -140,7 +140,7 @@ def test_a_frozen_backbone_leaves_the_heads_to_learn(tmp_path):
     assert trained == {"l1_head", "proprio_projector"}
 
 
-def test_adapters_can_be_taught(tmp_path):
+def test_adapters_can_be_trained(tmp_path):
     init_tiny("parallel", seed=0, chunk_length=4).save(tmp_path / "base")
     config = recipe(tmp_path, "lora", str(tmp_path / "base")).model_copy(
         update={
@@ -154,7 +154,7 @@ def test_adapters_can_be_taught(tmp_path):
 
 
 class Poisoned:
-    """Batches whose draws of these numbers hold NaN."""
+    """Batches with NaN at these steps."""
 
     def __init__(self, batches: DemoBatches, bad: set[int]) -> None:
         self.batches, self.bad, self.number = batches, bad, 0

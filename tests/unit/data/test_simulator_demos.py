@@ -49,7 +49,7 @@ def test_episodes_start_from_training_states_in_turn_and_never_from_those_of_eva
     assert len({task.seed for task in tasks}) == 8
     assert tasks == demonstration_tasks(SPEC, [2, 0], 4, 5) != demonstration_tasks(SPEC, [2, 0], 4, 6)
     longer = demonstration_tasks(SPEC, None, 2, 5)
-    assert longer[0] == next(task for task in tasks if task.task_id == 0)  # whatever else is played
+    assert longer[0] == next(task for task in tasks if task.task_id == 0)  # whatever the other tasks
     with pytest.raises(UsageError, match=r"no task \[4\]"):
         demonstration_tasks(SPEC, [4], 1, 0)
     more = replace(SPEC, first_fresh_state=50)
@@ -109,12 +109,12 @@ def test_nothing_but_failures_is_nothing_to_imitate():
         collect_demos([FakeSource(made([1]), only_successful=True)], note=lambda text: None)
 
 
-def test_a_source_keeps_successes_unless_it_is_told_otherwise():
+def test_a_source_keeps_only_successes_unless_configured_otherwise():
     for given, expected in ((None, True), (True, True), (False, False)):
         assert SimulatorSource(DemoConfig(only_successful=given), CountingFactory(), 0).only_successful is expected
 
 
-def test_a_chunk_past_the_end_stands_still_and_keeps_the_last_number():
+def test_a_chunk_past_the_end_stands_still_and_keeps_the_gripper():
     demos = made([0])
     chunk = demos.chunks(np.array([1]), 3)
     np.testing.assert_array_equal(chunk[0], [demos.actions[1], [0, demos.actions[1, 1]], [0, demos.actions[1, 1]]])
@@ -152,7 +152,7 @@ def test_too_long_a_chunk_is_refused_before_anything_is_played():
         fresh_policy(StartConfig(chunk_length=40), 0, FakeSource(made([0]), True))
 
 
-def test_a_fresh_policy_is_taught_by_processes_and_finds_its_statistics_again(tmp_path):
+def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(tmp_path):
     """Actions are [1, init_state]: the policy learns them in units that it never saw before."""
     config = DemoConfig(episodes_per_task=3, task_ids=(0, 1), action_noise=0.0, num_workers=1)
     source = SimulatorSource(config, CountingFactory(), seed=0)
@@ -172,8 +172,8 @@ def test_a_fresh_policy_is_taught_by_processes_and_finds_its_statistics_again(tm
         policy, DemoBatches(demos, policy, torch.device("cpu")), train, lambda step, row: rows.append(row)
     )
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
-    policy.save(tmp_path / "taught")
-    again = load_policy(tmp_path / "taught")
+    policy.save(tmp_path / "trained")
+    again = load_policy(tmp_path / "trained")
     again.use_statistics(None, "counting")
     assert again.image_size == 28 and again.action_dim == 2 and again.config.proprio_dim == 3
     done = again.predict_action(demos[0].images[0], "count to 5", demos[0].proprio[0])

@@ -47,7 +47,7 @@ def test_what_is_encoded_is_decoded(features):
             assert example.integers(name).dtype == np.int64 and example.kind(name) == INT64_LIST
 
 
-def test_numbers_one_by_one_are_read_too():
+def test_unpacked_values_are_read_too():
     """Protobuf lets a writer repeat the field instead of packing the values."""
     floats = b"\x12\x0a\x0d\x00\x00\x80\x3f\x0d\x00\x00\x00\x40"
     integers = b"\x1a\x05\x08\x07\x08\xac\x02"

@@ -16,7 +16,7 @@ NOON = datetime(2025, 1, 2, 12, 0, 0)
 OUTCOMES = {(0, 30): True, (0, 31): False, (0, 32): None, (1, 30): True, (1, 31): True}
 
 
-def test_results_hold_every_number_and_every_episode(tmp_path: Path) -> None:
+def test_results_hold_every_value_and_every_episode(tmp_path: Path) -> None:
     directory = EvalDirectory.create(tmp_path / "a" / "b")
     directory.write(record(OUTCOMES, protocol="disjoint", num_trained_states=0))
     content = json.loads(directory.results_file.read_text())
@@ -101,7 +101,7 @@ def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> Non
         ("[" * 100_000, "is not valid JSON"),
     ],
 )
-def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_what_is_not_an_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(UsageError, match=message):
@@ -152,7 +152,7 @@ def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
         EvalDirectory.create(tmp_path / "file" / "folder")
 
 
-def test_results_go_where_they_belong_and_never_twice_to_one_place(
+def test_results_go_to_the_right_folder_and_never_twice_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_results_go_where_they_belong_and_never_twice_to_one_place(
     assert new_folder(str(checkpoint), "tabletop_goal", NOON).name == "20250102_120000_2"
 
 
-def test_records_are_found_newest_first_and_damaged_ones_passed_over(tmp_path: Path) -> None:
+def test_records_are_found_newest_first_and_damaged_ones_skipped(tmp_path: Path) -> None:
     import os
 
     for number, name in enumerate(("old", "broken", "new")):

@@ -131,10 +131,10 @@ def test_where_not_even_one_fits_no_smaller_number_is_advised(nothing_free):
 def test_a_number_that_the_user_has_not_set_is_not_refused(nothing_free):
     check_memory_for_envs("libero_spatial", None)
     check_memory_for_config(load_config("libero_spatial_grpo_oft", {"env.num_envs": None}))
-    asked = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial"})
-    assert evaluation._pool_size(asked) == 1
+    request = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial"})
+    assert evaluation._pool_size(request) == 1
     with pytest.raises(UsageError, match="env.num_envs = 2: a process of libero_spatial"):
-        evaluation._pool_size(replace(asked, env=asked.env.model_copy(update={"num_envs": 2})))
+        evaluation._pool_size(replace(request, env=request.env.model_copy(update={"num_envs": 2})))
 
 
 def test_processes_that_play_demonstrations_are_by_default_as_many_as_fit(monkeypatch, six_gib):
