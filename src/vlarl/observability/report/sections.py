@@ -16,7 +16,7 @@ _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
     ("Return", "rollout/mean_return", "mean of the training episodes"),
     ("Episode length", "rollout/mean_length", "environment steps"),
-    ("Entropy", "train/entropy", "nats per token; 0 explores no more"),
+    ("Entropy", "train/entropy", "nats per token; at 0 there is no exploration"),
     ("Approximate KL", "train/approx_kl", "how far an update moved the policy"),
     ("Clipped", "train/clipfrac", "fraction of tokens whose ratio was clipped"),
     ("Gradient norm", "train/grad_norm", "before clipping"),
@@ -79,7 +79,7 @@ def tasks(data: RunData) -> str:
         f'<td class="num">{_change(before.get(task), after.get(task))}</td></tr>'
         for task in sorted(before.keys() | after.keys())
     )
-    lead = "Grey before training, coloured after it." if after else "Before training; there is no later evaluation yet."
+    lead = "Grey: before training; coloured: after." if after else "Before training; there is no later evaluation yet."
     return _section(
         "Tasks",
         lead,
@@ -189,7 +189,7 @@ def commands(data: RunData) -> str:
         "Train further" if is_finished else "Resume": resume,
         "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",
         "Watch the curves": f"tensorboard --logdir {run}/tensorboard",
-        "Write this report again": f"vlarl report {run}",
+        "Update this report": f"vlarl report {run}",
     }
     items = "".join(f"<dt>{name}</dt><dd><code>{escape(text)}</code></dd>" for name, text in rows.items())
     return _section("Next steps", "", f'<dl class="commands">{items}</dl>')
