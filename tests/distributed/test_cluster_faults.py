@@ -92,7 +92,7 @@ def two_ranks_go_on_until_one_hangs(root: Path, resume: list[str]) -> None:
         {
             key: value
             for key, value in rows(root / name)[number].items()
-            if not key.startswith(("val/", "rollout/retried"))
+            if not key.startswith(("val/", "rollout/redone"))
         }
         for name in ("shaken", "calm")
     )

@@ -36,7 +36,7 @@ def check_memory_for_envs(suite: str, num_envs: int | None, option: str = "env.n
             "free here; free some memory, or use a machine or a container with more."
         )
     raise UsageError(
-        f"{option} = {num_envs}: so many processes of {suite} take {num_envs * each / 1024:.0f} GiB of memory, "
+        f"{option} = {num_envs}: that many processes of {suite} take {num_envs * each / 1024:.0f} GiB of memory, "
         f"{each / 1024:.1f} GiB each, and {fitting * each / 1024:.0f} GiB are free here; set {option} to "
         f"{fitting} or less."
     )

@@ -14,7 +14,7 @@ from vlarl.errors import excerpt
 from vlarl.observability.terminal import printable
 
 LONGEST_RECORD = 32_000  # characters of a record, its traceback included
-LARGEST_LOG = 32 << 20  # bytes of a log file; the one before it is kept beside it, as `.1`
+LARGEST_LOG = 32 << 20  # bytes of a log file; the previous one is kept in the same folder, as `.1`
 
 
 class CleanFormatter(logging.Formatter):

@@ -36,7 +36,7 @@ class JsonlSink:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def show(self, iteration: int, videos: Sequence[Video]) -> None:
-        """Leave videos where they are: in the run's folder, beside this file."""
+        """Do nothing: videos are in the run's folder already."""
 
     def close(self) -> None:
         """Close the file."""

@@ -55,20 +55,20 @@ class FakeCollector:
 TASKS = [Task("fake", i, 1, seed=i) for i in range(3)]
 
 
-def test_results_are_in_the_order_of_the_tasks_and_crashes_are_counted_separately(trajectory):
+def test_results_are_in_the_order_of_the_tasks_and_crashes_are_counted_apart(trajectory):
     done: list[int] = []
     result = evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0, on_episode=done.append)
     assert [(e.instruction, e.outcome, e.num_retries) for e in result.episodes] == [
-        ("open the drawer", "success", 0),  # as the policy received it
+        ("open the drawer", "success", 0),  # as the policy was told
         ("open the drawer", "failure", 1),
-        ("do 2", "crashed", 2),  # before it received any
+        ("do 2", "crashed", 2),  # before it was told anything
     ]
     assert (result.won, result.success_rate, result.num_crashed) == (1, 0.5, 1)
     assert (result.mean_length, result.mean_return, done) == (2.0, 1.0, [1, 2, 3])
     assert result.per_task() == {0: (1, 1), 1: (0, 1), 2: (0, 0)}
 
 
-def test_frames_are_recorded_on_request_and_images_are_not_kept(trajectory):
+def test_frames_go_to_whoever_asked_and_pictures_are_not_kept(trajectory):
     seen: list[tuple[int, int]] = []
 
     def on_result(result: EpisodeResult) -> EpisodeResult:
@@ -82,7 +82,7 @@ def test_frames_are_recorded_on_request_and_images_are_not_kept(trajectory):
     assert all(k.frames == () and k.trajectory.transitions == () for k in collector.kept)
     assert all(k.trajectory.final_observation.images.size == 0 for k in collector.kept)
     recorded = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, num_videos=3)
-    assert [len(e.frames) for e in recorded.episodes] == [2, 2, 2], "the loop writes videos from what is returned"
+    assert [len(e.frames) for e in recorded.episodes] == [2, 2, 2], "the loop films from what is returned"
 
 
 def test_the_configured_reward_is_applied_once_after_all_episodes(trajectory):
@@ -119,7 +119,7 @@ def test_a_reward_that_reads_images_scores_episodes_as_they_end_and_their_images
     assert [e.episode_return for e in result.episodes] == [0.25, 1.25, 2.25]
 
 
-def test_videos_are_distributed_over_the_tasks():
+def test_films_are_spread_over_the_tasks():
     assert spread(200, 4) == {0, 50, 100, 150} and spread(3, 99) == {0, 1, 2} and spread(3, 0) == frozenset()
 
 
@@ -128,9 +128,9 @@ def test_a_rate_of_nothing_is_not_a_number():
 
 
 @pytest.mark.parametrize(
-    ("videos", "recorded"), [("all", "FSC"), ("failures", "FC"), (1, "FSC"), (0, "FSC")]
-)  # a number: every episode with frames is written
-def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, recorded):
+    ("videos", "films"), [("all", "FSC"), ("failures", "FC"), (1, "FSC"), (0, "FSC")]
+)  # a number: whatever brings frames was meant to be filmed
+def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, films):
     ended = [replace(episode(0, s, success), frames=FRAMES) for s, success in enumerate((False, True, None))]
     tasks = [e.task for e in reversed(ended)]
     with EvalLedger(SETTINGS, tasks, videos, tmp_path / "x") as ledger:
@@ -144,7 +144,7 @@ def test_the_ledger_writes_each_episode_as_it_ends(tmp_path, videos, recorded):
         "C": "s002-0000000000000007_crashed",
     }
     written = {path.name for path in (tmp_path / "x" / "videos").iterdir()}
-    assert written == {f"tabletop_spatial-t00-{names[record]}.mp4" for record in recorded}
+    assert written == {f"tabletop_spatial-t00-{names[record]}.mp4" for record in films}
     assert ledger.record.result.complete
     assert [e.task for e in ledger.record.result.episodes] == tasks, "in the order of the tasks"
     assert ledger.num_videos == (videos if isinstance(videos, int) else 3)
@@ -194,7 +194,7 @@ def test_an_evaluation_from_python_and_an_episode_of_it_again(tmp_path):
     assert len(list((tmp_path / "x" / "videos").iterdir())) == 1
     assert (tmp_path / "x" / "eval.log").is_file()
     assert evaluate(BUILTIN, **settings, num_envs=2) == result, (
-        "no matter how many run side by side, nor which videos are recorded"
+        "no matter how many run side by side, nor what is filmed"
     )
 
     wanted = result.episodes[1]
@@ -272,10 +272,10 @@ def test_states_that_the_run_trained_on_are_counted(checkpoint, tmp_path, traine
     assert [warning.partition(" begin")[0] for warning in settings.warnings] == (["2 of 2 episodes"] if seen else [])
 
 
-def test_a_fingerprint_distinguishes_weights_and_leaves_the_trainers_files_out(checkpoint, tmp_path):
+def test_a_fingerprint_tells_weights_apart_and_leaves_the_trainers_files_out(checkpoint, tmp_path):
     copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     assert fingerprint(copy) == fingerprint(checkpoint)
-    (copy / "trainer.safetensors").write_bytes(b"optimizer state")
+    (copy / "trainer.safetensors").write_bytes(b"moments")
     assert fingerprint(copy) == fingerprint(checkpoint)
     (weights,) = copy.glob("model*.safetensors")
     content = bytearray(weights.read_bytes())
