@@ -72,7 +72,7 @@ class Example:
         return sum(1 if isinstance(part, int) else int((np.frombuffer(part, np.uint8) < 128).sum()) for part in parts)
 
     def kind(self, name: str) -> int | None:
-        """The field of a feature's list: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for one without values."""
+        """The field number of a feature's list: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for one without values."""
         return next((field for field, _ in _fields(self._feature(name))), None)
 
     def _feature(self, name: str) -> memoryview:
@@ -119,7 +119,7 @@ def _entry(data: int | memoryview) -> tuple[str, memoryview]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a protobuf message: the index of each, and an integer or bytes."""
+    """The fields of a protobuf message: the field number of each, and an integer or bytes."""
     position, size = 0, len(data)
     while position < size:
         key, position = _read_varint(data, position)
