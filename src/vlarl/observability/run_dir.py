@@ -302,7 +302,7 @@ class RunDirectory:
             return of <= iteration and not again
 
         for path in (self.metrics_file, self.episodes_file):
-            if path.exists() and not path.is_file():  # a pipe, which would block forever without a writer
+            if path.exists() and not path.is_file():  # a pipe: writing to it would block without a reader
                 raise UsageError(f"{path} is not a file: move it away, then resume the run.")
             if path.is_file():
                 kept = (row for row in read_jsonl(path) if is_kept(row))
