@@ -1,4 +1,4 @@
-"""A checkpoint that leaves the folder of its run still knows what it was trained on, and `vlarl eval` heeds it."""
+"""A checkpoint that leaves the folder of its run still knows what it was trained on, and `vlarl eval` uses it."""
 
 import json
 import shutil
@@ -102,6 +102,6 @@ def test_a_checkpoint_that_lost_its_file_is_measured_with_a_warning(run, tmp_pat
     assert f"{copied / FILE_NAME} does not say what the checkpoint was trained on" in capsys.readouterr().err
 
 
-def test_the_report_admits_it(run):
+def test_the_report_says_so(run):
     text = (run / "report.html").read_text()
     assert "episodes whose initial states were also trained on" in text and "training never saw" not in text

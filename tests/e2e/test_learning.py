@@ -37,7 +37,7 @@ def train(tmp_path, **overrides) -> tuple[float, float]:
     return summary.success_before, summary.success_after
 
 
-def test_success_rises_when_success_is_paid(tmp_path):
+def test_success_rises_when_success_is_rewarded(tmp_path):
     before, after = train(tmp_path)
     assert before <= 0.6
     assert after >= before + 0.4

@@ -1,4 +1,4 @@
-"""A whole run on real LIBERO, drawn for real: a simulator is killed in the middle, and the policy learns all the same."""
+"""A whole run on real LIBERO with rendering: a simulator is killed in the middle, and training continues."""
 
 import json
 import os

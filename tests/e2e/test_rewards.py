@@ -15,25 +15,25 @@ from vlarl.cli import main
 from vlarl.types import Trajectory
 
 
-def share(trajectory: Trajectory) -> float:
-    """A number in [0, 1) that an episode's name fixes."""
+def fraction(trajectory: Trajectory) -> float:
+    """A value in [0, 1) that depends only on the id of the episode."""
     return zlib.crc32(trajectory.task.episode_id.encode()) / 2**32
 
 
 def fails_rarely(trajectory: Trajectory) -> float:
-    if share(trajectory) < 0.05:
+    if fraction(trajectory) < 0.05:
         raise ArithmeticError(f"no reward for {trajectory.task.episode_id}")
-    return share(trajectory)
+    return fraction(trajectory)
 
 
 def fails_often(trajectory: Trajectory) -> float:
-    if share(trajectory) < 0.6:
+    if fraction(trajectory) < 0.6:
         raise ArithmeticError(f"no reward for {trajectory.task.episode_id}")
-    return share(trajectory)
+    return fraction(trajectory)
 
 
 def is_late(trajectory: Trajectory) -> float:
-    return trajectory.length + share(trajectory)
+    return trajectory.length + fraction(trajectory)
 
 
 def flags(checkpoint: Path, root: Path, *extra: str) -> list[str]:
@@ -113,7 +113,9 @@ def test_every_reward_trains(checkpoint, tmp_path, service, options):
 
 
 @pytest.mark.parametrize("fallback", ["drop", "zero"])
-def test_a_reward_that_fails_on_a_few_episodes_is_counted_and_training_goes_on(checkpoint, tmp_path, capsys, fallback):
+def test_a_reward_that_fails_on_a_few_episodes_is_counted_and_training_continues(
+    checkpoint, tmp_path, capsys, fallback
+):
     options = (
         *("--reward.source", f"{__name__}:fails_rarely"),
         *("--reward.fallback", fallback),
@@ -165,7 +167,7 @@ def test_a_service_that_is_down_ends_the_run_with_its_address(checkpoint, tmp_pa
     options = ("--reward.source", "remote", "--reward.url", service.url, "--reward.retries", "0")
     assert main(flags(checkpoint, tmp_path, *options)) == 1
     message = capsys.readouterr().err
-    assert service.url in message and "did not answer in 1 attempts" in message
+    assert service.url in message and "did not reply in 1 attempts" in message
 
 
 def test_a_model_that_can_not_be_loaded_is_refused_before_anything_starts(checkpoint, tmp_path, capsys):

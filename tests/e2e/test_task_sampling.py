@@ -92,7 +92,7 @@ def test_the_curriculum_is_what_the_episodes_say(whole):
     assert known["tasks"]["3"]["success"] > known["tasks"]["9"]["success"], "as the base is"
 
 
-def test_a_resumed_run_draws_what_the_undisturbed_one_drew(whole, tmp_path):
+def test_a_resumed_run_samples_what_the_undisturbed_one_sampled(whole, tmp_path):
     run = train(tmp_path, "parts", run__iterations=2)
     train(tmp_path, "parts", resume=run)
     assert rows(run)[3] == rows(whole)[3]

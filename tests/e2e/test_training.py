@@ -18,7 +18,7 @@ ITERATIONS = 4
 
 
 def flags(checkpoint: Path, root: Path, name: str, *extra: str) -> list[str]:
-    """Dense reward: a fresh policy never succeeds, but it gets nearer or farther, so groups have spread."""
+    """Dense reward: a fresh policy never succeeds, but it gets nearer or farther, so returns differ within groups."""
     return [
         "train",
         *("--policy.path", str(checkpoint)),
@@ -105,7 +105,7 @@ def test_a_run_leaves_what_it_promises(whole):
     assert "train/policy_loss" not in metrics[0]
     for row in metrics[1:]:
         assert row["rollout/num_trajectories"] == 4 and row["rollout/num_crashed"] == 0
-        assert row["train/kept_trajectories"] == 4, "dense rewards must spread every group"
+        assert row["train/kept_trajectories"] == 4, "dense rewards must differ in every group"
         assert row["train/ratio_first_minibatch_error"] < 1e-5
         assert row["train/optimizer_steps"] == 2 and row["train/skipped_steps"] == 0
         assert row["train/grad_norm"] > 0 and row["train/lr"] == 1e-3
@@ -169,7 +169,7 @@ def test_a_run_killed_and_resumed_equals_the_undisturbed_one(whole, checkpoint, 
     ids=["at the start", "Ctrl-C", "SIGTERM"],
 )
 def test_a_stop_saves_and_the_resumed_run_equals_the_undisturbed_one(whole, checkpoint, tmp_path, number, seen):
-    """By Ctrl-C or by SIGTERM, as a scheduler stops jobs. Also when nothing has been learnt yet: then the first
+    """By Ctrl-C or by SIGTERM, as a scheduler stops jobs. Also before the first update: then the first
     evaluation is made again, not twice."""
     run = tmp_path / "run"
     process = start(flags(checkpoint, tmp_path, "run"))
@@ -188,7 +188,7 @@ def test_a_stop_saves_and_the_resumed_run_equals_the_undisturbed_one(whole, chec
 
 
 def test_ppo_resumes_with_its_critic(checkpoint, tmp_path):
-    """The whole run against one that stops after two iterations and is told to do more."""
+    """The whole run against one that stops after two iterations and is resumed for more."""
     ppo = (
         *("--algorithm.name", "ppo"),
         *("--algorithm.critic_hidden", "16"),

@@ -75,7 +75,7 @@ def read_all(folder: Path) -> Content:
             if field.kind == "image":
                 fields[name] = episode.images(name)
             else:
-                fields[name] = episode.texts(name) if field.kind == "text" else episode.numbers(name)
+                fields[name] = episode.texts(name) if field.kind == "text" else episode.values(name)
         content.append(fields)
     return content
 

@@ -28,13 +28,13 @@ def read() -> dict[str, np.ndarray]:
     ours = {}
     for number, episode in enumerate(RldsDataset(find_dataset(FOLDER))):
         ours |= {
-            f"ep{number}_action": episode.numbers("steps/action"),
-            f"ep{number}_state": episode.numbers("steps/observation/state"),
+            f"ep{number}_action": episode.values("steps/action"),
+            f"ep{number}_state": episode.values("steps/observation/state"),
             f"ep{number}_image0": episode.images("steps/observation/image", [0])[0],
             f"ep{number}_wrist_last": episode.steps[-1].image("wrist_image"),
             f"ep{number}_instruction": np.array(episode.steps[0].text()),
             f"ep{number}_file_path": np.array(episode.texts("episode_metadata/file_path")[0]),
-            f"ep{number}_is_last": episode.numbers("steps/is_last"),
+            f"ep{number}_is_last": episode.values("steps/is_last"),
         }
     return ours
 
@@ -75,6 +75,6 @@ def test_episodes_become_one_flat_set_of_demonstrations(expected):
         np.testing.assert_array_equal(demos.images[int(start)][0], expected[f"{episode}_image0"])
         np.testing.assert_array_equal(demos.images[int(end) - 1][1], expected[f"{episode}_wrist_last"])
         assert demos.instructions[demos.instruction_ids[start]] == str(expected[f"{episode}_instruction"])
-    assert demos.success.tolist() == [bool(episode.numbers("steps/reward")[-1] > 0) for episode in dataset]
+    assert demos.success.tolist() == [bool(episode.values("steps/reward")[-1] > 0) for episode in dataset]
     assert demos.name == dataset.name.removesuffix("_no_noops")
     assert demos.images.shape == (len(actions), 2, *expected["ep0_image0"].shape)

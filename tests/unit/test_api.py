@@ -375,7 +375,7 @@ def test_two_checkpoints_on_the_same_episodes():
         "builtin:tiny-oft", "builtin:tiny-oft", suite="tabletop_goal", tasks=[3], episodes=1, device="cpu"
     )
     assert [e.task for e in comparison.a.episodes] == [e.task for e in comparison.b.episodes]
-    assert comparison.in_words() == "A and B ended alike on the one episode."
+    assert comparison.in_words() == "A and B had the same outcome on the one episode."
 
 
 def test_a_callback_that_fails_names_itself():

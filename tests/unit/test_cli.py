@@ -280,9 +280,7 @@ def test_a_dry_run_says_that_it_has_not_compared_adapter_and_policy(work, capsys
 
 def test_a_dry_run_refuses_a_run_that_is_going_on(saved_run, capsys):
     with RunDirectory(saved_run).lock():
-        assert "runs/first is going on in another process" in failed(
-            ["train", "--resume", "first", "--dry-run"], capsys
-        )
+        assert "runs/first is in use by another process" in failed(["train", "--resume", "first", "--dry-run"], capsys)
     assert configured.train(["--resume", "first", "--dry-run"]) == 0
 
 

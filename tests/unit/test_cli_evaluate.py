@@ -53,7 +53,7 @@ def work(tmp_path, monkeypatch) -> Path:
         (["eval", "x", "y"], "y: unexpected argument"),
         (["eval", "x", "--episodes", "21"], "--episodes = 21: a task of tabletop_spatial has 20 initial states"),
         ([*REPLAY, "--tasks", "1", "--seed", "0"], "--episode says which episode to run, and a video of it is recorded: leave out --tasks, --seed"),
-        (["eval", "x", "--episode", "y"], "'y' is no episode's id: take one from episodes.jsonl"),
+        (["eval", "x", "--episode", "y"], "'y' is not an episode id: take one from episodes.jsonl"),
         (["eval", "x"], "x is not a checkpoint: there is no folder or run of that name. runs/ holds no runs with a checkpoint. Give a run's name"),
         (["eval", "builtin:tiny-oft", "--out", "."], ". exists already, and results are never overwritten: name a new folder."),
     ],
@@ -241,7 +241,7 @@ def test_compare_reads_folders(tmp_path, capsys):
         EvalDirectory.create(tmp_path / name).write(record({(0, 1): success, (0, 2): True}))
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == ["task", "A", "B", "B", "-", "A", "instruction"]
-    with pytest.raises(UsageError, match="is no evaluation"):
+    with pytest.raises(UsageError, match="is not an evaluation"):
         compare([str(tmp_path / "a"), str(tmp_path)])
 
 

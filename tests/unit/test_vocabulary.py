@@ -31,7 +31,7 @@ WORDS = (
     Word(r"[Pp]ictures?", "image, frame", fine=r"benchmarks/pictures\.py"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
-    Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix"),
+    Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix", fine=r'["`]redone["`]'),
     Word(r"dealt|deals? out", "sample, assign"),
     Word(r"deviations?|moments", "std, optimizer state", fine=r"MAD|torch\.|np\."),
     Word(r"pay(s|ing)?|paid", "assign (a reward)"),
@@ -49,7 +49,12 @@ WORDS = (
         fine=r"(random|whole|line|version|port|real) numbers|numbers\.(Real|Number)",
     ),
     Word(r"[Aa]sk(s|ed|ing)?|[Aa]nswer(s|ed|ing)?|[Qq]uestions?", "call, request, result", WORKERS),
-    Word(r"[Dd]raw(s|n|ing)?|drew", "render", ("src/vlarl/envs", "src/vlarl/observability"), fine=r"ImageDraw"),
+    Word(
+        r"[Dd]raw(s|n|ing)?|drew",
+        "render",
+        ("src/vlarl/envs", "src/vlarl/observability"),
+        fine=r"ImageDraw(\.Draw)?|draw(: |\.(rectangle|text))",
+    ),
 )
 
 

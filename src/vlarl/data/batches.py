@@ -1,4 +1,4 @@
-"""Demonstrations as batches that a policy can be trained on."""
+"""Batches of demonstrations for supervised training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.types import Observation, PolicyInput
 
-MAX_HELD_BYTES = 8 * 2**30  # of frames that are kept in memory; more of them are read for each batch
+MAX_HELD_BYTES = 8 * 2**30  # of frames in memory; larger sets are read for each batch
 SLAB = 256  # frames that are prepared at once
 
 
 @dataclass(frozen=True)
-class Demonstrated:
-    """A batch of demonstrated decisions."""
+class DemoBatch:
+    """Demonstrated decisions: observations and their actions."""
 
     inputs: PolicyInput
     actions: torch.Tensor  # [B, K, D] normalised
@@ -29,7 +29,7 @@ class Demonstrated:
 
 
 class DemoBatches:
-    """Demonstrations on the device, and batches drawn from them. Each set is normalised by its own statistics."""
+    """Demonstrations on the device, and random batches of them. Each set is normalised by its own statistics."""
 
     def __init__(self, demos: Sequence[DemoSet], policy: OpenVLAPolicy, device: torch.device) -> None:
         instructions = tuple(dict.fromkeys(text for part in demos for text in part.instructions))
@@ -52,19 +52,19 @@ class DemoBatches:
     def __len__(self) -> int:
         return len(self._instruction_ids)
 
-    def draw(self, size: int, generator: torch.Generator) -> Demonstrated:
-        """A random batch: what the policy sees, and what the demonstrator did."""
+    def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
+        """A random batch: the observations, and the demonstrator's actions."""
         rows = torch.randint(len(self), (size,), generator=generator)
         pixels = self._frames.take(rows).to(self._device).permute(0, 1, 4, 2, 3)
         rows = rows.to(self._device)
         which = self._instruction_ids[rows]
         proprio = None if self._proprio is None else self._proprio[rows]
         inputs = PolicyInput(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
-        return Demonstrated(inputs, self._actions[rows], self._token_ids[rows])
+        return DemoBatch(inputs, self._actions[rows], self._token_ids[rows])
 
 
 class Frames:
-    """All frames as the policy's processor makes them: kept where they fit into memory, else read for each batch."""
+    """All frames, preprocessed for the policy: kept in memory where they fit, else read for each batch."""
 
     def __init__(
         self, demos: Sequence[DemoSet], policy: OpenVLAPolicy, device: torch.device, max_bytes: int = MAX_HELD_BYTES
@@ -88,7 +88,7 @@ class Frames:
         return self._processed((self._demos[i], int(row - starts[i])) for i, row in zip(sets, rows, strict=True))
 
     def _all(self, demos: DemoSet) -> torch.Tensor:
-        """Every frame of a set; those that were rendered for the policy are what it reads already."""
+        """Every frame of a set; frames that were rendered for the policy need no preprocessing."""
         policy = self._policy
         if isinstance(demos.images, np.ndarray) and policy.processor.images == ImagePipeline():
             images = demos.images[:, : policy.num_images]
@@ -97,8 +97,8 @@ class Frames:
         slabs = (range(start, min(start + SLAB, len(demos))) for start in range(0, len(demos), SLAB))
         return torch.cat([self._processed((demos, row) for row in slab) for slab in slabs])
 
-    def _processed(self, places: Iterable[tuple[DemoSet, int]]) -> torch.Tensor:
-        observations = list(self._readers.map(lambda place: place[0].observation(place[1]), places))
+    def _processed(self, rows: Iterable[tuple[DemoSet, int]]) -> torch.Tensor:
+        observations = list(self._readers.map(lambda row: row[0].observation(row[1]), rows))
         return self._policy.process(observations).pixels.permute(0, 1, 3, 4, 2)
 
 

@@ -1,4 +1,4 @@
-"""How recorded actions differ from what a policy gives, for the suites where they do."""
+"""Conversion between recorded actions and a policy's actions, for the suites where they differ."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from vlarl.types import FloatArray
 
 
 def policy_actions(name: str, recorded: FloatArray) -> FloatArray:
-    """[N, D] recorded actions as a policy gives them.
+    """[N, D] recorded actions in the policy's convention.
 
-    LIBERO's recordings hold the simulator's gripper command, -1 open and 1 closed; OpenVLA's policies say 1 for open
+    LIBERO's recordings hold the simulator's gripper command, -1 open and 1 closed; OpenVLA's policies use 1 for open
     and 0 for closed.
     """
     if not name.startswith("libero"):

@@ -1,4 +1,4 @@
-"""Demonstrations as flat arrays, which supervised training draws from."""
+"""Demonstrations as flat arrays, which supervised training samples from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BoolArray = NDArray[np.bool_]
 
 
 class StoredFrames(Protocol):
-    """Frames that are read when they are asked for."""
+    """Frames that are read on access."""
 
     shape: tuple[int, ...]  # (N, I, H, W, 3)
 
@@ -36,7 +36,7 @@ class DemoSet:
     name: str  # of the suite or dataset; a policy's statistics for it have this key
     images: UInt8Array | StoredFrames  # [N, I, H, W, 3]
     proprio: FloatArray  # [N, P]
-    actions: FloatArray  # [N, D] as the demonstrator intended them; what it executed was shaken by noise
+    actions: FloatArray  # [N, D] as the demonstrator intended them; noise was added to what it executed
     instruction_ids: IntArray  # [N] index into `instructions`
     instructions: tuple[str, ...]
     episode_lengths: IntArray  # [E]
@@ -51,12 +51,12 @@ class DemoSet:
         return np.cumsum(self.episode_lengths) - self.episode_lengths
 
     def observation(self, index: int) -> Observation:
-        """What the demonstrator saw at a frame."""
+        """The demonstrator's observation at a frame."""
         instruction = self.instructions[int(self.instruction_ids[index])]
         return Observation(self.images[index], self.proprio[index], instruction)
 
     def chunks(self, indices: IntArray, num_actions: int) -> FloatArray:
-        """[n, K, D] the actions from each frame on; past the episode's end, stand still and keep the gripper."""
+        """[n, K, D] the actions from each frame on; past the episode's end, no motion and the last gripper command."""
         starts = self.episode_starts
         episode = np.searchsorted(starts, indices, side="right") - 1
         last = (starts + self.episode_lengths - 1)[episode]
@@ -84,7 +84,7 @@ class DemoSet:
 
 
 def from_demonstrations(name: str, demonstrations: Iterable[Demonstration]) -> DemoSet:
-    """Episodes that experts played, one after the other."""
+    """A set of all episodes that experts played."""
     return join(
         [
             DemoSet(
@@ -103,7 +103,7 @@ def from_demonstrations(name: str, demonstrations: Iterable[Demonstration]) -> D
 
 
 def join(parts: Sequence[DemoSet]) -> DemoSet:
-    """One set out of several of one name, all in memory; equal instructions get one number."""
+    """One set out of several of one name, all in memory; equal instructions share one index."""
     instructions = tuple(dict.fromkeys(text for part in parts for text in part.instructions))
     ids = [np.array([instructions.index(t) for t in part.instructions])[part.instruction_ids] for part in parts]
     return DemoSet(

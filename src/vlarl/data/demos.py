@@ -1,10 +1,10 @@
-"""Where demonstrations come from: the tabletop's experts, those of simulators, or recordings.
+"""Sources of demonstrations: the tabletop's experts, those of simulators, or recordings.
 
     tabletop_* ── tabletop_demos.py, all episodes of a task at once ──────────────┐
     libero_*, metaworld_* ── WorkerPool.demonstrate, a process for each episode ──┼─► DemoSet
-    demos.path ── rlds_demos.py, episodes that somebody recorded ──────────────────┘
+    demos.path ── rlds/demos.py, recorded episodes ───────────────────────────────┘
 
-Whatever can be refused is refused when a source is opened; `collect` then plays or reads.
+Opening a source checks its configuration; `collect` then plays or reads the episodes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.errors import VlarlError
-from vlarl.observability.capacity import default_processes, refuse_crowd
+from vlarl.observability.capacity import check_memory_for_envs, default_processes
 from vlarl.observability.machine import available_cores
 from vlarl.rollout.tasks import chosen_task_ids, derive_seed
 from vlarl.types import Task
 
-_DEMONSTRATION = 3  # keeps these seeds apart from those of rollout/tasks.py
+_DEMONSTRATION = 3  # keeps these seeds different from those of rollout/tasks.py
 
 Note = Callable[[str], None]
 
 
 class DemoSource(Protocol):
-    """Something that brings demonstrations of one name."""
+    """A source of demonstrations under one name."""
 
     name: str
     action_dim: int
@@ -45,7 +45,7 @@ class DemoSource(Protocol):
     only_successful: bool
 
     def collect(self, note: Note) -> DemoSet:
-        """All its demonstrations, failed ones too; says now and then how far it is."""
+        """All its demonstrations, including failed ones; reports its progress by `note`."""
         ...
 
 
@@ -62,7 +62,7 @@ class Demonstrators(Protocol):
 
 
 class TabletopSource:
-    """The tabletop's scripted experts, with the flaws that the configuration asks for."""
+    """The tabletop's scripted experts, with the configured flaws."""
 
     def __init__(
         self, config: DemoConfig, suites: Sequence[str], seed: int, image_size: int, cameras: Sequence[Camera]
@@ -102,7 +102,7 @@ class SimulatorSource:
         self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
         self._num_workers = min(config.num_workers or default_processes(self.name), len(self._tasks))
         if config.num_workers is not None:
-            refuse_crowd(self.name, self._num_workers, "demos.num_workers")
+            check_memory_for_envs(self.name, self._num_workers, "demos.num_workers")
 
     def collect(self, note: Note) -> DemoSet:
         """Play all tasks, a process for each episode."""
@@ -110,7 +110,7 @@ class SimulatorSource:
         count = counted(len(self._tasks), "demonstration")
         note(f"playing {count} of {self.name} in {counted(workers, 'process')}")
         with closing(WorkerPool(self._factory, workers)) as pool:
-            return from_demonstrations(self.name, played(pool, self._tasks, self._config, note))
+            return from_demonstrations(self.name, play_tasks(pool, self._tasks, self._config, note))
 
 
 def demonstration_tasks(
@@ -130,14 +130,16 @@ def demonstration_tasks(
 
 
 def demonstrated_state(spec: SuiteSpec, episode: int) -> int:
-    """A state that is neither trained on nor evaluated, where the suite has more of them; else a training state."""
+    """A state that is used neither for training nor for evaluation, where the suite has such; else a training state."""
     if spec.first_fresh_state is not None:
         return spec.first_fresh_state + episode
     return spec.train_states[episode % len(spec.train_states)]
 
 
-def played(experts: Demonstrators, tasks: Sequence[Task], config: DemoConfig, note: Note) -> Iterator[Demonstration]:
-    """Demonstrations as they are played, with a note of how each task went."""
+def play_tasks(
+    experts: Demonstrators, tasks: Sequence[Task], config: DemoConfig, note: Note
+) -> Iterator[Demonstration]:
+    """Demonstrations as they are played, with a note on the success of each task."""
     episodes = experts.demonstrate(tasks, config.action_noise, config.hesitation)
     for task_id, of_task in groupby(episodes, key=lambda episode: episode.task.task_id):
         won: list[bool] = []
@@ -150,7 +152,7 @@ def played(experts: Demonstrators, tasks: Sequence[Task], config: DemoConfig, no
 
 
 def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int) -> list[DemoSource]:
-    """The configured sources, for a policy that reads so many views of this size."""
+    """The configured sources, for a policy that reads `num_images` views of this size."""
     if config.path is not None:
         return [RldsSource(config, config.path, num_images)]
     cameras: tuple[Camera, ...] = get_args(Camera)[:num_images]
@@ -166,7 +168,7 @@ def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int
 
 
 def collect_demos(sources: Iterable[DemoSource], note: Note) -> tuple[list[DemoSet], float]:
-    """What is to be imitated from all sources, and the share of all demonstrations that reached their goal."""
+    """The demonstrations to imitate from all sources, and the fraction of all of them that reached their goal."""
     kept: list[DemoSet] = []
     num_won = num_episodes = 0
     for source in sources:

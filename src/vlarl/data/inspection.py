@@ -1,4 +1,4 @@
-"""What is in an RLDS dataset: the work behind `vlarl data inspect`."""
+"""Summarizes an RLDS dataset for `vlarl data inspect`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ BACKGROUND = (255, 255, 255)
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The contents of a dataset in numbers."""
+    """Statistics of a dataset."""
 
     episode_lengths: tuple[int, ...]
     num_successes: int
-    instructions: Mapping[str, int]  # episodes of each
-    statistics: Mapping[str, Any] | None  # of actions as a policy gives them; None without actions and states
+    instructions: Mapping[str, int]  # text -> how many episodes
+    statistics: Mapping[str, Any] | None  # of actions in the policy's convention; None without actions and states
 
 
 def summarize(dataset: RldsDataset) -> DatasetSummary:
-    """Read every episode's numbers, and no picture."""
+    """Read every episode, but no image."""
     lengths: list[int] = []
     instructions: Counter[str] = Counter()
     actions, states = [], []
@@ -41,8 +41,8 @@ def summarize(dataset: RldsDataset) -> DatasetSummary:
         if INSTRUCTION in dataset.fields:
             instructions[episode.texts(INSTRUCTION)[0]] += 1
         if {ACTION, STATE} <= set(dataset.fields):
-            actions.append(episode.numbers(ACTION))
-            states.append(episode.numbers(STATE))
+            actions.append(episode.values(ACTION))
+            states.append(episode.values(STATE))
     statistics = None
     if actions:
         given = policy_actions(dataset.name, np.concatenate(actions))
@@ -51,17 +51,17 @@ def summarize(dataset: RldsDataset) -> DatasetSummary:
 
 
 def contact_sheet(dataset: RldsDataset) -> Image.Image:
-    """Frames of the first episodes from begin to end, a row for each camera."""
+    """Frames of the first episodes from beginning to end, a row for each camera."""
     cameras = [name for name, field in dataset.fields.items() if field.kind == "image"]
     rows = [
-        dataset[number].images(camera, np.linspace(0, len(dataset[number]) - 1, SHEET_FRAMES).round().astype(np.int64))
-        for number in range(min(len(dataset), SHEET_EPISODES))
+        dataset[index].images(camera, np.linspace(0, len(dataset[index]) - 1, SHEET_FRAMES).round().astype(np.int64))
+        for index in range(min(len(dataset), SHEET_EPISODES))
         for camera in cameras
     ]
     step = SHEET_SIZE + SHEET_GAP
     sheet = Image.new("RGB", (SHEET_FRAMES * step + SHEET_GAP, len(rows) * step + SHEET_GAP), BACKGROUND)
     for row, frames in enumerate(rows):
         for column, frame in enumerate(frames):
-            picture = Image.fromarray(frame).resize((SHEET_SIZE, SHEET_SIZE))
-            sheet.paste(picture, (SHEET_GAP + column * step, SHEET_GAP + row * step))
+            tile = Image.fromarray(frame).resize((SHEET_SIZE, SHEET_SIZE))
+            sheet.paste(tile, (SHEET_GAP + column * step, SHEET_GAP + row * step))
     return sheet

@@ -1,4 +1,4 @@
-"""Scripted demonstrations to an RLDS dataset: the work behind `vlarl data record`."""
+"""Records scripted demonstrations as an RLDS dataset, for `vlarl data record`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlarl.types import Task
 
 
 class Experts(Protocol):
-    """Whoever plays the episodes to record."""
+    """Scripted experts that play the episodes to record."""
 
     spec: SuiteSpec
 
@@ -33,7 +33,7 @@ class Experts(Protocol):
 
 @dataclass
 class TaskCount:
-    """How the demonstrations of one task went."""
+    """Counts over the demonstrations of one task."""
 
     instruction: str
     num_episodes: int = 0
@@ -45,7 +45,7 @@ class TaskCount:
 def open_experts(
     suite: str, image_size: int, cameras: tuple[Camera, ...], num_envs: int, timeout_s: float = EnvConfig().timeout_s
 ) -> Iterator[Experts]:
-    """A suite's experts, in processes of their own where it is a simulator's."""
+    """A suite's experts, in processes of their own for simulators."""
     if suite == GYM:
         raise UsageError("--suite gym: your environment has no scripted expert; write its episodes with RldsWriter.")
     if suite in TABLETOP_SUITES:
@@ -66,21 +66,21 @@ def record(
     keep_failures: bool,
     on_episode: Callable[[Demonstration, int, int], None],
 ) -> tuple[Path, dict[int, TaskCount]]:
-    """Play, write what is kept, and return the dataset's folder and how each task went.
+    """Play and write the demonstrations; return the dataset's folder and the counts of each task.
 
-    `on_episode` is told of every episode, how many are done, and of how many.
+    `on_episode` is called with every episode, how many are done, and the total.
     """
     tasks = demonstration_tasks(experts.spec, task_ids, episodes_per_task, seed)
     counts: dict[int, TaskCount] = {}
     with RldsWriter(out, experts.spec.name) as writer:
-        for number, episode in enumerate(experts.demonstrate(tasks, action_noise), start=1):
+        for done, episode in enumerate(experts.demonstrate(tasks, action_noise), start=1):
             count = counts.setdefault(episode.task.task_id, TaskCount(episode.instruction))
             count.num_episodes += 1
             count.num_successes += episode.success
             if episode.success or keep_failures:
                 writer.add(episode)
                 count.num_recorded_steps += len(episode.actions)
-            on_episode(episode, number, len(tasks))
+            on_episode(episode, done, len(tasks))
     if not len(writer):
         raise VlarlError(
             f"none of {len(tasks)} demonstrations of {experts.spec.name} succeeded, so nothing was recorded: lower "

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: imitate demonstrations. This is how base models are made, the built-in ones too.
+"""Supervised fine-tuning: imitate demonstrations. All base models are made this way, including the built-in ones.
 
 demos.py ─► DemoSet (frames, actions) ─► action tokens ─► cross-entropy over the action ids ─► checkpoint
                                       └► actions ─► absolute error of the regression head ─┘
@@ -23,7 +23,7 @@ from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, StartConf
 from vlarl.config.paths import located
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
-from vlarl.data.batches import DemoBatches, Demonstrated
+from vlarl.data.batches import DemoBatch, DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources
 from vlarl.data.rlds.demos import RldsSource
@@ -50,17 +50,17 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class FinetuneSummary:
-    """What a supervised run came to."""
+    """The result of a supervised run."""
 
     run_dir: Path
     checkpoint: Path
     first_loss: float
     last_loss: float
-    demo_success: float  # share of demonstrations that reached their goal
+    demo_success: float  # fraction of demonstrations that reached their goal
 
 
 def finetune(config: FinetuneConfig) -> FinetuneSummary:
-    """Bring demonstrations together, imitate them, and leave a checkpoint in the run directory."""
+    """Collect demonstrations, imitate them, and save a checkpoint in the run directory."""
     root, name = config.run.root, config.run.name or default_run_name("finetune", config.run.seed, datetime.now())
     RunDirectory.refuse_existing(root, name)
     device = choose_device(config.run.device)
@@ -86,9 +86,9 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
 
 
 def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, list[DemoSource]]:
-    """The policy to train, frozen and adapted as configured, and the sources of what it will imitate.
+    """The policy to train, frozen and adapted as configured, and the sources of its demonstrations.
 
-    A checkpoint says how many views of which size it reads. A fresh model takes its sizes from the demonstrations.
+    A checkpoint defines how many views of which size it reads. A fresh model takes its sizes from the demonstrations.
     """
     settings, seed = config.policy, config.run.seed
     if settings.path in FRESH:
@@ -111,7 +111,7 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, 
 
 
 def start_actions(settings: StartConfig) -> Literal["tokens", "l1"]:
-    """How to load the start: with its regression head where that is trained and the checkpoint has one."""
+    """How to load the initial policy: with its regression head if that is trained and the checkpoint has one."""
     has_head = has_component(checkpoint_folder(settings.path), "action_head")
     return "l1" if settings.actions == "l1" and has_head else "tokens"
 
@@ -135,9 +135,9 @@ def fresh_policy(settings: StartConfig, seed: int, source: DemoSource, image_siz
 
 
 def refuse_other_robot(policy: OpenVLAPolicy, source: DemoSource) -> None:
-    """Refuse demonstrations of a robot that the policy can't act for."""
-    has = f"{policy.action_dim} action numbers"
-    wants = f"{source.action_dim} action numbers"
+    """Refuse demonstrations of a robot that the policy can't control."""
+    has = f"{policy.action_dim} action dimensions"
+    wants = f"{source.action_dim} action dimensions"
     if policy.config.use_proprio:
         has += f" and {policy.config.proprio_dim} of the robot's state"
         wants += f" and {source.proprio_dim} of the robot's state"
@@ -149,15 +149,15 @@ def refuse_other_robot(policy: OpenVLAPolicy, source: DemoSource) -> None:
 
 
 def add_statistics(policy: OpenVLAPolicy, demos: Sequence[DemoSet]) -> None:
-    """Give the policy the demonstrations' statistics, under their names, where it has none of its own for them."""
-    known = cast(dict[str, Mapping[str, Any]], policy.config.norm_stats)  # its checkpoints will hold what is added here
+    """Add the demonstrations' statistics to the policy, under their names, where it has none for them yet."""
+    known = cast(dict[str, Mapping[str, Any]], policy.config.norm_stats)  # saved with its checkpoints
     for part in demos:
         if not {part.name, f"{part.name}_no_noops"} & set(known):
             known[part.name] = demo_statistics(part)
 
 
 def demo_statistics(demos: DemoSet) -> Mapping[str, Any]:
-    """The units of a set's robot: the tabletop's are known, all others' are measured."""
+    """The normalisation statistics of a set's robot: known for the tabletop, measured for all others."""
     if demos.name == TABLETOP:
         return unit_statistics(PROPRIO_LOW, PROPRIO_HIGH)
     return dataset_statistics(demos.actions, demos.proprio, len(demos.success))
@@ -169,23 +169,23 @@ def imitate(
     config: FinetuneConfig,
     on_log: Callable[[int, dict[str, float]], None],
 ) -> tuple[float, float]:
-    """Bring the policy to what was demonstrated; returns the first and the last logged loss."""
+    """Train the policy on the demonstrations; returns the first and the last logged loss."""
     optim = config.optim
     optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
     generator = torch.Generator().manual_seed(config.run.seed)
     logged: list[float] = []
-    losses: list[float] = []  # of the steps since the last row that were made
+    losses: list[float] = []  # of the steps since the last row that were not skipped
     norms: list[float] = []
     policy.train()
     started = time.monotonic()
     for step in range(1, optim.steps + 1):
         set_lr(optimizer, optim.lr * warmup_cosine(step, optim.steps, optim.warmup_steps))
-        loss = imitation_loss(policy, batches.draw(optim.batch_size, generator), optim)
+        loss = imitation_loss(policy, batches.sample(optim.batch_size, generator), optim)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
         value, size = float(loss.detach()), float(norm)
-        if np.isfinite([value, size]).all():  # an absolute error that is not finite still has a finite gradient
+        if np.isfinite([value, size]).all():  # an L1 loss that is not finite still has a finite gradient
             optimizer.step()
             losses.append(value)
             norms.append(size)
@@ -209,7 +209,7 @@ def imitate(
     return logged[0], logged[-1]
 
 
-def imitation_loss(policy: OpenVLAPolicy, batch: Demonstrated, optim: FinetuneOptimConfig) -> torch.Tensor:
+def imitation_loss(policy: OpenVLAPolicy, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
     """Mean cross-entropy over the action ids, the support that rollout samples from; or the regression head's error."""
     with torch.autocast(policy.device.type, torch.bfloat16, enabled=optim.autocast == "bfloat16"):
         if policy.acts_by_regression:

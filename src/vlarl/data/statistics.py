@@ -9,11 +9,11 @@ import numpy as np
 
 from vlarl.types import FloatArray
 
-SWITCH_VALUES = (-1.0, 0.0, 1.0)  # what a gripper that only opens and closes is told
+SWITCH_VALUES = (-1.0, 0.0, 1.0)  # commands of a gripper that only opens and closes
 
 
 def dataset_statistics(actions: FloatArray, proprio: FloatArray, num_episodes: int) -> dict[str, Any]:
-    """Statistics of actions [N, D] and robot states [N, P]: a policy's units for this data."""
+    """Statistics of actions [N, D] and robot states [N, P], by which a policy normalises them."""
     return {
         "action": {**_columns(actions), "mask": action_mask(actions)},
         "proprio": {**_columns(proprio), "mask": [True] * proprio.shape[1]},
@@ -23,7 +23,7 @@ def dataset_statistics(actions: FloatArray, proprio: FloatArray, num_episodes: i
 
 
 def action_mask(actions: FloatArray) -> list[bool]:
-    """Which numbers of an action are normalised: all but a gripper, the last one, that is a switch already."""
+    """Which dimensions of an action are normalised: all but the last, the gripper, if it only opens and closes."""
     is_switch = bool(np.isin(actions[:, -1], SWITCH_VALUES).all())
     return [True] * (actions.shape[1] - 1) + [not is_switch]
 
@@ -32,8 +32,8 @@ def _columns(values: FloatArray) -> dict[str, Sequence[float]]:
     wide = values.astype(np.float64)
     low, high = wide.min(axis=0), wide.max(axis=0)
     q01, q99 = np.quantile(wide, 0.01, axis=0), np.quantile(wide, 0.99, axis=0)
-    # A number that rarely moves, such as a rotation that one task in ten needs, may have one value at both quantiles:
-    # normalised by them it could never move at all.
+    # A dimension that rarely moves, such as a rotation that one task in ten needs, may have equal quantiles: normalised
+    # by them it could never move at all.
     still = q01 == q99
     return {
         "mean": wide.mean(axis=0).tolist(),

@@ -1,6 +1,6 @@
 """Demonstrations of the tabletop suites by scripted experts, perfect or flawed, as flat arrays.
 
-Work is cut into units of one task each; a unit's seed follows from the run's seed and its place, so the result is the
+Work is split into units of one task each; a unit's seed follows from the run's seed and its index, so the result is the
 same for any number of worker processes.
 """
 
@@ -23,8 +23,8 @@ from vlarl.envs.tabletop.tasks import FIRST_FRESH_STATE, get_suite
 from vlarl.types import FloatArray, Observation, Task, UInt8Array
 
 EPISODES_PER_UNIT = 50
-FRESH_STATES = 2**40  # fresh initial states are drawn from this many
-IDLE_STEPS = 4  # a demonstrator that has given up is watched this long, so that the imitator learns to stand still
+FRESH_STATES = 2**40  # fresh initial states are sampled from this many
+IDLE_STEPS = 4  # recorded after a demonstrator has given up, so that the policy learns to stand still
 TABLETOP = "tabletop"  # its suites have one robot and one set of statistics
 
 
@@ -32,7 +32,7 @@ TABLETOP = "tabletop"  # its suites have one robot and one set of statistics
 class _Unit:
     suite: str
     task_id: int
-    number: int
+    index: int
     num_episodes: int
     seed: int
     flaws: ExpertFlaws
@@ -50,12 +50,12 @@ def generate_demos(
     num_workers: int = 1,
     task_ids: Sequence[int] | None = None,
 ) -> DemoSet:
-    """Let the scripted expert play tasks of the suites, all by default, from fresh initial states, never the fixed."""
+    """Let the scripted expert play tasks of the suites, all by default, from fresh initial states, never fixed ones."""
     units = [
         _Unit(
             suite,
             task_id,
-            number,
+            index,
             min(EPISODES_PER_UNIT, episodes_per_task - first),
             seed,
             flaws,
@@ -64,7 +64,7 @@ def generate_demos(
         )
         for suite in suites
         for task_id in (range(len(get_suite(suite).tasks)) if task_ids is None else task_ids)
-        for number, first in enumerate(range(0, episodes_per_task, EPISODES_PER_UNIT))
+        for index, first in enumerate(range(0, episodes_per_task, EPISODES_PER_UNIT))
     ]
     if num_workers > 1:
         # Spawned, not forked: the caller may hold threads (torch), which a fork would leave broken.
@@ -74,8 +74,8 @@ def generate_demos(
 
 
 def _play_unit(unit: _Unit) -> DemoSet:
-    """Play the episodes of a unit side by side and cut the recording into episodes."""
-    rng = np.random.default_rng([unit.seed, zlib.crc32(unit.suite.encode()), unit.task_id, unit.number])
+    """Play the episodes of a unit in parallel and split the recording into episodes."""
+    rng = np.random.default_rng([unit.seed, zlib.crc32(unit.suite.encode()), unit.task_id, unit.index])
     states = FIRST_FRESH_STATE + rng.integers(FRESH_STATES, size=unit.num_episodes)
     seeds = rng.integers(2**63, size=unit.num_episodes)
     pool = TabletopPool(unit.suite, unit.num_episodes, unit.image_size, unit.cameras)
@@ -97,13 +97,13 @@ def _play_unit(unit: _Unit) -> DemoSet:
         _, success[live], truncated = pool.step(live, expert.shake(live, actions))
         idle[live] += expert.finished[live]
         live = live[~(success[live] | truncated | (idle[live] > IDLE_STEPS))]
-    return _cut_into_episodes(record, success, pool.suite.tasks[unit.task_id].instruction)
+    return _split_into_episodes(record, success, pool.suite.tasks[unit.task_id].instruction)
 
 
-def _cut_into_episodes(
+def _split_into_episodes(
     record: Sequence[tuple[IndexArray, UInt8Array, FloatArray, FloatArray]], success: BoolArray, instruction: str
 ) -> DemoSet:
-    """Bring frames recorded step by step into the order of episodes."""
+    """Reorder frames that were recorded step by step by episode."""
     lengths = np.zeros(len(success), dtype=np.int64)
     for live, *_ in record:
         lengths[live] += 1
@@ -112,9 +112,9 @@ def _cut_into_episodes(
     images = np.empty((num_frames, *record[0][1].shape[1:]), dtype=np.uint8)
     proprio = np.empty((num_frames, record[0][2].shape[1]), dtype=np.float32)
     actions = np.empty((num_frames, record[0][3].shape[1]), dtype=np.float32)
-    for step, (live, seen, felt, done) in enumerate(record):
+    for step, (live, views, state, done) in enumerate(record):
         at = starts[live] + step
-        images[at], proprio[at], actions[at] = seen, felt, done
+        images[at], proprio[at], actions[at] = views, state, done
     ids = np.zeros(num_frames, dtype=np.int64)
     return DemoSet(TABLETOP, images, proprio, actions, ids, (instruction,), lengths, success)
 

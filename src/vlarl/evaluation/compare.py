@@ -1,4 +1,4 @@
-"""Two evaluations side by side: the same episodes of both, and whether the difference is more than chance."""
+"""Comparison of two evaluations: their common episodes, and whether the difference is more than chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Comparison:
 
     a: EvalResult
     b: EvalResult
-    unpaired_a: tuple[str, ...]  # ids of episodes of A that B lacks, or that crashed in B; and the other way round
+    unpaired_a: tuple[str, ...]  # ids of episodes of A that B lacks, or that crashed in B; below, vice versa
     unpaired_b: tuple[str, ...]
 
     @property
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def p_value(self) -> float:
-        """Of McNemar's exact test: how often two equal policies would differ so much."""
+        """Of McNemar's exact test: how often two equally good policies would differ this much."""
         return mcnemar_p_value(self.only_a, self.only_b)
 
     @property
@@ -48,7 +48,7 @@ class Comparison:
         """The outcome as a sentence."""
         total, differ = len(self.a.episodes), self.only_a + self.only_b
         if differ == 0:
-            return f"A and B ended alike on {'the one episode' if total == 1 else f'all {total} episodes'}."
+            return f"A and B had the same outcome on {'the one episode' if total == 1 else f'all {total} episodes'}."
         counts = (("B", self.only_b), ("A", self.only_a))
         first, second = sorted(counts, key=lambda count: -count[1])
         verdict = f"{first[0]} is better" if self.p_value < SIGNIFICANT else "that may be chance"
@@ -57,7 +57,7 @@ class Comparison:
         return f"{wins} of {episodes}: p = {_shown(self.p_value)}, {verdict}."
 
     def to_json(self) -> dict[str, Any]:
-        """Everything there is to say, for programs."""
+        """The whole comparison, for programs."""
         a, b = self.a.by_task(), self.b.by_task()
         return {
             "episodes": len(self.a.episodes),
@@ -79,8 +79,8 @@ class Comparison:
 
 
 def compare(a: EvalRecord, b: EvalRecord) -> Comparison:
-    """Pair the episodes of two evaluations by task, initial state and seed; UsageError where that means nothing."""
-    _refuse_unlike(a, b)
+    """Pair the episodes of two evaluations by task, initial state and seed; UsageError where they can't be paired."""
+    _check_settings(a, b)
     ours, theirs = _counted(a), _counted(b)
     both = sorted(ours.keys() & theirs.keys())
     if not both:
@@ -101,7 +101,7 @@ def _counted(record: EvalRecord) -> dict[Key, EpisodeResult]:
     return {(e.task.task_id, e.task.init_state, e.task.seed): e for e in record.result.counted}
 
 
-def _refuse_unlike(a: EvalRecord, b: EvalRecord) -> None:
+def _check_settings(a: EvalRecord, b: EvalRecord) -> None:
     for name in ("suite", "protocol", "temperature", "max_steps", "gym"):
         ours, theirs = getattr(a.settings, name), getattr(b.settings, name)
         if ours != theirs:

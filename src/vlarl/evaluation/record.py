@@ -1,12 +1,12 @@
-"""The folder of one evaluation: where its results are, whoever reads them later.
+"""The folder of one evaluation, and how its results are written and read.
 
 <folder>/  results.json     what was measured and how, success by task with intervals, every episode
-           episodes.jsonl   one row an episode, written when it ends
+           episodes.jsonl   one row per episode, written when it ends
            eval.log         warnings and errors
-           videos/          films, named by the episode's id and outcome
+           videos/          videos, named by the episode's id and outcome
 
-results.json is there from the beginning, with `complete: false`, and is written again at the end, however that comes
-about. What a killed process leaves is read from both files.
+results.json exists from the beginning, with `complete: false`, and is written again at the end, whatever the cause of
+the end. The results of a killed process are read from both files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What an evaluation was made with. All but machine, time and place decides what comes out."""
+    """The settings of an evaluation. All but the machine and the time determine the result."""
 
     checkpoint: str
     fingerprint: str  # of the checkpoint's files
@@ -52,15 +52,15 @@ class EvalSettings:
     vlarl: str
     machine: str
     started: str
-    # Evaluations of before these were written lack them.
+    # Evaluations of older versions lack these.
     init_states: tuple[int, ...] = ()  # of each task
     training_data_from: str | None = None  # the file that says what was trained on; None: not known
-    warnings: tuple[str, ...] = ()  # what has to be said beside the number
+    warnings: tuple[str, ...] = ()  # that qualify the success rate
 
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """An evaluation as it is kept: what was measured, how, and what came out."""
+    """An evaluation: its settings and its results."""
 
     settings: EvalSettings
     num_planned: int
@@ -118,19 +118,19 @@ class EvalDirectory:
 
     @staticmethod
     def refuse_existing(path: Path) -> None:
-        """Refuse a folder that is there already or can't be made, before hours of episodes are run for it."""
+        """Refuse a folder that is there already or can't be made, before hours of episodes are run."""
         if path.exists():
             raise UsageError(f"{path} exists already, and results are never overwritten: name a new folder.")
         check_writable(path.parent, "name a folder you can write to")
 
     @property
     def results_file(self) -> Path:
-        """What came out."""
+        """The results."""
         return self.path / "results.json"
 
     @property
     def episodes_file(self) -> Path:
-        """One row an episode."""
+        """One row per episode."""
         return self.path / "episodes.jsonl"
 
     @property
@@ -140,7 +140,7 @@ class EvalDirectory:
 
     @property
     def videos(self) -> Path:
-        """Folder of filmed episodes."""
+        """Folder of videos of episodes."""
         return self.path / "videos"
 
     def write(self, record: EvalRecord) -> None:
@@ -149,34 +149,36 @@ class EvalDirectory:
 
 
 def results_root(checkpoint: str) -> Path:
-    """Where results of a checkpoint belong: its run's `eval`, or `evals` for a checkpoint of no run."""
+    """The folder for results of a checkpoint: its run's `eval`, or `evals` for a checkpoint outside a run."""
     run = run_of(checkpoint)
     return Path("evals") if run is None else run / "eval"
 
 
 def new_folder(checkpoint: str, suite: str, now: datetime) -> Path:
-    """A folder for the results of a checkpoint that is not there yet, named by the time."""
+    """A new folder for the results of a checkpoint, named by the time; it does not exist yet."""
     name = f"{now:%Y%m%d_%H%M%S}"
     if run_of(checkpoint) is None:
         label = re.sub(r"[^\w.-]+", "-", Path(checkpoint).name)
         name = f"{label}_{suite}_{name}"
     root = results_root(checkpoint)
-    names = (name, *(f"{name}_{number}" for number in range(2, 1000)))
+    names = (name, *(f"{name}_{suffix}" for suffix in range(2, 1000)))
     return next(root / each for each in names if not (root / each).exists())
 
 
 def read_record(folder: Path) -> EvalRecord:
-    """The evaluation in a folder, also one that was stopped or killed before its end."""
+    """The evaluation in a folder, including one that was stopped or killed before its end."""
     directory = EvalDirectory(folder)
     try:
         content = read_json(directory.results_file)
     except OSError as error:
         raise UsageError(
-            f"{folder} is no evaluation: its results.json can't be read ({error.strerror}). Name the folder that "
+            f"{folder} is not an evaluation: its results.json can't be read ({error.strerror}). Name the folder that "
             "`vlarl eval` printed as `results:`."
         ) from error
     except ValueError as error:
-        raise UsageError(f"{directory.results_file} is no JSON ({error}): evaluate the checkpoint again.") from error
+        raise UsageError(
+            f"{directory.results_file} is not valid JSON ({error}): evaluate the checkpoint again."
+        ) from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise UsageError(
             f"{directory.results_file} was not written by this version of vlarl, which reads schema {SCHEMA}: "
@@ -189,7 +191,7 @@ def read_record(folder: Path) -> EvalRecord:
 
 
 def find_records(root: Path) -> Iterator[EvalRecord]:
-    """The evaluations in the folders of a root, newest first; what can't be read is passed over."""
+    """The evaluations in the folders of a root, newest first; unreadable ones are skipped."""
     found = sorted(root.glob("*/results.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in found:
         try:
@@ -198,7 +200,7 @@ def find_records(root: Path) -> Iterator[EvalRecord]:
             continue
 
 
-_KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # of what is read of settings
+_KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # types of the settings
     str: ("checkpoint", "fingerprint", "suite", "protocol", "vlarl", "machine", "started"),
     (str, type(None)): ("replay_of", "training_data_from"),
     int: ("states_per_task", "max_steps", "seed"),
@@ -226,7 +228,7 @@ def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
     _check_kinds(values | lists)
     settings = EvalSettings(**(values | lists))
     complete = content["complete"] is True
-    # A process that was killed has written its episodes, but not what they came to.
+    # A killed process has written its episodes, but not the final results.
     rows = content["episodes"] if complete else list(read_jsonl(directory.episodes_file))
     episodes = tuple(sorted((read_episode(row) for row in rows), key=lambda e: (e.task.task_id, e.task.init_state)))
     return EvalRecord(settings, int(content["num_planned"]), EvalResult(episodes, complete), directory.path)

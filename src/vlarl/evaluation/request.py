@@ -1,6 +1,6 @@
-"""What an evaluation is asked for: a checkpoint, and the sections env, gym and policy; from its run, then as given.
+"""The request for an evaluation: a checkpoint, and the sections env, gym and policy, first from its run, then as given.
 
-Imports neither torch nor a simulator, so that what can be refused is refused at once.
+Imports neither torch nor a simulator, so that errors in the options are reported at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EvalOptions(Section):
 
 SECTIONS = tuple(EvalOptions.model_fields)
 
-NOT_OF_A_RUN = ("task_ids", "num_envs", "cameras")  # what to evaluate, this machine's, the checkpoint's
+NOT_OF_A_RUN = ("task_ids", "num_envs", "cameras")  # what to evaluate; depends on this machine; set by the checkpoint
 OF_ONE_SUITE = ("protocol", "max_steps")
 
 _EPISODE_ID = re.compile(r"(?P<suite>.+)-t(?P<task>\d{2,})-s(?P<state>\d{3,})-(?P<seed>[0-9a-f]{16})")
@@ -58,8 +58,8 @@ class EvalRequest:
     policy: PolicyConfig  # how it is loaded; its path is not read
     training: TrainingData | None  # what it was trained on; None: not known
     init_states: tuple[int, ...]  # of each task, to evaluate on
-    states_per_task: int | None = None  # as asked for; None: as many as there are, up to DEFAULT_EPISODES
-    as_published: bool = False  # the protocol's first states, whether or not they were trained on: it was asked for
+    states_per_task: int | None = None  # as requested; None: all, up to DEFAULT_EPISODES
+    as_published: bool = False  # the protocol was requested: its first states, even if they were trained on
     temperature: float = 0.0
     seed: int = 0
     videos: Videos = 0
@@ -80,38 +80,38 @@ def eval_request(
     episode: str | None = None,
     trust: bool = False,
 ) -> EvalRequest:
-    """The request for a checkpoint, or a run's: options of its run, and over them those given as `{"env.suite": …}`.
+    """The request for a checkpoint or a run: the options of its run, overridden by those given as `{"env.suite": …}`.
 
-    `training` is what a checkpoint was trained on that is not on this machine yet; any other one's is read here.
+    `training` is the training data of a checkpoint that is not on this machine yet; otherwise it is read here.
     `episode` is the id of one episode to run again, in its suite. `trust`: code that the run's configuration names may
-    be run, also where it is not this user's.
-    Raises ConfigError with everything that is wrong and can be seen without a simulator.
+    be run, even if another user wrote it.
+    Raises ConfigError with every problem that can be found without a simulator.
     """
     checkpoint = locate_checkpoint(checkpoint).path
     training = training or training_data_of(checkpoint)
     folder = run_of(str(checkpoint))
     run = _sections_of_run(folder)
-    asked = {section: _under(section, given) for section in SECTIONS}
+    requested = {section: _under(section, given) for section in SECTIONS}
     replay = None if episode is None else task_of(episode)
     if replay is not None:
-        asked["env"]["suite"] = replay.suite
+        requested["env"]["suite"] = replay.suite
     run_suite = run["env"].get("suite")
-    suite = asked["env"].get("suite") or run_suite or (training and training.suite) or EnvConfig().suite
+    suite = requested["env"].get("suite") or run_suite or (training and training.suite) or EnvConfig().suite
     dropped = NOT_OF_A_RUN if suite == run_suite else (*NOT_OF_A_RUN, *OF_ONE_SUITE)
     kept = {name: value for name, value in run["env"].items() if name not in dropped}
     own_protocol = training.protocol(suite) if training is not None else None
     protocol = {"protocol": own_protocol or "benchmark"}
-    env = _validated(EnvConfig, "env", {**protocol, **kept, **asked["env"], "suite": suite})
+    env = _validated(EnvConfig, "env", {**protocol, **kept, **requested["env"], "suite": suite})
     request = EvalRequest(
         checkpoint=str(checkpoint),
         env=env,
-        gym=_validated(GymConfig, "gym", {**(run["gym"] if suite == GYM else {}), **asked["gym"]}),
-        policy=_validated(PolicyConfig, "policy", {**run["policy"], **asked["policy"]}),
+        gym=_validated(GymConfig, "gym", {**(run["gym"] if suite == GYM else {}), **requested["gym"]}),
+        policy=_validated(PolicyConfig, "policy", {**run["policy"], **requested["policy"]}),
         training=training,
         init_states=() if replay is None else (replay.init_state,),
         states_per_task=states_per_task,
         # A run that was configured to train on the benchmark's states measures itself on them.
-        as_published="protocol" in asked["env"] or own_protocol == "benchmark",
+        as_published="protocol" in requested["env"] or own_protocol == "benchmark",
         temperature=temperature,
         seed=seed,
         videos=videos,
@@ -134,7 +134,7 @@ def on_the_same_states(a: EvalRequest, b: EvalRequest) -> tuple[EvalRequest, Eva
 
 
 def same_episodes(request: EvalRequest) -> dict[str, object]:
-    """The options of a second request that let it run the episodes of this one, whatever its own run would choose."""
+    """The options that make a second request run the episodes of this one, whatever its own run would choose."""
     shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
     if request.env.suite == GYM:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
@@ -147,7 +147,7 @@ def task_of(episode_id: str) -> Task:
     if match is None:
         example = Task("libero_spatial", 3, 17, 0x4D122750A6710509).episode_id
         raise UsageError(
-            f"{episode_id!r} is no episode's id: take one from episodes.jsonl or results.json, such as {example}."
+            f"{episode_id!r} is not an episode id: take one from episodes.jsonl or results.json, such as {example}."
         )
     return Task(match["suite"], int(match["task"]), int(match["state"]), int(match["seed"], 16))
 
@@ -165,7 +165,7 @@ def _problems(request: EvalRequest) -> Iterator[Problem]:
 
 
 def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int, ...]:
-    """The initial states to evaluate on, the same ones of every task; ConfigError where too few are left."""
+    """The initial states to evaluate on, the same ones of every task; ConfigError where too few remain."""
     env, gym = request.env, request.gym
     facts = suite_facts(env, gym)
     assert facts is not None, "a checked request names a suite that exists"
@@ -182,7 +182,7 @@ def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int,
 def _used(
     compared: Sequence[EvalRequest], all_task_ids: Sequence[int], task_ids: Sequence[int], candidates: Collection[int]
 ) -> Used:
-    """Which of the candidates training has used in these tasks, and where."""
+    """Which of the candidates were used for training in these tasks, and by which checkpoints."""
     env, gym_env = compared[0].env, compared[0].gym.env
     by_task: dict[int, set[int]] = {task_id: set() for task_id in all_task_ids}
     by: list[str] = []
@@ -203,7 +203,7 @@ def _used(
 
 
 def _sections_of_run(run: Path | None) -> dict[str, dict[str, Any]]:
-    """The sections that matter of the configuration of a checkpoint's run; empty ones for any other checkpoint."""
+    """The relevant sections of the configuration of a checkpoint's run; empty for a checkpoint outside a run."""
     data = read_document(run / "config.yaml").data if run is not None else {}
     sections = {name: data.get(name) for name in SECTIONS}
     return {name: content if isinstance(content, dict) else {} for name, content in sections.items()}

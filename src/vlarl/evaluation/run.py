@@ -26,7 +26,7 @@ from vlarl.errors import UsageError
 from vlarl.evaluation.record import EvalDirectory, EvalRecord, EvalSettings
 from vlarl.evaluation.request import EvalRequest, Videos
 from vlarl.interrupt import Interrupted, InterruptGuard
-from vlarl.observability.capacity import refuse_crowd
+from vlarl.observability.capacity import check_memory_for_envs
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
 from vlarl.policies.load import checkpoint_folder, load_configured
@@ -195,7 +195,7 @@ def _pool_size(request: EvalRequest) -> int:
     episodes = 1 if request.replay else tasks * len(request.init_states)
     size = min(configured_num_envs(request.env, request.gym), episodes)
     if request.env.num_envs is not None:
-        refuse_crowd(request.env.suite, size)
+        check_memory_for_envs(request.env.suite, size)
     return size
 
 

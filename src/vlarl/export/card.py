@@ -156,7 +156,7 @@ def _loop_rows(source: Source) -> list[str]:
     totals = " / ".join(dict.fromkeys(str(evaluation.score.total) for evaluation in evaluations))
     tasks = {task for evaluation in evaluations for task, _ in evaluation.outcomes()}
     cells = [_rate(e.score.won, e.score.total) if e is not None and e.score.total else "-" for e in (before, after)]
-    what = f"{_tasks(tasks, str(run.option('env', 'suite')))}, {run.manner}, by the training run"
+    what = f"{_tasks(tasks, str(run.option('env', 'suite')))}, {run.decoding}, by the training run"
     return [f"| {what} | {totals} | {cells[0]} | {cells[1]} |"]
 
 

@@ -19,13 +19,13 @@ def fitting_envs(suite: str) -> int | None:
 
 
 def default_processes(suite: str) -> int:
-    """Processes of a suite where the user has not said how many: one for each core, as far as they fit."""
+    """The default number of processes of a suite: one for each core, as far as they fit."""
     fitting = fitting_envs(suite)
     return available_cores() if fitting is None else max(1, min(available_cores(), fitting))
 
 
-def refuse_crowd(suite: str, num_envs: int | None, option: str = "env.num_envs") -> None:
-    """Refuse more simulator processes than fit, before the first one starts; None, the default, is made to fit."""
+def check_memory_for_envs(suite: str, num_envs: int | None, option: str = "env.num_envs") -> None:
+    """Refuse more simulator processes than fit, before the first one starts; the default (None) always fits."""
     fitting = fitting_envs(suite)
     if fitting is None or num_envs is None or num_envs <= fitting:
         return
@@ -36,13 +36,13 @@ def refuse_crowd(suite: str, num_envs: int | None, option: str = "env.num_envs")
             "free here; free some memory, or use a machine or a container with more."
         )
     raise UsageError(
-        f"{option} = {num_envs}: so many processes of {suite} take {num_envs * each / 1024:.0f} GiB of memory, "
+        f"{option} = {num_envs}: that many processes of {suite} take {num_envs * each / 1024:.0f} GiB of memory, "
         f"{each / 1024:.1f} GiB each, and {fitting * each / 1024:.0f} GiB are free here; set {option} to "
         f"{fitting} or less."
     )
 
 
-def refuse_crowd_here(config: Config) -> None:
-    """The same for what a configuration asks for, where all is done by one process and its simulators."""
+def check_memory_for_config(config: Config) -> None:
+    """The same for a configuration, where one process and its simulators do everything."""
     if config.distributed.backend == "local":
-        refuse_crowd(config.env.suite, config.env.num_envs)
+        check_memory_for_envs(config.env.suite, config.env.num_envs)

@@ -1,4 +1,4 @@
-"""Durations: measured, and as people read them."""
+"""Durations: measured, and formatted for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def duration_in_words(seconds: float) -> str:
 
 
 class Stopwatch:
-    """Seconds by name; what is timed is drawn on a track of the timeline, too."""
+    """Seconds by name; each timed block is also a span on a track of the timeline."""
 
     def __init__(self, trace: NoTrace, track: str) -> None:
         self.seconds: dict[str, float] = {}
@@ -37,7 +37,7 @@ class Stopwatch:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the block's seconds to what the name has."""
+        """Add the duration of the block to the total of the name."""
         start = time.monotonic()
         with self._trace.measure(self._track, name):
             yield

@@ -9,10 +9,11 @@ from typing import Any
 from vlarl.types import EpisodeResult, Task
 
 STATUSES = ("ok", "crashed", "reward_failed")
+_OLD_NUM_RETRIES = "redone"  # the key in files of older versions
 
 
 def episode_row(episode: EpisodeResult) -> dict[str, Any]:
-    """What is kept of an episode: enough to count it, and to run it again."""
+    """The row of an episode: enough to count it, and to run it again."""
     task = episode.task
     return {
         "episode_id": task.episode_id,
@@ -25,12 +26,12 @@ def episode_row(episode: EpisodeResult) -> dict[str, Any]:
         "length": int(episode.length),
         "return": float(episode.episode_return) if math.isfinite(episode.episode_return) else None,
         "status": episode.status,
-        "redone": episode.num_retries,
+        "num_retries": episode.num_retries,
     }
 
 
 def read_episode(row: Mapping[str, Any]) -> EpisodeResult:
-    """The episode of a row; KeyError, TypeError or ValueError for what is none."""
+    """The episode of a row; KeyError, TypeError or ValueError for a row that is not one."""
     if not isinstance(row["success"], bool) or row["status"] not in STATUSES:
         raise ValueError(f"success is {row['success']!r} and status is {row['status']!r} in an episode")
     return EpisodeResult(
@@ -40,5 +41,5 @@ def read_episode(row: Mapping[str, Any]) -> EpisodeResult:
         length=int(row["length"]),
         episode_return=math.nan if row["return"] is None else float(row["return"]),
         status=row["status"],
-        num_retries=int(row["redone"]),
+        num_retries=int(row["num_retries"] if "num_retries" in row else row[_OLD_NUM_RETRIES]),
     )

@@ -1,4 +1,4 @@
-"""Writing and reading the files of a run so that neither a crash nor a full disk leaves something half true."""
+"""Writing and reading the files of a run so that neither a crash nor a full disk leaves a partial file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from vlarl.errors import VlarlError
 from vlarl.json_files import parse_json
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -24,13 +24,13 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if is_full(error):
             raise VlarlError(full_disk(path)) from error
-        remedy = f"{error.strerror or error}: check the disk and the folder's permissions, then go on with --resume"
+        remedy = f"{error.strerror or error}: check the disk and the folder's permissions, then continue with --resume"
         raise VlarlError(f"cannot write {path}: {remedy}") from error
 
 
 def is_full(error: OSError) -> bool:
     """Whether a disk, or the quota on it, is full."""
-    return error.errno in _NO_ROOM
+    return error.errno in _DISK_FULL
 
 
 def full_disk(path: Path | str) -> str:
@@ -42,7 +42,7 @@ def full_disk(path: Path | str) -> str:
         free = f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free in {folder}"
     except OSError:
         free = f"no space left in {folder}"
-    return f"cannot write {path}: the disk is full ({free}): free some space, then go on with --resume"
+    return f"cannot write {path}: the disk is full ({free}): free some space, then continue with --resume"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -61,7 +61,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSONL file; a line that a killed process left unfinished is passed over."""
+    """Rows of a JSONL file; a line that a killed process left unfinished is skipped."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""A log file for as long as something runs, within bounds."""
+"""A log file of bounded size, written while a block runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlarl.errors import excerpt
 from vlarl.observability.terminal import printable
 
 LONGEST_RECORD = 32_000  # characters of a record, its traceback included
-LARGEST_LOG = 32 << 20  # bytes of a log file; the one before it is kept beside it, as `.1`
+LARGEST_LOG = 32 << 20  # bytes of a log file; the previous one is kept in the same folder, as `.1`
 
 
 class CleanFormatter(logging.Formatter):
-    """Writes records without secrets in addresses, without control characters, and cut where they are too long."""
+    """Writes records without secrets in addresses and without control characters, and truncates long ones."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record's lines, those of its exception too."""
@@ -26,19 +26,19 @@ class CleanFormatter(logging.Formatter):
 
 
 class BoundedFileHandler(RotatingFileHandler):
-    """Keeps two files of a limited size; a disk that is full costs records, and is said once."""
+    """Keeps two files of a limited size; a full disk loses records, with one warning."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
         self._failed = False
 
     def close(self) -> None:
-        """Close the file; what a full disk did not take is lost."""
+        """Close the file; records that a full disk refused are lost."""
         with suppress(OSError):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Say it once, without logging's traceback: what ends the run is said elsewhere."""
+        """Warn once, without logging's traceback: an error that ends the run is reported elsewhere."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError) and not self._failed:
             self._failed = True

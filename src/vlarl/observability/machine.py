@@ -1,4 +1,4 @@
-"""One line that says what a run ran on; numbers without it can't be compared."""
+"""One line that describes the machine of a run; measurements without it can't be compared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def available_cores() -> int:
 
 
 def may_have_gpu() -> bool:
-    """Whether a GPU can be expected, by the files of its driver: asked before torch is loaded, which knows."""
+    """Whether a GPU is likely, judged by its driver's files: used before torch, which knows for sure, is loaded."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
@@ -52,7 +52,7 @@ def _memory_gib() -> float | None:
 
 
 def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of memory that new processes can take: what the machine has free, or less where a container or a job
+    """Bytes of memory that new processes can use: what the machine has free, or less where a container or a job
     scheduler sets a limit; None where it is not known."""
     found = [free] if (free := _machine_memory(proc)) is not None else []
     found += [left for folder in _groups(proc, groups) if (left := _left_in(folder)) is not None]
@@ -66,7 +66,7 @@ def _machine_memory(proc: Path) -> int | None:
 
 
 def _groups(proc: Path, groups: Path) -> list[Path]:
-    """The folders of this process's control groups, from its own to the root; those of version 1 too."""
+    """The folders of this process's control groups, from its own to the root, including those of version 1."""
     own = next((line[3:] for line in _text(proc / "self" / "cgroup").splitlines() if line.startswith("0::")), "/")
     inside = [part for part in own.split("/") if part and part != ".."]
     chain = [groups.joinpath(*inside[:depth]) for depth in range(len(inside), -1, -1)]
@@ -74,7 +74,7 @@ def _groups(proc: Path, groups: Path) -> list[Path]:
 
 
 def _left_in(folder: Path) -> int | None:
-    """What a control group may still take; files that it has cached count as free, as they do for the machine."""
+    """What a control group may still allocate; its cached files count as free, as they do for the machine."""
     for limit_name, used_name, prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),

@@ -1,4 +1,4 @@
-"""Numbers of an iteration: gathered with their true weights, reduced once, sent to every sink as one row."""
+"""Metrics of an iteration: collected with their true weights, reduced once, sent to every sink as one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlarl.observability.video import Video
 
 
 class Sink(Protocol):
-    """Somewhere metrics go."""
+    """A destination of metrics."""
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Take one row."""
@@ -21,7 +21,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is pending and let go."""
+        """Write what is pending and release all resources."""
         ...
 
 
@@ -39,7 +39,7 @@ class WeightedMeans:
         self._totals[name] = (old_total + float(total), old_weight + float(weight))
 
     def max(self, name: str, value: float) -> None:
-        """Keep the largest value; a value that is not a number stays, since it is what one must see."""
+        """Keep the largest value; a NaN is kept, since it must be seen."""
         value, old = float(value), self._maxima.get(name)
         if old is None or value != value or value > old:
             self._maxima[name] = value
@@ -49,7 +49,7 @@ class WeightedMeans:
         self._last[name] = float(value)
 
     def reduce(self) -> dict[str, float]:
-        """The reduced numbers; a mean over nothing is left out."""
+        """The reduced metrics; a mean over nothing is left out."""
         means = {name: total / weight for name, (total, weight) in self._totals.items() if weight}
         return means | self._maxima | self._last
 

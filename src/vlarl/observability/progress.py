@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a calm live display in a terminal, one plain line per iteration elsewhere.
+"""What the user sees while a run trains: a live display in a terminal, one plain line per iteration elsewhere.
 Every line goes to the log of the run, too.
 
 iteration       7/20  ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1:12 elapsed, 2:10 left
@@ -32,7 +32,7 @@ from vlarl.observability.terminal import printable
 log = logging.getLogger(__name__)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-_RECENT = 5  # iterations that the estimate of the time left looks at
+_RECENT = 5  # iterations that the estimate of the remaining time uses
 _Params = ParamSpec("_Params")
 
 
@@ -45,7 +45,7 @@ def sparkline(values: Sequence[float], width: int = 32) -> str:
 def _never_fatal(
     method: Callable[Concatenate[Progress, _Params], None],
 ) -> Callable[Concatenate[Progress, _Params], None]:
-    """The terminal is a border of the process: whatever goes wrong there (a closed pipe), training goes on."""
+    """An error of the terminal (a closed pipe) never stops training."""
 
     @wraps(method)
     def guarded(self: Progress, /, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
@@ -68,7 +68,7 @@ class Progress:
     """The display of one run. Use it as a context manager: the terminal is restored however the block ends."""
 
     def __init__(self, iterations: int, console: Console | None = None, start: int = 0) -> None:
-        """`start` is the iteration that a resumed run goes on from."""
+        """`start` is the iteration that a resumed run continues from."""
         self._iterations = iterations
         self._console = console or Console()
         encoding = (self._console.encoding or "").lower()
@@ -84,7 +84,7 @@ class Progress:
         self._phase: tuple[str, int, int, str] | None = None  # name, done, total, unit
 
     def expect(self, iterations: int) -> None:
-        """So many iterations are expected now: a run that ends after environment steps learns how many they make."""
+        """Set how many iterations are expected; a run with a limit on environment steps updates this as it trains."""
         self._iterations = iterations
 
     def __enter__(self) -> Progress:
@@ -100,7 +100,7 @@ class Progress:
         self._val = (iteration, success_rate, num_episodes)
         self._phase = None
         if not self._durations:
-            self._last_end = time.monotonic()  # the evaluation before training is no part of the first iteration
+            self._last_end = time.monotonic()  # the first iteration does not include the evaluation before training
         when = "before training" if iteration == 0 else f"after iteration {iteration}"
         of = f"of {counted(num_episodes, 'episode')}"
         self._say(
@@ -112,17 +112,17 @@ class Progress:
 
     @_never_fatal
     def evaluating(self, done_episodes: int, total_episodes: int) -> None:
-        """Episodes of the evaluation that is going on."""
+        """Episodes of the current evaluation."""
         self._show_phase("evaluation", done_episodes, total_episodes, "episodes")
 
     @_never_fatal
     def rollout(self, done_episodes: int, total_episodes: int) -> None:
-        """Episodes of the rollout that is going on."""
+        """Episodes of the current rollout."""
         self._show_phase("rollout", done_episodes, total_episodes, "episodes")
 
     @_never_fatal
     def update(self, done: int, total: int) -> None:
-        """Optimizer steps of the update that is going on."""
+        """Optimizer steps of the current update."""
         self._show_phase("update", done, total, "steps")
 
     def iteration(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -156,7 +156,7 @@ class Progress:
         return Group(Text(), self._bars(), Text(), self._figures(), Text())
 
     def _say(self, line: str, live: Text | None = None) -> None:
-        """Write a line to the log, also when the display is broken; the live display shows `live`, or its new state."""
+        """Write a line to the log, even when the display is broken; the live display shows `live`, or its new state."""
         log.info("%s", line)
         self._show(line, live)
 
@@ -181,7 +181,7 @@ class Progress:
             self._live.start()
 
     def _stop(self) -> None:
-        # Even a broken display must give the cursor back.
+        # Even a broken display must restore the cursor.
         if self._live is not None:
             live, self._live = self._live, None
             try:
@@ -203,7 +203,7 @@ class Progress:
         if not self._durations:
             return "-"
         seconds = (self._iterations - self._iteration) * sum(self._durations) / len(self._durations)
-        # The iteration that is going on has used some of it already.
+        # The current iteration has used some of it already.
         return duration(max(0.0, seconds - (time.monotonic() - self._last_end)))
 
     def _plain_line(self) -> str:
@@ -268,7 +268,7 @@ class Progress:
 
 
 def _grid() -> Table:
-    """A table whose first two columns, labels and numbers, are as wide as the longest ones, and never cut."""
+    """A table whose first two columns, labels and values, fit their longest entries and are never truncated."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=len("  evaluation"), no_wrap=True)
     table.add_column(min_width=9, justify="right", no_wrap=True)

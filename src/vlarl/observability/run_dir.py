@@ -1,4 +1,4 @@
-"""The run directory: where everything about one run lives, and the interface to every tool that reads it.
+"""The run directory: all files of one run, and the interface to every tool that reads them.
 
 runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  curriculum.json  report.html
               trace.json  logs/  checkpoints/  videos/  eval/  tensorboard/
@@ -38,7 +38,7 @@ FOLDERS = ("logs", "checkpoints", "videos", "eval", "tensorboard")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What status.json holds: enough for a person, or a scheduler, to know where a run stands."""
+    """The content of status.json: enough for a person, or a scheduler, to know the state of a run."""
 
     state: RunState
     iteration: int
@@ -49,7 +49,7 @@ class RunStatus:
     host: str
     machine: str
     message: str
-    resume: str  # the command, or the call in Python, that goes on from here; empty where there is none
+    resume: str  # the command, or the call in Python, that resumes the run; empty where there is none
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RunDirectory:
     """The files of one run."""
 
     path: Path
-    made_in: Path | None = field(default=None, compare=False)  # create: the folder that was there before
+    made_in: Path | None = field(default=None, compare=False)  # create: the nearest folder that existed before
 
     @classmethod
     def create(cls, root: Path | str, name: str) -> RunDirectory:
-        """Make the folder of a new run. An existing one is refused; what can't be made leaves nothing behind."""
+        """Make the folder of a new run. An existing one is refused; a failure leaves nothing behind."""
         cls.refuse_existing(root, name)
         path = Path(root) / name
         made_in = nearest_existing(path.parent)
@@ -70,27 +70,27 @@ class RunDirectory:
             for folder in FOLDERS:
                 (path / folder).mkdir(exist_ok=True)
         except FileExistsError:
-            raise UsageError(f"another process has just made {path}: choose another `--run.name`") from None
+            raise UsageError(f"another process has just created {path}: choose another `--run.name`") from None
         except OSError as error:
             raise UsageError(_unwritable(path, error)) from error
         return cls(path, made_in)
 
     @staticmethod
     def refuse_existing(root: Path | str, name: str) -> None:
-        """Refuse a name that is taken or a place that can't be written to, before anything is made."""
+        """Refuse a name that is taken or a folder that can't be written to, before anything is made."""
         path = Path(root) / name
         if not name or Path(name).name != name or name in {".", ".."}:
-            raise UsageError(f"run.name is {name!r}, which is no folder name: leave out slashes")
+            raise UsageError(f"run.name is {name!r}, which is not a valid folder name: leave out slashes")
         if path.exists() and not _never_began(path):
             raise UsageError(
                 f"the run {brief(path)} exists already, and runs are never overwritten: "
-                f"go on with it by `{resume_command(path)}`, or choose another `--run.name`"
+                f"continue it by `{resume_command(path)}`, or choose another `--run.name`"
             )
         check_writable(Path(root))
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
-        """The folder of an earlier run, to go on with or to report on."""
+        """The folder of an earlier run, to resume or to report on."""
         path = Path(path)
         if not path.is_dir():
             raise UsageError(f"{path} is not a run: there is no such folder{_known_runs(path.parent)}")
@@ -107,43 +107,43 @@ class RunDirectory:
         return cls(path)
 
     def remove(self) -> None:
-        """Take away all that was made for a new run that was refused before it began, its root too if that is new."""
+        """Delete all files of a new run that was refused before it began, including its root if that is new."""
         shutil.rmtree(self.path, ignore_errors=True)
         for folder in self.path.parents:
             if self.made_in is None or folder == self.made_in:
                 break
-            with suppress(OSError):  # another run has come to live there
+            with suppress(OSError):  # another run has been made there
                 folder.rmdir()
 
     def lock(self) -> IO[str]:
-        """Keep every other process from going on with this run, for as long as the answer is open."""
+        """Keep every other process from working on this run, for as long as the returned file is open."""
         file = (self.path / ".lock").open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            raise self._going_on() from None
+            raise self._in_use() from None
         return file
 
     def refuse_locked(self) -> None:
         """Refuse a run that another process works on, as `lock` does; nothing is written."""
         if self.is_locked():
-            raise self._going_on()
+            raise self._in_use()
 
-    def _going_on(self) -> UsageError:
+    def _in_use(self) -> UsageError:
         pid = self.read_status().get("pid")
-        return UsageError(f"the run {brief(self.path)} is going on in another process (pid {pid}): stop that one first")
+        return UsageError(f"the run {brief(self.path)} is in use by another process (pid {pid}): stop that one first")
 
     def claim(self) -> IO[str]:
-        """The lock of a new run. A folder that another process was first to begin its run in is refused."""
+        """The lock of a new run. A folder in which another process has begun its run first is refused."""
         file = self.lock()
         if self.config_file.exists():
             file.close()
-            raise UsageError(f"another process has just made {self.path}: choose another `--run.name`")
+            raise UsageError(f"another process has just created {self.path}: choose another `--run.name`")
         return file
 
     def is_locked(self) -> bool | None:
-        """Whether a process works on this run; None where no lock can tell."""
+        """Whether a process works on this run; None where the lock can't say."""
         try:
             with (self.path / ".lock").open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -164,7 +164,7 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     def write_config(self, text: str) -> None:
-        """Write the resolved configuration, with a last line that says it is whole and a seal that says whose it is.
+        """Write the resolved configuration, with a last line that marks it complete and a seal that says whose it is.
 
         The seal is written first, see `trust.seals`.
         """
@@ -175,22 +175,22 @@ class RunDirectory:
 
     @property
     def status_file(self) -> Path:
-        """Where the run stands."""
+        """The state of the run."""
         return self.path / "status.json"
 
     @property
     def metrics_file(self) -> Path:
-        """One row an iteration."""
+        """One row per iteration."""
         return self.path / "metrics.jsonl"
 
     @property
     def episodes_file(self) -> Path:
-        """One row an episode."""
+        """One row per episode."""
         return self.path / "episodes.jsonl"
 
     @property
     def curriculum_file(self) -> Path:
-        """How well each task goes, and how often each is trained on."""
+        """The success of each task, and how often each is sampled for training."""
         return self.path / "curriculum.json"
 
     @property
@@ -225,12 +225,12 @@ class RunDirectory:
 
     @property
     def videos(self) -> Path:
-        """Folder of filmed episodes."""
+        """Folder of videos of episodes."""
         return self.path / "videos"
 
     @property
     def evaluations(self) -> Path:
-        """Folder of later evaluations, one folder each."""
+        """Folder of later evaluations, one subfolder each."""
         return self.path / "eval"
 
     @property
@@ -241,7 +241,7 @@ class RunDirectory:
     def write_status(
         self, state: RunState, iteration: int, iterations: int, message: str = "", resumable: bool = True
     ) -> None:
-        """Say where the run stands, in one atomic step."""
+        """Write the state of the run, in one atomic step."""
         now = time.time()
         status = RunStatus(
             state=state,
@@ -259,7 +259,7 @@ class RunDirectory:
 
     @contextmanager
     def tracked(self, iterations: int) -> Iterator[None]:
-        """Keep status.json true of a block that does all its iterations or fails, and can't be resumed."""
+        """Keep status.json up to date for a block that does all its iterations or fails, and can't be resumed."""
         self.write_status("running", 0, iterations, resumable=False)
         try:
             yield
@@ -270,12 +270,12 @@ class RunDirectory:
         self.write_status("finished", iterations, iterations, resumable=False)
 
     def read_status(self) -> dict[str, Any]:
-        """What status.json says; empty when there is none, without what is of another kind than it was written."""
+        """The content of status.json, without values of a wrong type; empty when there is none."""
         status = read_object(self.status_file)
         return {name: value for name, value in status.items() if _is_of_kind(name, value)}
 
     def status_problem(self) -> str:
-        """What is wrong with status.json, for a message; empty where it is whole or not there."""
+        """What is wrong with status.json, for a message; empty where it is valid or missing."""
         if not self.status_file.exists():
             return ""
         status = read_object(self.status_file)
@@ -289,20 +289,20 @@ class RunDirectory:
         return list(read_jsonl(self.metrics_file)) if self.metrics_file.is_file() else []
 
     def truncate_after(self, iteration: int, unfinished: bool = False) -> None:
-        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run makes them again.
+        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run writes them again.
 
-        An unfinished iteration has its rollout's episodes; its evaluation and its row of metrics are made again, too.
+        An unfinished iteration has its rollout's episodes; its evaluation and its row of metrics are repeated, too.
         """
 
         def is_kept(row: dict[str, Any]) -> bool:
-            number = row.get("iteration", 0)
-            if not isinstance(number, int):
+            of = row.get("iteration", 0)
+            if not isinstance(of, int):
                 return False
-            again = unfinished and number == iteration and row.get("phase") != "rollout"
-            return number <= iteration and not again
+            again = unfinished and of == iteration and row.get("phase") != "rollout"
+            return of <= iteration and not again
 
         for path in (self.metrics_file, self.episodes_file):
-            if path.exists() and not path.is_file():  # a pipe, which would wait without end for a reader
+            if path.exists() and not path.is_file():  # a pipe: writing to it would block without a reader
                 raise UsageError(f"{path} is not a file: move it away, then resume the run.")
             if path.is_file():
                 kept = (row for row in read_jsonl(path) if is_kept(row))
@@ -336,7 +336,8 @@ ROOT_REMEDY = "choose a folder you can write to with `--run.root`"
 
 
 def check_writable(root: Path, remedy: str = ROOT_REMEDY) -> None:
-    """Prove by a file that the root, or the folder it will be made in, takes files; permission bits don't tell."""
+    """Check with a temporary file that the root, or the folder it will be made in, is writable: permission bits
+    don't say."""
     try:
         with tempfile.TemporaryFile(dir=nearest_existing(root)) as file:
             file.write(b"vlarl")
@@ -346,15 +347,15 @@ def check_writable(root: Path, remedy: str = ROOT_REMEDY) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the folder above it that is there: what will be made of it, is made on this disk."""
+    """The path, or the nearest folder above it that exists: whatever is made at the path is made on the same disk."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
 
 
 def _never_began(path: Path) -> bool:
-    """Whether a folder is what is left of a run that was killed before its configuration was written: empty folders,
-    a lock that is free, the configuration's seal, and what was not whole yet."""
+    """Whether a folder is left from a run that was killed before its configuration was written: empty folders, a free
+    lock, the configuration's seal, and temporary files."""
     if not path.is_dir() or path.is_symlink():
         return False
     seal = trust.seal_file(RunDirectory(path).config_file).name

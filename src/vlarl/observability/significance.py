@@ -1,4 +1,4 @@
-"""How much a count of successes says: Wilson's interval for one policy, McNemar's exact test for two."""
+"""Statistics of success counts: Wilson's interval for one policy, McNemar's exact test for two."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def wilson_interval(won: int, total: int, confidence: float = CONFIDENCE) -> tup
     if total == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf((1 + confidence) / 2)
-    rate, spread = won / total, z * z / total
-    center = (rate + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(rate * (1 - rate) / total + spread / (4 * total))
+    rate, z_term = won / total, z * z / total
+    center = (rate + z_term / 2) / (1 + z_term)
+    half = z / (1 + z_term) * math.sqrt(rate * (1 - rate) / total + z_term / (4 * total))
     # At the ends the formula is exact but for rounding, which must not exclude a rate of 0 or 1.
     return (0.0 if won == 0 else center - half), (1.0 if won == total else center + half)
 
@@ -25,7 +25,7 @@ def wilson_interval(won: int, total: int, confidence: float = CONFIDENCE) -> tup
 def mcnemar_p_value(only_a: int, only_b: int) -> float:
     """Exact two-sided p-value of McNemar's test: episodes that only A won, and those that only B won.
 
-    If the two were equally good, each of these episodes would be a fair coin. Episodes that ended alike say nothing.
+    If the two were equally good, each of these episodes would be a fair coin. Episodes with equal outcomes don't count.
     """
     if only_a < 0 or only_b < 0:
         raise ValueError(f"{only_a} and {only_b} episodes: counts can't be negative")

@@ -1,4 +1,4 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases when asked. Libraries load when used."""
+"""Destinations of metrics: metrics.jsonl always, TensorBoard and Weights & Biases on request. Libraries load on use."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class JsonlSink:
             self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Append a row; what is not finite becomes null, which every JSON reader understands."""
+        """Append a row; a value that is not finite becomes null, which every JSON reader understands."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         row = {"iteration": iteration, "time": round(time.time(), 3), **values}
         with disk_errors(self._path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def show(self, iteration: int, videos: Sequence[Video]) -> None:
-        """Leave videos where they are: in the run's folder, beside this file."""
+        """Do nothing: videos are in the run's folder already."""
 
     def close(self) -> None:
         """Close the file."""
@@ -66,7 +66,7 @@ class TensorBoardSink:
         """Add each video as an animated GIF under the tab Images; its own video format needs another package."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        writer: Any = self._writer.file_writer  # what SummaryWriter itself writes such summaries with
+        writer: Any = self._writer.file_writer  # SummaryWriter writes its own summaries with it
         with disk_errors(self._folder):
             for video in videos:
                 content, (width, height) = video.as_gif()
@@ -82,7 +82,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to Weights & Biases; a resumed run goes on under its old id, which is kept in the run directory."""
+    """Logs to Weights & Biases; a resumed run keeps its id, which is stored in the run directory."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class WandbSink:
                     config=dict(config or {}),
                     id=_stable_id(run_dir),
                     resume="allow",
-                    # W&B's own lines and its capture of the terminal would tear the live display.
+                    # W&B's own lines and its capture of the terminal would garble the live display.
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except wandb.Error as error:
@@ -142,7 +142,7 @@ class WandbSink:
             logging.getLogger(__name__).warning("Weights & Biases did not take the videos: %s", error)
 
     def close(self) -> None:
-        """Finish the W&B run; a server that can't be reached must not fail a run that is done."""
+        """Finish the W&B run; an unreachable server must not fail a finished run."""
         try:
             self._run.finish()
         except Exception as error:
@@ -150,7 +150,7 @@ class WandbSink:
 
 
 def _episode(video: Video) -> str:
-    """`task03_state31`: the same episode of another iteration has the same name, and is shown on one slider."""
+    """`task03_state31`: an episode has the same name in every iteration, so that TensorBoard shows it on one slider."""
     return re.sub(r"^iter_\d+_|_[a-z]+$", "", video.path.stem)
 
 

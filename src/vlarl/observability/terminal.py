@@ -1,4 +1,4 @@
-"""Text from files, instructions and other programs as it may be printed on a terminal."""
+"""Makes text from files, instructions and other programs safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SEQUENCES = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # titles, links, the clipboard
     r"|\x9b[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]?"
 )
-# Control characters but for tab and line feed; marks that change the direction of what follows them.
+# Control characters except tab and line feed; marks that change the direction of the following text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 

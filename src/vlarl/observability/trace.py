@@ -1,8 +1,8 @@
 """A timeline of every role of a run, in the trace-event format that ui.perfetto.dev opens.
 
-trace.json is a JSON array, one event a line, that grows as the run goes on. The format does without the closing bracket
-and readers pass over an unfinished last event, so that a killed run leaves a file that opens; a resumed one cuts the
-unfinished end off and goes on behind it.
+trace.json is a JSON array, one event a line, that grows with the run. The format does not require the closing bracket
+and readers skip an unfinished last event, so the file of a killed run still opens; a resumed run cuts off the
+unfinished end and appends.
 
     [
     {"ph":"M","pid":100000,"tid":100000,"name":"thread_name","args":{"name":"loop"}},
@@ -31,7 +31,7 @@ from vlarl.observability.files import disk_errors
 MAX_SPANS = 1_000_000  # about 100 MB, and what Perfetto opens in a browser
 
 ROLES = ("loop", "environments", "engine", "reward", "learner")  # from top to bottom, as the data flows
-_OTHER_ROLES = 10_000  # they come below these
+_OTHER_ROLES = 10_000  # roles that are not in ROLES come below them
 _TRACKS_OF_A_ROLE = 100_000
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Track:
-    """Where spans are drawn: a role is a process of the timeline, each of its members a thread.
+    """One row of the timeline: a role is shown as a process, each of its members as a thread.
 
-    The numbers follow from the name alone, so that a resumed run draws on the same tracks. Perfetto names threads by
-    `tid` whatever their process, so no two tracks share one.
+    The ids follow from the name alone, so that a resumed run uses the same tracks. Perfetto names threads by `tid`
+    whatever their process, so no two tracks share one.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Track:
     @classmethod
     def of(cls, name: str) -> Track:
         """The track of a name such as `loop` or `engine 0`."""
-        role, _, number = name.rpartition(" ")
-        if not role or not number.isdecimal():
-            role, number = name, ""
+        role, _, index = name.rpartition(" ")
+        if not role or not index.isdecimal():
+            role, index = name, ""
         known = role in ROLES
         rank = 1 + ROLES.index(role) if known else _OTHER_ROLES + zlib.crc32(role.encode()) % _OTHER_ROLES
         pid = rank * _TRACKS_OF_A_ROLE
-        return cls(name, role, pid, pid + 1 + int(number) % (_TRACKS_OF_A_ROLE - 1) if number else pid)
+        return cls(name, role, pid, pid + 1 + int(index) % (_TRACKS_OF_A_ROLE - 1) if index else pid)
 
     def events(self) -> list[dict[str, Any]]:
-        """What tells a viewer the names and the order."""
+        """The events that give a viewer the names and the order."""
         return [
             self.event("M", "process_name", args={"name": self.role}),
             self.event("M", "process_sort_index", args={"sort_index": self.pid}),
@@ -76,17 +76,17 @@ class Track:
 
 
 class NoTrace:
-    """A timeline that nobody asked for: it takes everything and keeps nothing."""
+    """A disabled timeline: it accepts every call and writes nothing."""
 
     def span(self, track: str, name: str, began: float, ended: float, **details: Any) -> None:
-        """Something took from `began` to `ended`, in unix seconds; `details` are shown when it is clicked on."""
+        """Add a span from `began` to `ended`, in unix seconds; a viewer shows `details` when it is selected."""
 
     def measure(self, track: str, name: str, **details: Any) -> AbstractContextManager[None]:
         """A span as long as the block."""
         return nullcontext()
 
     def close(self) -> None:
-        """End the timeline; what comes later is dropped."""
+        """End the timeline; later spans are dropped."""
 
     def __enter__(self) -> NoTrace:
         return self
@@ -96,10 +96,10 @@ class NoTrace:
 
 
 class Trace(NoTrace):
-    """A timeline on disk, for any number of threads. Spans of one track must lie apart or inside each other."""
+    """A timeline on disk, for any number of threads. Spans of one track must be disjoint or nested."""
 
     def __init__(self, path: Path, max_spans: int = MAX_SPANS) -> None:
-        """Begin the file, or go on behind what an earlier session left there."""
+        """Begin the file, or append to what an earlier session left there."""
         self._path = path
         self._max_spans = max_spans
         self._lock = threading.Lock()
@@ -113,11 +113,11 @@ class Trace(NoTrace):
                 self._file.write("[")
                 self._file.flush()
         self._separator = ",\n" if length else "\n"
-        self._wall_clock = time.time() - time.monotonic()  # a clock that is set while the run goes on bends nothing
+        self._wall_clock = time.time() - time.monotonic()  # setting the system clock during the run has no effect
         self._last_tick = 0
 
     def span(self, track: str, name: str, began: float, ended: float, **details: Any) -> None:
-        """Something took from `began` to `ended`, in unix seconds; `details` are shown when it is clicked on."""
+        """Add a span from `began` to `ended`, in unix seconds; a viewer shows `details` when it is selected."""
         self._record(track, name, round(began * 1e6), round(ended * 1e6), details)
 
     @contextmanager
@@ -130,7 +130,7 @@ class Trace(NoTrace):
             self._record(track, name, began, self._tick(), details)
 
     def close(self) -> None:
-        """End the timeline; what comes later is dropped."""
+        """End the timeline; later spans are dropped."""
         with self._lock:
             self._put("\n]")
             if self._file is not None:
@@ -138,7 +138,7 @@ class Trace(NoTrace):
                 self._file = None
 
     def _tick(self) -> int:
-        """Microseconds since 1970, no two alike: of two spans that begin together a viewer can't tell the outer one."""
+        """Microseconds since 1970, each unique: of two spans that begin together a viewer can't tell the outer one."""
         with self._lock:
             now = round((time.monotonic() + self._wall_clock) * 1e6)
             self._last_tick = max(now, self._last_tick + 1)
@@ -152,16 +152,16 @@ class Trace(NoTrace):
                 self._tracks[track] = Track.of(track)
                 for event in self._tracks[track].events():
                     self._write(event)
-            place = self._tracks[track]
+            row = self._tracks[track]
             if self._num_spans >= self._max_spans:
                 self._full = True
-                self._write(place.event("i", f"full: no more than {self._max_spans} spans", ts=ended, s="g"))
+                self._write(row.event("i", f"full: no more than {self._max_spans} spans", ts=ended, s="g"))
                 return
             self._num_spans += 1
             fields: dict[str, Any] = {"ts": began, "dur": max(0, ended - began)}  # clocks of two machines may disagree
             if details:
                 fields["args"] = {key: _plain(value) for key, value in details.items()}
-            self._write(place.event("X", name, **fields))
+            self._write(row.event("X", name, **fields))
 
     def _write(self, event: dict[str, Any]) -> None:
         # Not every version of Perfetto reads \u escapes, hence UTF-8.
@@ -169,7 +169,7 @@ class Trace(NoTrace):
         self._separator = ",\n"
 
     def _put(self, text: str) -> None:
-        """Write what a kill can't take back. A full disk ends the timeline alone: it is no reason to end a run."""
+        """Write and flush, so that a kill loses nothing. A full disk ends only the timeline, not the run."""
         if self._file is None:
             return
         try:
@@ -183,19 +183,19 @@ class Trace(NoTrace):
 
 
 def _plain(value: Any) -> str | int | float | None:
-    """A detail as JSON can hold it."""
+    """A detail as a JSON value."""
     if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)
 
 
 def _whole_events(path: Path) -> tuple[int, int, bool]:
-    """Bytes up to the end of the last whole event, without its comma; how many spans; whether the file was full."""
+    """Bytes up to the end of the last complete event, without its comma; how many spans; whether the file was full."""
     length, position, num_spans, full = 0, 0, 0, False
     if path.is_file():
         with path.open("rb") as file:
             for line in file:
-                # A line with another one behind it was written whole.
+                # A line that another one follows was written completely.
                 if line.endswith(b",\n") or _is_event(line):
                     length = position + len(line.rstrip(b",\n"))
                     num_spans += line.startswith(b'{"ph":"X"')

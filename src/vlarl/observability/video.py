@@ -1,4 +1,4 @@
-"""Films of episodes: mp4 that every browser plays, with a caption that says what was asked and how it went."""
+"""Videos of episodes: mp4 that every browser plays, with a caption that shows the instruction and the outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from vlarl.errors import VlarlError
 from vlarl.types import UInt8Array
 
-MIN_WIDTH = 320  # smaller pictures are enlarged: a caption needs room
+MIN_WIDTH = 320  # smaller frames are enlarged: a caption needs space
 HOLD_SECONDS = 1.0
 
 _BAR = (22, 24, 29)
@@ -27,12 +27,12 @@ Outcome = Literal["success", "failure", "crashed"]
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
-GIF_FRAMES = 48  # of an animated image at most: TensorBoard keeps it whole in its event file
+GIF_FRAMES = 48  # at most, of an animated image: TensorBoard stores the whole image in its event file
 
 
 @dataclass(frozen=True)
 class Video:
-    """A video that was written, and what it was made of, for those who show it elsewhere."""
+    """A video that was written, with its frames, for sinks that show it elsewhere."""
 
     path: Path
     frames: tuple[UInt8Array, ...] = field(repr=False)  # [H, W, 3] each, without captions
@@ -68,7 +68,7 @@ class Video:
 def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10) -> None:
     """Write frames [H, W, 3] as H.264 with a caption bar, holding the last frame for a second."""
     if not frames:
-        raise ValueError("a film needs at least one frame")
+        raise ValueError("a video needs at least one frame")
     import imageio.v2 as imageio
 
     painter = CaptionPainter(instruction, outcome, len(frames) - 1, _video_size(frames[0]))
@@ -99,12 +99,12 @@ def write_video(path: Path, frames: Sequence[UInt8Array], instruction: str, outc
 
 
 def caption_height(width: int) -> int:
-    """Height of the caption bar under a film of this width; even, as yuv420p demands."""
+    """Height of the caption bar under a video of this width; even, as yuv420p requires."""
     return 2 * round(width * 0.12)
 
 
 class CaptionPainter:
-    """Draws the caption bar of one film: the instruction, a step counter, and the outcome once it is known."""
+    """Renders the caption bar of one video: the instruction, a step counter, and the outcome once it is known."""
 
     def __init__(self, instruction: str, outcome: Outcome, last_step: int, size: tuple[int, int]) -> None:
         self._width, self._scene_height = size
@@ -117,23 +117,25 @@ class CaptionPainter:
         self.lines = _wrap(instruction, self._font, self._width - 2 * self._margin, limit=2)
 
     def paint(self, frame: UInt8Array, step: int) -> UInt8Array:
-        """The frame with its caption beneath."""
-        picture = Image.fromarray(np.ascontiguousarray(frame))
-        scene = (self._width, self._scene_height)
-        if picture.size != scene:
-            picture = picture.resize(scene, Image.Resampling.BILINEAR)  # enlarging gains nothing by slower ones
+        """The frame with its caption below."""
+        scene = Image.fromarray(np.ascontiguousarray(frame))
+        size = (self._width, self._scene_height)
+        if scene.size != size:
+            scene = scene.resize(size, Image.Resampling.BILINEAR)  # slower methods don't enlarge better
         canvas = Image.new("RGB", (self._width, self._scene_height + self._height), _BAR)
-        canvas.paste(picture, (0, 0))
-        self._draw_bar(ImageDraw.Draw(canvas), step)
+        canvas.paste(scene, (0, 0))
+        self._render_bar(ImageDraw.Draw(canvas), step)
         return np.asarray(canvas)
 
-    def _draw_bar(self, draw: ImageDraw.ImageDraw, step: int) -> None:
+    def _render_bar(self, draw: ImageDraw.ImageDraw, step: int) -> None:
         top, left, right = self._scene_height, self._margin, self._width - self._margin
         ended = step >= self._last_step
-        share = 1.0 if ended else step / self._last_step
+        fraction = 1.0 if ended else step / self._last_step
         thickness = max(2, self._width // 160)
         draw.rectangle((0, top, self._width, top + thickness - 1), fill=_TRACK)
-        draw.rectangle((0, top, round(self._width * share), top + thickness - 1), fill=self._color if ended else _MUTED)
+        draw.rectangle(
+            (0, top, round(self._width * fraction), top + thickness - 1), fill=self._color if ended else _MUTED
+        )
         # Two lines at most, centred in the upper two thirds.
         spacing = self._height * 0.24
         first_line = top + self._height * 0.37 - spacing * (len(self.lines) - 1) / 2
@@ -142,7 +144,7 @@ class CaptionPainter:
         last_line = top + self._height * 0.8
         draw.text((left, last_line), f"step {step}", font=self._small, fill=_MUTED, anchor="lm")
         if ended:
-            # Before the end the word would say something that has not happened yet.
+            # Before the end the outcome is not known yet.
             x = right - draw.textlength(self._word, font=self._small)
             draw.text((x, last_line), self._word, font=self._small, fill=self._color, anchor="lm")
 
@@ -154,7 +156,7 @@ def _video_size(frame: UInt8Array) -> tuple[int, int]:
 
 
 def _wrap(text: str, font: Font, width: float, limit: int) -> list[str]:
-    """The text in at most `limit` lines; the last one takes what is left, cut if it must be."""
+    """The text in at most `limit` lines; the last one takes the rest, truncated if necessary."""
     lines, words = [""], text.split()
     while words:
         longer = f"{lines[-1]} {words[0]}".strip()
@@ -169,7 +171,7 @@ def _wrap(text: str, font: Font, width: float, limit: int) -> list[str]:
 
 
 def _fit(text: str, font: Font, width: float) -> str:
-    """The text, cut with an ellipsis where it would leave the bar."""
+    """The text, truncated with an ellipsis where it would leave the bar."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(text + "...") > width:

@@ -1,4 +1,4 @@
-"""Rewards: what is good about a trajectory."""
+"""Rewards: functions that score trajectories."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from vlarl.rewards.shaping import ShapedReward
 
 @dataclass(frozen=True)
 class RewardContext:
-    """What a reward must know of the run it is for."""
+    """What a reward must know about its run."""
 
     device: torch.device
     discount: float  # the algorithm's, for each environment step
-    bootstraps: bool  # whether a value stands for the rest of an episode that the time limit cut off
+    bootstraps: bool  # whether a value replaces the rest of an episode that the time limit cut off
 
 
 def build_reward(config: RewardConfig, run: RewardContext) -> SafeReward:
-    """The configured reward, with its failures contained."""
+    """The configured reward, with its failures handled."""
     return contained(build_bare_reward(config, run), config)
 
 
 def contained(reward: Reward, config: RewardConfig) -> SafeReward:
-    """A reward with its failures contained, as configured."""
+    """A reward with its failures handled as configured."""
     return SafeReward(reward, config.retries, config.fallback, config.max_failure_rate)
 
 

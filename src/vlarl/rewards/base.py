@@ -1,4 +1,4 @@
-"""The reward contract, and the ways a reward can be paid."""
+"""The reward contract, and the ways to assign a reward to steps."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Scoring = Literal["outcome", "steps", "sum"]
 
 
 class RewardUnavailableError(VlarlError):
-    """What scores can't be reached and was asked often enough: the sample is not at fault, and others fail as well."""
+    """The scorer can't be reached after all retries: the sample is not at fault, and others fail as well."""
 
 
 class RewardTimeoutError(VlarlError):
-    """The reward has not returned in time: asked again it would take as long."""
+    """The reward has not returned in time: a retry would take as long."""
 
 
 class Reward(ABC):
     """Scores trajectories after they were collected."""
 
-    env_reward: Literal["sparse", "dense"] = "sparse"  # what the environment itself is asked to pay
-    batch_size: int = 1  # trajectories that are best scored at once
-    reads_images: bool = True  # whether it looks at what the cameras saw: evaluation gives it images only then
+    env_reward: Literal["sparse", "dense"] = "sparse"  # the reward that the environment itself returns
+    batch_size: int = 1  # how many trajectories are best scored at once
+    reads_images: bool = True  # whether it reads camera images: evaluation passes images only then
 
     @abstractmethod
     def score(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its rewards set."""
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Several at once, in their order."""
+        """Score several trajectories at once, in their order."""
         return [self.score(trajectory) for trajectory in trajectories]
 
     def move_to_cpu(self) -> bool:
@@ -43,7 +43,7 @@ class Reward(ABC):
 
 
 class ScoringReward(Reward):
-    """A reward that gives batches of episodes scores, which `scoring` says how to pay."""
+    """A reward that scores batches of episodes; `scoring` says which steps the scores are assigned to."""
 
     def __init__(self, scoring: Scoring, batch_size: int) -> None:
         self.scoring = scoring
@@ -54,13 +54,13 @@ class ScoringReward(Reward):
         """For each trajectory one score (scoring `outcome`), or one for each of its decisions."""
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Pay the scores of one episode."""
+        """Assign the scores of one episode."""
         return self.score_all([trajectory])[0]
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Pay each episode's scores: at its end, or decision by decision."""
-        pay = reward_decisions if self.scoring == "steps" else lambda t, scores: reward_at_end(t, sum(scores))
-        return [pay(t, scores) for t, scores in zip(trajectories, self.scores(trajectories), strict=True)]
+        """Assign each episode's scores: at its end, or decision by decision."""
+        assign = reward_decisions if self.scoring == "steps" else lambda t, scores: reward_at_end(t, sum(scores))
+        return [assign(t, scores) for t, scores in zip(trajectories, self.scores(trajectories), strict=True)]
 
 
 def reward_at_end(trajectory: Trajectory, reward: float) -> Trajectory:

@@ -1,4 +1,4 @@
-"""Several rewards added up, by weights that may differ from task to task."""
+"""A weighted sum of rewards, with weights that may differ from task to task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CombinedReward(Reward):
     def __init__(
         self, parts: Mapping[str, Reward], weights: Mapping[str, float], recipe: Sequence[RecipeRule] = ()
     ) -> None:
-        """`weights` count where no rule of the recipe fits; a reward that is not weighed counts nothing."""
+        """`weights` apply where no rule of the recipe matches; a reward without a weight is not used."""
         self.parts = dict(parts)
         self.weights = dict(weights)
         self.recipe = tuple(recipe)
@@ -27,32 +27,32 @@ class CombinedReward(Reward):
         self.reads_images = any(p.reads_images for p in parts.values())
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Add up what each reward pays for one episode."""
+        """The weighted sum of all rewards for one episode."""
         return self.score_all([trajectory])[0]
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Add up what each reward pays; a reward is asked about the episodes in which it counts."""
+        """The weighted sum of all rewards; a reward scores only the episodes in which its weight is not 0."""
         totals: list[list[FloatArray]] = [[np.zeros_like(t.rewards) for t in e.transitions] for e in trajectories]
         returns: list[dict[str, float]] = [{} for _ in trajectories]
         weights = [self.weights_of(trajectory) for trajectory in trajectories]
         for name, part in self.parts.items():
-            places = [place for place, by_name in enumerate(weights) if by_name.get(name, 0.0) != 0.0]
-            answers = part.score_all([trajectories[place] for place in places]) if places else []
-            for place, scored in zip(places, answers, strict=True):
-                returns[place][name] = scored.env_return
-                for total, transition in zip(totals[place], scored.transitions, strict=True):
-                    total += np.float32(weights[place][name]) * transition.rewards
+            indices = [index for index, by_name in enumerate(weights) if by_name.get(name, 0.0) != 0.0]
+            results = part.score_all([trajectories[index] for index in indices]) if indices else []
+            for index, scored in zip(indices, results, strict=True):
+                returns[index][name] = scored.env_return
+                for total, transition in zip(totals[index], scored.transitions, strict=True):
+                    total += np.float32(weights[index][name]) * transition.rewards
         return [
             replace(trajectory.with_rewards(total), reward_parts=by_part)
             for trajectory, total, by_part in zip(trajectories, totals, returns, strict=True)
         ]
 
     def weights_of(self, trajectory: Trajectory) -> Mapping[str, float]:
-        """The weights of the first rule that fits the episode's task, else those of all others."""
+        """The weights of the first rule that matches the episode's task, else the default ones."""
         task, instruction = trajectory.task, trajectory.final_observation.instruction
-        fitting = (rule.weights for rule in self.recipe if rule.fits(task.suite, task.task_id, instruction))
-        return next(fitting, self.weights)
+        matching = (rule.weights for rule in self.recipe if rule.fits(task.suite, task.task_id, instruction))
+        return next(matching, self.weights)
 
     def move_to_cpu(self) -> bool:
-        """Let every part leave its device."""
+        """Move every part to the CPU."""
         return any([part.move_to_cpu() for part in self.parts.values()])

@@ -1,10 +1,10 @@
-"""One HTTP request and its answer, over sockets that another thread can shut down.
+"""One HTTP request and its response, over sockets that another thread can shut down.
 
     RemoteReward ── run ──► thread: name, connection, request, status line, headers, body
-                 ── end of the block ──► every socket is shut down: whatever waits for it ends
+                 ── end of the block ──► every socket is shut down: whatever waits for one ends
 
-Timeouts of sockets are for each read by itself, and a service that sends a byte a second never misses one. So the
-deadline for the whole is kept outside, and the block ends the exchange.
+A socket's timeout applies to each read alone, so a service that sends one byte per second never exceeds it. Hence the
+deadline of the whole exchange is kept outside, and the end of the block ends the exchange.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Reque
 
 from vlarl.errors import VlarlError
 
-REASON_BYTES = 200  # of an error's body that are read for the message
+REASON_BYTES = 200  # of an error's body, read for the message
 
 
 class RefusalError(Exception):
-    """The service answered with an HTTP error."""
+    """The service replied with an HTTP error."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -32,10 +32,10 @@ class RefusalError(Exception):
 
 
 class WatchedExchange:
-    """A request to be sent once; a context manager whose end is the end of its connections."""
+    """A request to be sent once; a context manager that closes its connections at the end."""
 
     def __init__(self, request: Request, max_response_bytes: int, socket_timeout_s: float) -> None:
-        """`socket_timeout_s`: for a thread that was given up while it connects, which can't be shut down."""
+        """`socket_timeout_s`: for a thread that was abandoned while it connects, which can't be shut down."""
         self._request = request
         self._limit = max_response_bytes
         self._socket_timeout_s = socket_timeout_s
@@ -52,15 +52,15 @@ class WatchedExchange:
                 opened.shutdown(socket.SHUT_RDWR)
 
     def run(self) -> bytes:
-        """The content of the answer; RefusalError for an HTTP error, OSError where no answer comes."""
+        """The body of the response; RefusalError for an HTTP error, OSError where no response arrives."""
         opener = build_opener(_NoRedirects, _WatchedHttp(self._watch), _WatchedHttps(self._watch))
         try:
             with opener.open(self._request, timeout=self._socket_timeout_s) as response:
                 return self._read(response)
         except HTTPError as error:
             with error:
-                told = error.read(REASON_BYTES).decode(errors="replace").strip()
-                raise RefusalError(f"HTTP {error.code} {error.reason}: {told}", error.code) from None
+                body = error.read(REASON_BYTES).decode(errors="replace").strip()
+                raise RefusalError(f"HTTP {error.code} {error.reason}: {body}", error.code) from None
 
     def _read(self, response: IO[bytes]) -> bytes:
         parts, size = [], 0
@@ -68,17 +68,17 @@ class WatchedExchange:
             parts.append(part)
             size += len(part)
             if size > self._limit:
-                raise VlarlError(f"the answer is longer than reward.max_response_bytes = {self._limit}.")
+                raise VlarlError(f"the response is longer than reward.max_response_bytes = {self._limit}.")
         return b"".join(parts)
 
     def _watch(self, opened: socket.socket) -> None:
-        self._sockets.append(opened.dup())  # its own may be wrapped by TLS, or handed on to the response
+        self._sockets.append(opened.dup())  # the original may be wrapped by TLS, or passed to the response
         if self._ended:
-            raise TimeoutError("the exchange was given up")
+            raise TimeoutError("the exchange was abandoned")
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A redirected POST becomes a GET without its content: treated as the refusal that it is."""
+    """A redirected POST would become a GET without its body: redirects are treated as refusals."""
 
     def redirect_request(self, *_: object) -> None:
         """Follow nothing."""
@@ -107,7 +107,7 @@ class _WatchedHttps(HTTPSHandler):
 
 
 def _connection(kind: Callable[..., Any], watch: Watch, host: str, **options: Any) -> Any:
-    """A connection of http.client's that shows its socket as soon as there is one."""
+    """A connection of http.client that passes its socket to `watch` as soon as there is one."""
     made = kind(host, **options)
     connect = made._create_connection
 

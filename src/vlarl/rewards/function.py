@@ -16,9 +16,9 @@ TIMEOUT_S = 300.0  # where reward.timeout_s is null: the first call may have a m
 
 
 class FunctionReward(Reward):
-    """Calls `function(trajectory) -> float` and pays the answer on the last executed step.
+    """Calls `function(trajectory) -> float` and assigns the result to the last executed step.
 
-    The function is called in a thread of its own, so that it can be given up when it does not return.
+    The function is called in a thread of its own, so that it can be abandoned when it does not return.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class FunctionReward(Reward):
         self._caller = TimedCaller(f"reward {source}")
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Pay what the user's function says the episode was worth."""
+        """Assign the value that the user's function returns for the episode."""
         try:
             reward = self._caller.call(lambda: self.function(trajectory), self.timeout_s)
         except DeadlineError as error:
@@ -39,7 +39,7 @@ class FunctionReward(Reward):
             raise RewardTimeoutError(f"reward.source: {self.source} has not returned within {limit}.") from error
         except (Exception, KeyboardInterrupt):
             raise
-        except BaseException as error:  # the user's code: sys.exit, or an exception of theirs that is no Exception
+        except BaseException as error:  # the user's code: sys.exit, or an exception that does not derive from Exception
             raise VlarlError(f"reward.source: {self.source} {told(error)}; it must return a finite number.") from error
         if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
             returned = excerpt(repr(reward), 200)

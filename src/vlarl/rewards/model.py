@@ -1,7 +1,7 @@
 """Hugging Face models as rewards: a classifier reads an episode as text, encoders compare a view with the instruction.
 
 A score is about the end of an episode, or about the state that a decision led to. Neither model is trained, and neither
-sees actions.
+reads actions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlarl.errors import UsageError
 from vlarl.rewards.base import Scoring, ScoringReward
 from vlarl.types import Observation, Trajectory
 
-RECENT_STATES = 16  # how far the text of an episode goes back
+RECENT_STATES = 16  # how many states the text of an episode covers
 
 
 class ModelReward(ScoringReward):
@@ -32,16 +32,16 @@ class ModelReward(ScoringReward):
 
     @abstractmethod
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
-        """[N] scores of episodes after so many of their decisions each."""
+        """[N] scores of episodes, each after the given number of decisions."""
 
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The score of each end, or of the state after each decision."""
         decisions = [len(trajectory.transitions) for trajectory in trajectories]
         first = [count if self.scoring == "outcome" else 1 for count in decisions]
         states = [
-            (trajectory, number)
+            (trajectory, done)
             for trajectory, start, count in zip(trajectories, first, decisions, strict=True)
-            for number in range(start, count + 1)
+            for done in range(start, count + 1)
         ]
         parts = [states[start : start + self.batch_size] for start in range(0, len(states), self.batch_size)]
         with torch.inference_mode():
@@ -49,7 +49,7 @@ class ModelReward(ScoringReward):
         return [[next(flat) for _ in range(start, count + 1)] for start, count in zip(first, decisions, strict=True)]
 
     def move_to_cpu(self) -> bool:
-        """Move the model to the CPU, where it stays; False when it is there already."""
+        """Move the model to the CPU for good; False when it is there already."""
         if self.device.type == "cpu":
             return False
         self.device = torch.device("cpu")
@@ -79,7 +79,7 @@ class ClassifierReward(ModelReward):
 
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the logit of each text."""
-        texts = [episode_text(trajectory, number) for trajectory, number in states]
+        texts = [episode_text(trajectory, done) for trajectory, done in states]
         inputs = self.tokenizer(
             texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
@@ -99,21 +99,21 @@ class SimilarityReward(ModelReward):
 
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the similarity of each view with its instruction."""
-        seen = [state_after(trajectory, number) for trajectory, number in states]
+        seen = [state_after(trajectory, done) for trajectory, done in states]
         text = self.tokenizer(
             [observation.instruction for observation in seen],
-            padding="max_length",  # what SigLIP was trained with; CLIP does not mind
+            padding="max_length",  # as in SigLIP's training; CLIP works with it too
             truncation=True,
             max_length=self.max_tokens,
             return_tensors="pt",
         )
         pixels = self.image_processor([observation.images[0] for observation in seen], return_tensors="pt")
-        answer = self.model(**{name: tensor.to(self.device) for name, tensor in (text | pixels).items()})
-        return F.cosine_similarity(answer.image_embeds.float(), answer.text_embeds.float(), dim=-1)
+        output = self.model(**{name: tensor.to(self.device) for name, tensor in (text | pixels).items()})
+        return F.cosine_similarity(output.image_embeds.float(), output.text_embeds.float(), dim=-1)
 
 
 def load_reward_model(path: str, device: torch.device, scoring: Scoring, batch_size: int) -> ModelReward:
-    """The reward that a checkpoint's own architecture makes of it; one that can't score is refused."""
+    """The reward for a checkpoint, chosen by its architecture; one that can't score is refused."""
     config = _loaded(transformers.AutoConfig, path)
     name = (getattr(config, "architectures", None) or ["?"])[0]
     architecture = getattr(transformers, name, None)
@@ -128,31 +128,31 @@ def load_reward_model(path: str, device: torch.device, scoring: Scoring, batch_s
     )
 
 
-def state_after(trajectory: Trajectory, number: int) -> Observation:
-    """What was seen after so many decisions."""
-    later = [t.observation for t in trajectory.transitions[number : number + 1]]
+def state_after(trajectory: Trajectory, num_decisions: int) -> Observation:
+    """The observation after this many decisions."""
+    later = [t.observation for t in trajectory.transitions[num_decisions : num_decisions + 1]]
     return later[0] if later else trajectory.final_observation
 
 
-def episode_text(trajectory: Trajectory, number: int) -> str:
-    """An episode up to a decision as a text model reads it: instruction, outcome, and where the gripper was.
+def episode_text(trajectory: Trajectory, num_decisions: int) -> str:
+    """An episode up to a decision as text for a model: instruction, outcome, and the gripper's positions.
 
-    The newest state comes first, so that a model with a short memory loses the oldest.
+    The newest state comes first, so that a model with a short context loses the oldest.
     """
-    steps = sum(t.num_executed for t in trajectory.transitions[:number])
+    steps = sum(t.num_executed for t in trajectory.transitions[:num_decisions])
     ended = "success" if trajectory.success else "failure"
-    outcome = ended if number == len(trajectory.transitions) else "under way"
+    outcome = ended if num_decisions == len(trajectory.transitions) else "under way"
     lines = [f"Task: {trajectory.final_observation.instruction}", f"Result: {outcome} after {steps} steps"]
-    for place in range(number, max(number - RECENT_STATES, -1), -1):
-        x, y, z, *_, left, right = state_after(trajectory, place).proprio.tolist()
-        lines.append(f"Decision {place}: gripper at {x:.2f} {y:.2f} {z:.2f}, fingers {abs(left - right):.2f} apart")
+    for index in range(num_decisions, max(num_decisions - RECENT_STATES, -1), -1):
+        x, y, z, *_, left, right = state_after(trajectory, index).proprio.tolist()
+        lines.append(f"Decision {index}: gripper at {x:.2f} {y:.2f} {z:.2f}, fingers {abs(left - right):.2f} apart")
     return "\n".join(lines)
 
 
 def _loaded(kind: Any, path: str, **options: Any) -> Any:
-    """What a transformers class loads from a folder or the hub, without its code; a UsageError where it can't."""
+    """Load a folder or hub id with a transformers class, without running its code; UsageError where that fails."""
     try:
-        # By default the library asks on the terminal whether to run the code that a folder brings.
+        # By default the library asks on the terminal whether to run code from the folder.
         return kind.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())

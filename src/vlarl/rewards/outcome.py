@@ -1,4 +1,4 @@
-"""Rewards that the environment itself can pay."""
+"""Rewards that the environment itself provides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SparseReward(Reward):
     reads_images = False
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Pay for success alone, whatever the environment paid."""
+        """Reward success alone, whatever the environment's rewards."""
         return reward_at_end(trajectory, float(trajectory.success))
 
 

@@ -1,4 +1,4 @@
-"""Rewards from a service: episodes go out as JSON over HTTP, scores come back. docs/rewards.md has the format."""
+"""Rewards from a service: sends episodes as JSON over HTTP and receives scores. docs/rewards.md has the format."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from urllib.request import Request
 from PIL import Image
 
 from vlarl.config.secrets import masked_url, read_headers, secrets_in, without
+from vlarl.config.words import counted
 from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError
 from vlarl.json_files import parse_json
@@ -27,12 +28,12 @@ log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 REMOTE_TIMEOUT_S = 10.0  # where reward.timeout_s is null
-FIRST_WAIT_S = 0.5  # before the first repeat; twice as long before each further one
-BUSY = 429  # the one refusal that says nothing about the request
+FIRST_WAIT_S = 0.5  # before the first retry; twice as long before each further one
+BUSY = 429  # the only refusal that is not about the request
 
 
 class RemoteReward(ScoringReward):
-    """Posts batches of episodes to a service and pays the scores that it answers."""
+    """Posts batches of episodes to a service and assigns the scores in its reply."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class RemoteReward(ScoringReward):
         self.url = url
         self.shown_url = masked_url(url)
         self.headers_env = headers_env
-        self._headers()  # what is missing is said before the run starts
+        self._headers()  # missing headers are reported before the run starts
         self.images = images
         self.reads_images = images != "none"
         self.timeout_s = timeout_s
@@ -62,24 +63,24 @@ class RemoteReward(ScoringReward):
         self._caller = TimedCaller("remote reward")
 
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Ask the service; an episode that it answers with null has the score NaN."""
+        """Request scores from the service; null for an episode becomes NaN."""
         episodes = [episode_json(trajectory, self.images) for trajectory in trajectories]
-        question = {"version": FORMAT_VERSION, "scoring": self.scoring, "episodes": episodes}
-        body = json.dumps(question, allow_nan=False).encode()
+        request = {"version": FORMAT_VERSION, "scoring": self.scoring, "episodes": episodes}
+        body = json.dumps(request, allow_nan=False).encode()
         if len(body) > self.max_request_bytes:
             raise VlarlError(
                 f"a request of {len(body)} bytes for {len(episodes)} episodes exceeds reward.max_request_bytes = "
-                f"{self.max_request_bytes}; lower reward.batch_size, or send fewer pictures with reward.images."
+                f"{self.max_request_bytes}; lower reward.batch_size, or send fewer images with reward.images."
             )
         per_episode = [1 if self.scoring == "outcome" else len(t.transitions) for t in trajectories]
-        answer = self._ask(body)
+        reply = self._request(body)
         try:
-            return read_answer(answer, per_episode)
-        except VlarlError as error:  # it quotes the answer
+            return read_reply(reply, per_episode)
+        except VlarlError as error:  # it quotes the reply
             raise VlarlError(self._without_secrets(str(error))) from None
 
-    def _ask(self, body: bytes) -> bytes:
-        """The service's answer; asked again, after a while, when it is down, busy, slow or failing."""
+    def _request(self, body: bytes) -> bytes:
+        """The service's reply; retried, after a while, when it is down, busy, slow or failing."""
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(self.first_wait_s * 2 ** (attempt - 1))
@@ -92,12 +93,12 @@ class RemoteReward(ScoringReward):
             except (OSError, HTTPException) as error:  # OSError: refused, reset, unknown host, timed out
                 reason = self._without_secrets(str(error)) or type(error).__name__
             log.warning(
-                "%s did not answer (attempt %d of %d): %s", self.shown_url, attempt + 1, self.retries + 1, reason
+                "%s did not reply (attempt %d of %d): %s", self.shown_url, attempt + 1, self.retries + 1, reason
             )
-        raise RewardUnavailableError(f"{self.shown_url} did not answer in {self.retries + 1} attempts: {reason}")
+        raise RewardUnavailableError(f"{self.shown_url} did not reply in {self.retries + 1} attempts: {reason}")
 
     def _post(self, body: bytes) -> bytes:
-        """One exchange with one deadline, from looking up the name to the last byte, whatever the service does."""
+        """One exchange with one deadline, from the DNS lookup to the last byte, whatever the service does."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"} | self._headers()
         request = Request(self.url, body, headers)
         with WatchedExchange(request, self.max_response_bytes, 2 * self.timeout_s) as exchange:
@@ -107,33 +108,35 @@ class RemoteReward(ScoringReward):
                 raise TimeoutError(f"the exchange took longer than reward.timeout_s = {self.timeout_s:g} s") from None
 
     def _headers(self) -> dict[str, str]:
-        """The user's own headers, read again each time: a token may be renewed while the run goes on."""
+        """The user's own headers, read again each time: a token may be renewed during the run."""
         return {} if self.headers_env is None else read_headers(self.headers_env)
 
     def _without_secrets(self, text: str) -> str:
-        """What a service says, which may repeat what it was sent."""
+        """A service's text without secrets: it may repeat what it was sent."""
         return without(text, secrets_in(self.url, self._headers().values()))
 
 
-def read_answer(answer: bytes, per_episode: Sequence[int]) -> list[list[float]]:
+def read_reply(reply: bytes, per_episode: Sequence[int]) -> list[list[float]]:
     """The scores in `{"rewards": […]}`: as many for each episode as it must have; null becomes NaN."""
     try:
-        rewards = parse_json(answer)["rewards"]
+        rewards = parse_json(reply)["rewards"]
     except (ValueError, KeyError, TypeError):
-        raise VlarlError(f"the answer is not a JSON object with `rewards`: {_start(answer)}") from None
+        raise VlarlError(f"the reply is not a JSON object with `rewards`: {_start(reply)}") from None
     if not isinstance(rewards, list) or len(rewards) != len(per_episode):
-        raise VlarlError(f"`rewards` must be a list of {len(per_episode)}, one for each episode: {_start(answer)}")
+        raise VlarlError(f"`rewards` must be a list of {len(per_episode)}, one for each episode: {_start(reply)}")
     scores: list[list[float]] = []
     for entry, count in zip(rewards, per_episode, strict=True):
-        numbers = [math.nan] * count if entry is None else entry if isinstance(entry, list) else [entry]
-        if len(numbers) != count or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-            raise VlarlError(f"an episode's entry in `rewards` must be {count} numbers, or null: {_start(answer)}")
-        scores.append([float(number) for number in numbers])
+        values = [math.nan] * count if entry is None else entry if isinstance(entry, list) else [entry]
+        if len(values) != count or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+            raise VlarlError(
+                f"an episode's entry in `rewards` must be {counted(count, 'number')}, or null: {_start(reply)}"
+            )
+        scores.append([float(value) for value in values])
     return scores
 
 
 def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"]) -> dict[str, Any]:
-    """An episode as the service reads it."""
+    """An episode in the service's format."""
     task = trajectory.task
     return {
         "episode_id": task.episode_id,
@@ -153,7 +156,7 @@ def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"])
 
 
 def _seen(observation: Observation, with_image: bool) -> dict[str, Any]:
-    seen: dict[str, Any] = {"proprio": [float(number) for number in observation.proprio]}
+    seen: dict[str, Any] = {"proprio": [float(value) for value in observation.proprio]}
     return seen | {"image": jpeg_base64(observation.images[0])} if with_image else seen
 
 
@@ -164,5 +167,5 @@ def jpeg_base64(image: UInt8Array) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _start(answer: bytes) -> str:
-    return repr(answer[:100].decode(errors="replace"))
+def _start(reply: bytes) -> str:
+    return repr(reply[:100].decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Rewards by rule. `RulesReward` judges episodes of a robot; the functions below it judge answers in text."""
+"""Rewards by rule. `RulesReward` scores episodes of a robot; the functions below it score text responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class RulesReward(Reward):
         self.idle_tolerance = idle_tolerance
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Pay the outcome on the last step, a step too many on that step, an idle decision on its last step."""
+        """Assign the outcome to the last step, the length penalty to each step past the limit, and the idle penalty to
+        the last step of an idle decision."""
         rewards = np.zeros(trajectory.length)
         rewards[self.length_limit :] -= self.length_penalty
         ends = np.cumsum([t.num_executed for t in trajectory.transitions]) - 1
@@ -42,22 +43,22 @@ class RulesReward(Reward):
 
 
 def idle_decisions(trajectory: Trajectory, tolerance: float) -> list[int]:
-    """Numbers of the decisions after which the robot's state is what it was before, to within the tolerance."""
+    """Indices of the decisions after which the robot's state is unchanged, to within the tolerance."""
     states = np.stack([*(t.observation.proprio for t in trajectory.transitions), trajectory.final_observation.proprio])
     moved = np.abs(np.diff(states, axis=0)).max(axis=1)  # [T]
-    return [int(number) for number in np.flatnonzero(moved <= tolerance)]
+    return [int(index) for index in np.flatnonzero(moved <= tolerance)]
 
 
 def stop_token_rule(token_ids: list[int], stop_id: int, missing: float = -1.0) -> float:
-    """0 for an answer that ends with the stop token, `missing` for one that was cut off or goes on after it."""
+    """0 for a response that ends with the stop token, `missing` for one that was cut off or continues after it."""
     return 0.0 if token_ids[-1:] == [stop_id] and token_ids.count(stop_id) == 1 else missing
 
 
 def length_rule(length: int, limit: int, penalty: float) -> float:
-    """What an answer of this many tokens loses: `penalty` for each above the limit."""
+    """The penalty of a response of this many tokens: `penalty` for each above the limit."""
     return -penalty * max(length - limit, 0)
 
 
-def format_rule(answer: str, pattern: str, right: float = 0.0, wrong: float = -1.0) -> float:
-    """`right` for an answer that the regular expression fits as a whole, line breaks included; else `wrong`."""
-    return right if re.fullmatch(pattern, answer.strip(), re.DOTALL) else wrong
+def format_rule(response: str, pattern: str, right: float = 0.0, wrong: float = -1.0) -> float:
+    """`right` for a response that the regular expression matches as a whole, line breaks included; else `wrong`."""
+    return right if re.fullmatch(pattern, response.strip(), re.DOTALL) else wrong

@@ -1,4 +1,4 @@
-"""What happens when a reward fails: it is asked again, logged, counted and replaced; too many failures end the run."""
+"""Handling of failed rewards: retried, logged, counted and replaced; too many failures end the run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from vlarl.types import Trajectory
 
 log = logging.getLogger(__name__)
 
-HANDFUL = 8  # episodes below which a share says little: they are judged together with the next ones
-
-
-MOST_LATE = 3  # episodes in a row on which the reward has not returned in time, before the run ends
+MIN_EPISODES = 8  # fewer say little about the failure rate: they are counted together with the next ones
+MAX_TIMEOUTS = 3  # in a row, before the run ends
 
 
 class RewardFailureError(VlarlError):
-    """The reward failed on a larger fraction of episodes than reward.max_failure_rate, or returns no more."""
+    """The reward failed on a larger fraction of episodes than reward.max_failure_rate, or no longer returns."""
 
 
 class SafeReward(Reward):
-    """Any reward, with failures contained to the episodes they are about."""
+    """Any reward; a failure affects only its own episode."""
 
     def __init__(
         self,
@@ -44,9 +42,9 @@ class SafeReward(Reward):
         self.env_reward = reward.env_reward
         self.batch_size = reward.batch_size
         self.reads_images = reward.reads_images
-        self._judged = self._failed = 0  # since the share of failures was last looked at
-        self._is_announced = False  # whether `_judged` counts episodes that are yet to come
-        self._late = 0  # episodes in a row on which it has not returned in time
+        self._judged = self._failed = 0  # since the failure rate was last checked
+        self._is_announced = False  # whether `_judged` includes episodes that are not scored yet
+        self._timeouts = 0  # episodes in a row on which it has not returned in time
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Score one episode; one that can't be scored has its `reward_error` set."""
@@ -60,70 +58,70 @@ class SafeReward(Reward):
         `before_each` is called before each batch, and may raise to stop.
         """
         scored = list(trajectories)
-        places = [place for place, trajectory in enumerate(trajectories) if trajectory.status == "ok"]
-        self._judged += 0 if self._is_announced else len(places)
-        for start in range(0, len(places), self.batch_size):
+        indices = [index for index, trajectory in enumerate(trajectories) if trajectory.status == "ok"]
+        self._judged += 0 if self._is_announced else len(indices)
+        for start in range(0, len(indices), self.batch_size):
             before_each()
-            batch = places[start : start + self.batch_size]
-            for place, answer in zip(batch, self._score_batch([trajectories[p] for p in batch]), strict=True):
-                scored[place] = answer
-                if answer.reward_error is not None:
+            batch = indices[start : start + self.batch_size]
+            for index, result in zip(batch, self._score_batch([trajectories[i] for i in batch]), strict=True):
+                scored[index] = result
+                if result.reward_error is not None:
                     self._failed += 1
-                    self._stop_if_too_many(answer)
-        if self._judged >= HANDFUL and not self._is_announced:
+                    self._stop_if_too_many(result)
+        if self._judged >= MIN_EPISODES and not self._is_announced:
             self._judged = self._failed = 0
         return scored
 
     def for_evaluation(self, num_episodes: int) -> SafeReward:
-        """The same reward for so many episodes, scored in any portions: its failures are a fraction of them all, and
-        counted apart from those of rollouts."""
+        """The same reward for `num_episodes` episodes, scored in any portions: its failure rate is that of all of them,
+        separate from that of rollouts."""
         other = copy.copy(self)
         other._judged, other._failed, other._is_announced = num_episodes, 0, True
         return other
 
     def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:
-        """A batch at once; where that fails, each by itself, so that only those at fault are lost."""
+        """Score a batch at once; where that fails, each episode by itself, so that only those at fault are lost."""
         if len(batch) == 1:
             return [self._score_one(batch[0])]
         try:
-            answers = self._ask(batch)
+            results = self._call(batch)
         except RewardUnavailableError as error:
             return [self._replacement(trajectory, error) for trajectory in batch]
         except ClusterError:
-            raise  # nothing of this episode's: the run can't go on
+            raise  # not specific to these episodes: the run can't continue
         except Exception:
-            log.warning("a batch of %d rewards failed; each is asked by itself", len(batch), exc_info=True)
+            log.warning("a batch of %d rewards failed; each episode is scored by itself", len(batch), exc_info=True)
             return [self._score_one(trajectory) for trajectory in batch]
-        return [a if is_finite(a) else self._score_one(t) for t, a in zip(batch, answers, strict=True)]
+        return [r if is_finite(r) else self._score_one(t) for t, r in zip(batch, results, strict=True)]
 
     def _score_one(self, trajectory: Trajectory) -> Trajectory:
-        problem: Exception = VlarlError("it answered a number that is not finite.")
+        problem: Exception = VlarlError("it returned a number that is not finite.")
         for _ in range(self.retries + 1):
             try:
-                (answer,) = self._ask([trajectory])
+                (result,) = self._call([trajectory])
             except RewardUnavailableError as error:
                 return self._replacement(trajectory, error)
             except RewardTimeoutError as error:
-                self._late += 1
-                self._stop_if_it_hangs(trajectory, error)
+                self._timeouts += 1
+                self._stop_if_hanging(trajectory, error)
                 return self._replacement(trajectory, error)
             except ClusterError:
                 raise
             except Exception as error:
                 problem = error
             else:
-                self._late = 0
-                if is_finite(answer):
-                    return answer
+                self._timeouts = 0
+                if is_finite(result):
+                    return result
         return self._replacement(trajectory, problem)
 
-    def _ask(self, batch: list[Trajectory]) -> list[Trajectory]:
+    def _call(self, batch: list[Trajectory]) -> list[Trajectory]:
         try:
             return self.reward.score_all(batch)
         except Exception as error:
             if not is_device_fault(error) or not self.reward.move_to_cpu():
                 raise
-            log.warning("the reward's device failed (%s): it goes on on the CPU", error)
+            log.warning("the reward's device failed (%s): it continues on the CPU", error)
             return self.reward.score_all(batch)
 
     def _replacement(self, trajectory: Trajectory, error: Exception) -> Trajectory:
@@ -133,26 +131,26 @@ class SafeReward(Reward):
         return replace(nothing, status=status, reward_error=excerpt(f"{type(error).__name__}: {error}"))
 
     def _stop_if_too_many(self, last: Trajectory) -> None:
-        """Also before all are scored: a service that is down need not be waited for to the end."""
-        if self._judged >= HANDFUL and self._failed > self.max_failure_rate * self._judged:
-            cause = str(last.reward_error).rstrip(".")  # a sentence of its own, mostly
+        """Checked before all are scored: there is no point in waiting for a service that is down."""
+        if self._judged >= MIN_EPISODES and self._failed > self.max_failure_rate * self._judged:
+            cause = str(last.reward_error).rstrip(".")  # usually a whole sentence
             raise RewardFailureError(
                 f"the reward failed on {self._failed} of {self._judged} episodes, more than reward.max_failure_rate = "
                 f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {cause}. The log has the "
                 "traceback of each. Fix the reward, or raise reward.max_failure_rate, and resume."
             )
 
-    def _stop_if_it_hangs(self, last: Trajectory, error: RewardTimeoutError) -> None:
-        """Each of them costs the whole time limit, and may leave a thread behind that never ends."""
-        if self._late >= MOST_LATE:
+    def _stop_if_hanging(self, last: Trajectory, error: RewardTimeoutError) -> None:
+        """Each timeout costs the whole time limit, and may leave a thread behind that never ends."""
+        if self._timeouts >= MAX_TIMEOUTS:
             raise RewardFailureError(
-                f"the reward has not returned in time on {self._late} episodes in a row. The last was "
+                f"the reward has not returned in time on {self._timeouts} episodes in a row. The last was "
                 f"{last.task.episode_id}: {error} Fix the reward, or raise reward.timeout_s, and resume."
             ) from error
 
 
 def is_finite(trajectory: Trajectory) -> bool:
-    """Whether all its rewards are numbers to learn from."""
+    """Whether all rewards are finite."""
     return all(bool(np.isfinite(t.rewards).all()) for t in trajectory.transitions)
 
 

@@ -1,4 +1,4 @@
-"""Potential-based shaping: advice that leaves the best policy the best (Ng, Harada and Russell, ICML 1999)."""
+"""Potential-based shaping, which keeps the optimal policy optimal (Ng, Harada and Russell, ICML 1999)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vlarl.types import Trajectory
 
 
 class ShapedReward(Reward):
-    """1 for success, and on each step what progress added: gamma phi(s') - phi(s).
+    """1 for success, and on each step the change of the potential: gamma phi(s') - phi(s).
 
     The potential phi is the progress since the episode began, added up from the environment's dense rewards. Discounted
-    by the same gamma the terms telescope, so that an episode is worth what it was worth without them.
+    by the same gamma the terms telescope, so that the return of an episode is the same as without them.
     """
 
     env_reward: Literal["sparse", "dense"] = "dense"
@@ -29,7 +29,7 @@ class ShapedReward(Reward):
         self.bootstraps = bootstraps
 
     def score(self, trajectory: Trajectory) -> Trajectory:
-        """Pay success at the end, and the change of the potential on every step."""
+        """Assign success to the end, and the change of the potential to every step."""
         progress = np.concatenate([t.rewards[: t.num_executed] for t in trajectory.transitions]).astype(np.float64)
         potential = self.scale * np.concatenate([[0.0], progress.cumsum()])
         if trajectory.terminated or not self.bootstraps:
@@ -40,6 +40,6 @@ class ShapedReward(Reward):
 
 
 def shaping_terms(potential: NDArray[np.float64], gamma: float) -> NDArray[np.float64]:
-    """[T+1] potentials of the states of an episode -> [T] what each step is paid."""
+    """[T+1] potentials of the states of an episode -> [T] the reward of each step."""
     terms: NDArray[np.float64] = gamma * potential[1:] - potential[:-1]
     return terms

@@ -19,7 +19,7 @@ from vlarl.distributed.environments import PoolGroup, part_sizes, pool_parts
 from vlarl.distributed.learners import LearnerGroup, Rank, RankStore
 from vlarl.distributed.rewards import RewardGroup, RewardPart
 from vlarl.errors import UsageError
-from vlarl.observability.capacity import refuse_crowd
+from vlarl.observability.capacity import check_memory_for_envs
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace
 from vlarl.policies.load import load_acting_policy
@@ -53,7 +53,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
     env = env_with_cameras(config, policy)
     slots = num_envs(env, config.gym)
     if config.distributed.address is None:  # the cluster is this machine
-        refuse_crowd(env.suite, env.num_envs)
+        check_memory_for_envs(env.suite, env.num_envs)
     with ExitStack() as stack:
         cluster = Cluster(config.distributed, directory.logs.absolute(), config.run.num_threads or 1, trace)
         stack.callback(cluster.close)

@@ -21,7 +21,7 @@ from vlarl.config.rules.reward import used_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
 from vlarl.config.schema import Config
 from vlarl.errors import MissingExtraError
-from vlarl.observability.capacity import refuse_crowd_here
+from vlarl.observability.capacity import check_memory_for_config
 from vlarl.observability.run_dir import RunDirectory
 
 
@@ -41,7 +41,7 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
         if config.demos.path is not None:
             find_dataset(Path(config.demos.path))
         return
-    refuse_crowd_here(config)
+    check_memory_for_config(config)
     for source in _own_rewards(config):
         refuse_missing_module(source)
     if is_new and config.curriculum.start_from is not None:

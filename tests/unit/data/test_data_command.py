@@ -15,7 +15,7 @@ from vlarl.errors import UsageError, VlarlError
 GOLDEN = Path(__file__).parents[2] / "golden" / "rlds"
 
 
-def test_recording_shows_progress_and_how_each_task_went(tmp_path, capsys):
+def test_recording_shows_progress_and_the_success_of_each_task(tmp_path, capsys):
     arguments = ["record", "--suite", "tabletop_goal", "--out", str(tmp_path), "--tasks", "3", "0"]
     assert data([*arguments, "--episodes", "2", "--image-size", "32", "--seed", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -62,10 +62,10 @@ class HalfFailing:
             yield Demonstration(task, "do it", views, state, done, np.zeros(2, np.float32), success)
 
 
-def test_failures_are_recorded_only_when_they_are_asked_for(tmp_path):
+def test_failures_are_recorded_only_on_request(tmp_path):
     for keep, episodes, steps in ((False, 2, 4), (True, 3, 6)):
         folder, counts = record(HalfFailing(), tmp_path / str(keep), None, 3, 0, 0.0, keep, lambda *_: None)
-        terminal = [bool(episode.numbers("steps/is_terminal")[-1]) for episode in RldsDataset(folder)]
+        terminal = [bool(episode.values("steps/is_terminal")[-1]) for episode in RldsDataset(folder)]
         assert len(terminal) == episodes and sum(terminal) == 2
         assert (counts[0].num_episodes, counts[0].num_successes, counts[0].num_recorded_steps) == (3, 2, steps)
 
@@ -108,7 +108,7 @@ def test_inspecting_golden_data(tmp_path, capsys):
         (["record", "--suite", "tabletop_goal"], "--out"),
     ],
 )
-def test_mistakes_are_answered(arguments, complaint):
+def test_mistakes_are_reported(arguments, complaint):
     with pytest.raises(UsageError, match=complaint):
         data(arguments)
 

@@ -1,4 +1,4 @@
-"""RLDS data that TensorFlow Datasets wrote: found, described, and decoded only where asked for (arrays: tests/golden)."""
+"""RLDS data that TensorFlow Datasets wrote: found, described, and decoded only on request (arrays: tests/golden)."""
 
 import json
 import os
@@ -29,24 +29,24 @@ def dataset() -> RldsDataset:
     return RldsDataset(FOLDER)
 
 
-def test_episodes_are_found_in_any_order_and_hold_together(dataset):
+def test_episodes_are_found_in_any_order_and_are_consistent(dataset):
     assert len(dataset) == 8 and dataset.shard_lengths == [4, 4] and dataset.name == "libero_spatial_no_noops"
     episode = RldsDataset(FOLDER)[5]
     assert len(episode) == len(episode.steps) == 13
-    np.testing.assert_array_equal(episode.numbers("steps/is_first"), [True] + [False] * 12)
-    np.testing.assert_array_equal(episode.numbers("steps/reward"), [0.0] * 12 + [1.0])
-    np.testing.assert_array_equal(episode.steps[3].numbers("action"), episode.numbers("steps/action")[3])
+    np.testing.assert_array_equal(episode.values("steps/is_first"), [True] + [False] * 12)
+    np.testing.assert_array_equal(episode.values("steps/reward"), [0.0] * 12 + [1.0])
+    np.testing.assert_array_equal(episode.steps[3].values("action"), episode.values("steps/action")[3])
     assert episode.texts("steps/language_instruction") == ["open the middle drawer of the cabinet"] * 13
     with pytest.raises(IndexError, match="no episode 8"):
         dataset[8]
 
 
-def test_only_the_frames_that_are_asked_for_are_decoded(monkeypatch):
+def test_only_the_requested_frames_are_decoded(monkeypatch):
     decoded: list[int] = []
     decode = rlds.decode_image
     monkeypatch.setattr(rlds, "decode_image", lambda data: decoded.append(len(data)) or decode(data))
     episode = RldsDataset(FOLDER)[0]
-    assert len(episode.numbers("steps/action")) == 16 and decoded == []
+    assert len(episode.values("steps/action")) == 16 and decoded == []
     chunk = episode.images(IMAGE, [0, 8])
     assert len(decoded) == 2
     episode.steps[4].image("wrist_image")
@@ -84,7 +84,7 @@ def test_a_wrong_field_lists_those_there_are(dataset):
     with pytest.raises(UsageError, match=r"no image field 'steps/observation/top'; there are .*wrist_image\."):
         dataset[0].images("steps/observation/top")
     with pytest.raises(UsageError, match="no tensor field 'steps/language_instruction'"):
-        dataset[0].numbers("steps/language_instruction")
+        dataset[0].values("steps/language_instruction")
 
 
 def rewritten(folder: Path, change) -> Path:
@@ -122,7 +122,7 @@ ACTION, STATE, TEXT = "steps/action", "steps/observation/state", "steps/language
     ("change", "complaint"),
     [
         (lambda f: f.update({ACTION: f[ACTION][:-7]}), r"steps/action has \d+ steps, and the other fields have \d+"),
-        (lambda f: f.update({ACTION: f[ACTION][:-1]}), r"steps/action has \d+ values, which is no multiple of 7"),
+        (lambda f: f.update({ACTION: f[ACTION][:-1]}), r"steps/action has \d+ values, which is not a multiple of 7"),
         (lambda f: f[IMAGE].pop(), r"steps/observation/image has \d+ steps, and the other fields"),
         (lambda f: f[TEXT].append(b"again"), r"steps/language_instruction has \d+ steps, and the other"),
         (lambda f: f.update({"steps/is_last": f["steps/is_last"][1:]}), r"steps/is_last has \d+ steps, and the other"),
@@ -150,7 +150,7 @@ ACTION, STATE, TEXT = "steps/action", "steps/observation/state", "steps/language
         ),
     ],
 )
-def test_an_episode_that_does_not_hold_together_is_refused_when_it_is_opened(tmp_path, change, complaint):
+def test_an_inconsistent_episode_is_refused_when_it_is_opened(tmp_path, change, complaint):
     dataset = RldsDataset(rewritten(tmp_path, change))
     assert len(dataset[0]) == 16, "the others can be read"
     with pytest.raises(UsageError, match=f"00000-of-00002, episode 1 can't be read .*{complaint}.*copy or download"):
@@ -158,7 +158,7 @@ def test_an_episode_that_does_not_hold_together_is_refused_when_it_is_opened(tmp
 
 
 @pytest.mark.parametrize(("name", "value"), [(ACTION, np.nan), (STATE, np.inf)])
-def test_numbers_that_are_not_finite_are_named_with_their_step(tmp_path, name, value):
+def test_values_that_are_not_finite_are_named_with_their_step(tmp_path, name, value):
     def spoil(features):
         per_step = len(features[name]) // len(features[TEXT])
         features[name] = features[name].copy()
@@ -166,7 +166,7 @@ def test_numbers_that_are_not_finite_are_named_with_their_step(tmp_path, name, v
 
     episode = RldsDataset(rewritten(tmp_path, spoil))[1]
     with pytest.raises(UsageError, match=rf"episode 1 can't be read \({name} holds NaN or infinity in step 3\)"):
-        episode.numbers(name)
+        episode.values(name)
 
 
 def test_a_frame_whose_header_is_right_and_whose_content_is_not_is_named(tmp_path):
@@ -205,11 +205,11 @@ def test_fields_that_cannot_be_are_refused(tmp_path, change, complaint):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"filepathTemplate": "{DATASET:>99999999999}"}, "makes no file name"),
-        ({"filepathTemplate": "{DATASET.__class__}"}, "makes no file name"),
-        ({"filepathTemplate": "{NOTHING}"}, "makes no file name"),
-        ({"filepathTemplate": "../{DATASET}"}, "makes no file name"),
-        ({"filepathTemplate": "x" * 5000}, "makes no file name"),
+        ({"filepathTemplate": "{DATASET:>99999999999}"}, "does not make a file name"),
+        ({"filepathTemplate": "{DATASET.__class__}"}, "does not make a file name"),
+        ({"filepathTemplate": "{NOTHING}"}, "does not make a file name"),
+        ({"filepathTemplate": "../{DATASET}"}, "does not make a file name"),
+        ({"filepathTemplate": "x" * 5000}, "does not make a file name"),
         ({"filepathTemplate": "{DATASET}.{SHARD_INDEX}"}, "libero_spatial_no_noops.00000 is missing"),
         ({"shardLengths": ["many"]}, "dataset_info.json is malformed .*many"),
         ({"shardLengths": 4}, "dataset_info.json is malformed"),
@@ -232,7 +232,7 @@ def test_shards_that_cannot_be_are_refused(tmp_path, change, complaint):
     [
         (lambda f: (f / "features.json").unlink(), r"features.json can't be read \(No such file"),
         (lambda f: (f / "dataset_info.json").write_text("{"), "dataset_info.json is not valid JSON"),
-        (lambda f: (f / "dataset_info.json").write_text("[]"), "dataset_info.json holds no JSON object"),
+        (lambda f: (f / "dataset_info.json").write_text("[]"), "dataset_info.json does not hold a JSON object"),
         (
             lambda f: (f / "features.json").write_text('{"tensor": {"dtype": "quaternion"}}'),
             "describes fields that can't be read .*quaternion",
@@ -255,7 +255,7 @@ def test_shards_that_cannot_be_are_refused(tmp_path, change, complaint):
         ),
     ],
 )
-def test_a_folder_that_is_not_whole_says_what_is_wrong(tmp_path, spoil, complaint):
+def test_an_incomplete_folder_says_what_is_wrong(tmp_path, spoil, complaint):
     copy = copied(tmp_path)
     spoil(copy)
     with pytest.raises(UsageError, match=complaint):

@@ -1,4 +1,4 @@
-"""Recordings as demonstrations: the same batches as from memory, frames read when needed, and a policy taught by them."""
+"""Recordings as demonstrations: the same batches as from memory, frames read when needed, and a policy trained on them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -65,14 +65,14 @@ def test_batches_are_the_same_kept_and_read_each_time(golden):
 
 @pytest.mark.parametrize("rendered", [False, True])
 def test_frames_go_through_the_policys_own_pipeline(golden, rendered):
-    """A checkpoint that reads cropped pictures is taught by cropped pictures, even if they have its size already."""
+    """A checkpoint that reads cropped images is trained on cropped images, even if they have its size already."""
     policy = init_tiny("parallel", seed=0, norm_stats={})
     add_statistics(policy, [golden])
     policy.use_statistics(None, "libero_spatial")
     demos = golden
     if rendered:
-        pictures = np.random.default_rng(0).integers(0, 256, (len(golden), 1, 56, 56, 3), dtype=np.uint8)
-        demos = replace(golden, images=pictures)
+        images = np.random.default_rng(0).integers(0, 256, (len(golden), 1, 56, 56, 3), dtype=np.uint8)
+        demos = replace(golden, images=images)
     plain = Frames([demos], policy, CPU).take(torch.tensor([5]))
     policy.processor = Processor(policy.config, policy.tokenizer, policy.normalizer, ImagePipeline(center_crop=True))
     cropped = Frames([demos], policy, CPU).take(torch.tensor([5]))
@@ -90,13 +90,13 @@ def test_what_was_recorded_is_what_was_played(recorded):
     inside[demos.episode_starts + demos.episode_lengths - 1] = False
     index = np.flatnonzero(inside)
     moved = (demos.proprio[index + 1, :3] - demos.proprio[index, :3]) / 0.05
-    assert np.abs(moved - demos.actions[index, :3]).std() < 0.2  # shaken by noise of 0.1, and clipped
+    assert np.abs(moved - demos.actions[index, :3]).std() < 0.2  # with noise of 0.1, clipped
 
 
-def test_a_policy_is_taught_by_a_recording(recorded, tmp_path):
+def test_a_policy_is_trained_on_a_recording(recorded, tmp_path):
     config = FinetuneConfig.model_validate(
         {
-            "run": {"root": str(tmp_path), "name": "taught", "num_threads": 1, "device": "cpu"},
+            "run": {"root": str(tmp_path), "name": "trained", "num_threads": 1, "device": "cpu"},
             "policy": {"path": "init:tiny-oft", "num_images": 2},
             "demos": {"path": str(recorded)},
             "optim": {"steps": 12, "batch_size": 8, "lr": 1e-3, "warmup_steps": 2, "log_interval": 4},
@@ -122,7 +122,7 @@ def test_the_batches_of_a_recording_hold_what_was_done(golden):
     policy = init_tiny("parallel", seed=0, num_images=2, norm_stats={})
     add_statistics(policy, [golden])
     made = DemoBatches([golden], policy, CPU)
-    batch = made.draw(6, torch.Generator().manual_seed(3))
+    batch = made.sample(6, torch.Generator().manual_seed(3))
     rows = torch.randint(len(golden), (6,), generator=torch.Generator().manual_seed(3)).numpy()
     actions = policy.normalizer.unnormalize(batch.actions.numpy())
     wanted = golden.chunks(rows, policy.chunk_length)

@@ -28,7 +28,7 @@ def episode(seed: int, length: int, *, success: bool = True, views: int = 2) -> 
     rewards[-1] = success
     return Demonstration(
         Task("libero_spatial", 3, 7, seed),
-        f"do the thing {seed}",
+        f"do task {seed}",
         smooth,
         rng.normal(size=(length, 8)).astype(np.float32),
         actions,
@@ -44,22 +44,22 @@ def record(root: Path, episodes: list[Demonstration], name: str = "libero_spatia
     return RldsDataset(root)
 
 
-def test_numbers_come_back_to_the_bit_and_pictures_nearly(tmp_path):
+def test_values_are_read_back_exactly_and_images_nearly(tmp_path):
     episodes = [episode(1, 5), episode(2, 3, success=False)]
     dataset = record(tmp_path, episodes)
     assert len(dataset) == 2 and dataset.folder == tmp_path / "libero_spatial" / "1.0.0"
     for ours, given in zip(dataset, episodes, strict=True):
-        actions = ours.numbers("steps/action")
+        actions = ours.values("steps/action")
         np.testing.assert_array_equal(actions[:, :6], given.actions[:, :6])
         np.testing.assert_array_equal(actions[:, 6], np.where(given.actions[:, 6] == 1, -1, 1))  # LIBERO's: open is -1
         np.testing.assert_array_equal(policy_actions("libero_spatial", actions), given.actions)
-        np.testing.assert_array_equal(ours.numbers("steps/observation/state"), given.proprio)
-        np.testing.assert_array_equal(ours.numbers("steps/reward"), given.rewards)
-        np.testing.assert_array_equal(ours.numbers("steps/discount"), np.ones(len(ours)))
+        np.testing.assert_array_equal(ours.values("steps/observation/state"), given.proprio)
+        np.testing.assert_array_equal(ours.values("steps/reward"), given.rewards)
+        np.testing.assert_array_equal(ours.values("steps/discount"), np.ones(len(ours)))
         last = [False] * (len(ours) - 1)
-        np.testing.assert_array_equal(ours.numbers("steps/is_first"), [True, *last])
-        np.testing.assert_array_equal(ours.numbers("steps/is_last"), [*last, True])
-        np.testing.assert_array_equal(ours.numbers("steps/is_terminal"), [*last, given.success])
+        np.testing.assert_array_equal(ours.values("steps/is_first"), [True, *last])
+        np.testing.assert_array_equal(ours.values("steps/is_last"), [*last, True])
+        np.testing.assert_array_equal(ours.values("steps/is_terminal"), [*last, given.success])
         assert ours.texts("steps/language_instruction") == [given.instruction] * len(ours)
         assert ours.texts("episode_metadata/file_path") == [given.task.episode_id]
         for view, camera in enumerate(("image", "wrist_image")):
@@ -69,7 +69,7 @@ def test_numbers_come_back_to_the_bit_and_pictures_nearly(tmp_path):
 
 def test_records_have_the_features_and_kinds_of_those_that_tensorflow_datasets_wrote(tmp_path):
     theirs, ours = RldsDataset(GOLDEN), record(tmp_path, [episode(1, 4)])
-    unknown = {"steps/observation/joint_state"}  # our experts don't tell
+    unknown = {"steps/observation/joint_state"}  # our experts do not record it
     assert set(ours.fields) == set(theirs.fields) - unknown
     for name, field in ours.fields.items():
         expected = theirs.fields[name]
@@ -82,8 +82,8 @@ def test_records_have_the_features_and_kinds_of_those_that_tensorflow_datasets_w
     infos = [json.loads((d.folder / "dataset_info.json").read_text()) for d in (ours, theirs)]
     assert set(infos[0]) == set(infos[1]) and set(infos[0]["splits"][0]) == set(infos[1]["splits"][0])
     payload = sum(len(theirs._shard(s).record(i)) for s in range(2) for i in range(4))
-    assert int(infos[1]["splits"][0]["numBytes"]) == payload  # what the number means to them …
-    assert int(infos[0]["splits"][0]["numBytes"]) == len(ours._shard(0).record(0))  # … and to us
+    assert int(infos[1]["splits"][0]["numBytes"]) == payload  # its meaning there …
+    assert int(infos[0]["splits"][0]["numBytes"]) == len(ours._shard(0).record(0))  # … and here
 
 
 def test_shards_are_filled_and_numbered(tmp_path):
@@ -94,7 +94,7 @@ def test_shards_are_filled_and_numbered(tmp_path):
     assert sorted(path.name for path in dataset.folder.glob("*tfrecord*")) == [
         f"libero_spatial-train.tfrecord-0000{i}-of-00003" for i in range(3)
     ]
-    assert [e.texts("steps/language_instruction")[0] for e in dataset] == [f"do the thing {i}" for i in range(5)]
+    assert [e.texts("steps/language_instruction")[0] for e in dataset] == [f"do task {i}" for i in range(5)]
 
 
 def test_statistics_are_those_of_the_policy(tmp_path):
@@ -112,7 +112,7 @@ def test_statistics_are_those_of_the_policy(tmp_path):
 def test_other_suites_keep_their_gripper(tmp_path):
     given = episode(1, 4, views=1)
     dataset = record(tmp_path, [given], name="metaworld_mt10")
-    np.testing.assert_array_equal(dataset[0].numbers("steps/action"), given.actions)
+    np.testing.assert_array_equal(dataset[0].values("steps/action"), given.actions)
     assert "steps/observation/wrist_image" not in dataset.fields
     assert recorded_actions("metaworld_mt10", given.actions) is given.actions
 

@@ -11,7 +11,7 @@ import torch
 from vlarl.api import evaluate
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
 from vlarl.config.schema import LoraConfig
-from vlarl.data.batches import DemoBatches, Demonstrated
+from vlarl.data.batches import DemoBatch, DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
 from vlarl.data.sft import FinetuneSummary, finetune, imitate, imitation_loss, start
@@ -69,7 +69,7 @@ def test_batches_hold_what_the_demonstrator_saw_and_did():
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
     batches = DemoBatches([demos], policy, torch.device("cpu"))
     assert len(batches) == len(demos)
-    batch = batches.draw(5, torch.Generator().manual_seed(3))
+    batch = batches.sample(5, torch.Generator().manual_seed(3))
     inputs, token_ids = batch.inputs, batch.token_ids
     rows = torch.randint(len(demos), (5,), generator=torch.Generator().manual_seed(3)).numpy()
     expected = policy.process([demos.observation(int(row)) for row in rows])
@@ -90,7 +90,7 @@ def test_demonstrations_show_what_the_policy_reads():
     config = DemoConfig(suites=("tabletop_spatial",), episodes_per_task=1, num_workers=1)
     demos, _ = collect_demos(open_sources(config, 0, policy.image_size, policy.num_images), note=lambda text: None)
     batches = DemoBatches(demos, policy, torch.device("cpu"))
-    batch = batches.draw(3, torch.Generator().manual_seed(0))
+    batch = batches.sample(3, torch.Generator().manual_seed(0))
     inputs = batch.inputs
     assert inputs.pixels.shape == (3, 2, 3, policy.image_size, policy.image_size) and inputs.proprio is None
     assert imitation_loss(policy, batch, FinetuneConfig().optim).isfinite()
@@ -101,7 +101,7 @@ def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.zero_()
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    batch = DemoBatches([demos], policy, torch.device("cpu")).draw(4, torch.Generator().manual_seed(0))
+    batch = DemoBatches([demos], policy, torch.device("cpu")).sample(4, torch.Generator().manual_seed(0))
     config = FinetuneConfig()
     assert imitation_loss(policy, batch, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
 
@@ -117,7 +117,7 @@ def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
         logprobs = policy.score(inputs, tokens).logits.double().log_softmax(-1)
     expected = -float(logprobs.gather(-1, places.unsqueeze(-1)).mean())
     others = -float(logprobs.gather(-1, places.flip(0).unsqueeze(-1)).mean())
-    batch = Demonstrated(inputs, torch.zeros(3, policy.chunk_length, policy.action_dim), tokens)
+    batch = DemoBatch(inputs, torch.zeros(3, policy.chunk_length, policy.action_dim), tokens)
     loss = imitation_loss(policy, batch, FinetuneConfig.model_validate({"optim": {"autocast": "none"}}).optim)
     assert loss.item() == pytest.approx(expected, rel=1e-4) and abs(others - expected) > 1e-3 * expected
 
@@ -125,7 +125,7 @@ def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
 def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
     config = recipe(tmp_path, "l1").model_copy(update={"policy": StartConfig(path="init:tiny-oft", actions="l1")})
     summary = finetune(config)
-    assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of numbers in [-1, 1]
+    assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of values in [-1, 1]
     assert summary.last_loss < 0.8 * summary.first_loss
     policy = load_policy(summary.checkpoint, actions="l1")
     assert policy.acts_by_regression
@@ -140,7 +140,7 @@ def test_a_frozen_backbone_leaves_the_heads_to_learn(tmp_path):
     assert trained == {"l1_head", "proprio_projector"}
 
 
-def test_adapters_can_be_taught(tmp_path):
+def test_adapters_can_be_trained(tmp_path):
     init_tiny("parallel", seed=0, chunk_length=4).save(tmp_path / "base")
     config = recipe(tmp_path, "lora", str(tmp_path / "base")).model_copy(
         update={
@@ -154,14 +154,14 @@ def test_adapters_can_be_taught(tmp_path):
 
 
 class Poisoned:
-    """Batches whose draws of these numbers hold NaN."""
+    """Batches with NaN at these steps."""
 
     def __init__(self, batches: DemoBatches, bad: set[int]) -> None:
         self.batches, self.bad, self.number = batches, bad, 0
 
-    def draw(self, size: int, generator: torch.Generator) -> Demonstrated:
+    def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
         self.number += 1
-        batch = self.batches.draw(size, generator)
+        batch = self.batches.sample(size, generator)
         return replace(batch, actions=batch.actions * torch.nan) if self.number in self.bad else batch
 
 

@@ -10,7 +10,7 @@ from fakes.worker_envs import SPEC, CountingFactory
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet, from_demonstrations
-from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, played
+from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, play_tasks
 from vlarl.data.sft import add_statistics, fresh_policy, imitate, refuse_other_robot
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError, VlarlError
@@ -49,7 +49,7 @@ def test_episodes_start_from_training_states_in_turn_and_never_from_those_of_eva
     assert len({task.seed for task in tasks}) == 8
     assert tasks == demonstration_tasks(SPEC, [2, 0], 4, 5) != demonstration_tasks(SPEC, [2, 0], 4, 6)
     longer = demonstration_tasks(SPEC, None, 2, 5)
-    assert longer[0] == next(task for task in tasks if task.task_id == 0)  # whatever else is played
+    assert longer[0] == next(task for task in tasks if task.task_id == 0)  # whatever the other tasks
     with pytest.raises(UsageError, match=r"no task \[4\]"):
         demonstration_tasks(SPEC, [4], 1, 0)
     more = replace(SPEC, first_fresh_state=50)
@@ -61,7 +61,7 @@ def test_what_was_played_becomes_one_flat_set():
     experts = FakeExperts()
     tasks = demonstration_tasks(SPEC, [0, 1], 2, 0)
     demos = from_demonstrations(
-        "counting", played(experts, tasks, DemoConfig(action_noise=0.25, hesitation=0.5), notes.append)
+        "counting", play_tasks(experts, tasks, DemoConfig(action_noise=0.25, hesitation=0.5), notes.append)
     )
     alone = [episode(task, task.task_id + 2, task.task_id != 1) for task in tasks]
     assert experts.played_with == (0.25, 0.5)
@@ -89,7 +89,7 @@ class FakeSource:
 
 def made(task_ids: list[int], episodes: int = 2) -> DemoSet:
     tasks = demonstration_tasks(SPEC, task_ids, episodes, 0)
-    return from_demonstrations("counting", played(FakeExperts(), tasks, DemoConfig(), lambda text: None))
+    return from_demonstrations("counting", play_tasks(FakeExperts(), tasks, DemoConfig(), lambda text: None))
 
 
 def test_failures_are_counted_and_left_out():
@@ -109,12 +109,12 @@ def test_nothing_but_failures_is_nothing_to_imitate():
         collect_demos([FakeSource(made([1]), only_successful=True)], note=lambda text: None)
 
 
-def test_a_source_keeps_successes_unless_it_is_told_otherwise():
+def test_a_source_keeps_only_successes_unless_configured_otherwise():
     for given, expected in ((None, True), (True, True), (False, False)):
         assert SimulatorSource(DemoConfig(only_successful=given), CountingFactory(), 0).only_successful is expected
 
 
-def test_a_chunk_past_the_end_stands_still_and_keeps_the_last_number():
+def test_a_chunk_past_the_end_stands_still_and_keeps_the_gripper():
     demos = made([0])
     chunk = demos.chunks(np.array([1]), 3)
     np.testing.assert_array_equal(chunk[0], [demos.actions[1], [0, demos.actions[1, 1]], [0, demos.actions[1, 1]]])
@@ -143,7 +143,7 @@ def test_demonstrations_of_another_robot_are_refused():
     policy = fresh_policy(StartConfig(), 0, FakeSource(made([0]), True))
     tabletop = FakeSource(made([0]), True)
     tabletop.name, tabletop.action_dim, tabletop.proprio_dim = "tabletop", 7, 8
-    with pytest.raises(UsageError, match="the policy has 2 action numbers and 3 of the robot's state, the demon.*7"):
+    with pytest.raises(UsageError, match="the policy has 2 action dimensions and 3 of the robot's state, the demon.*7"):
         refuse_other_robot(policy, tabletop)
 
 
@@ -152,7 +152,7 @@ def test_too_long_a_chunk_is_refused_before_anything_is_played():
         fresh_policy(StartConfig(chunk_length=40), 0, FakeSource(made([0]), True))
 
 
-def test_a_fresh_policy_is_taught_by_processes_and_finds_its_statistics_again(tmp_path):
+def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(tmp_path):
     """Actions are [1, init_state]: the policy learns them in units that it never saw before."""
     config = DemoConfig(episodes_per_task=3, task_ids=(0, 1), action_noise=0.0, num_workers=1)
     source = SimulatorSource(config, CountingFactory(), seed=0)
@@ -172,8 +172,8 @@ def test_a_fresh_policy_is_taught_by_processes_and_finds_its_statistics_again(tm
         policy, DemoBatches(demos, policy, torch.device("cpu")), train, lambda step, row: rows.append(row)
     )
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
-    policy.save(tmp_path / "taught")
-    again = load_policy(tmp_path / "taught")
+    policy.save(tmp_path / "trained")
+    again = load_policy(tmp_path / "trained")
     again.use_statistics(None, "counting")
     assert again.image_size == 28 and again.action_dim == 2 and again.config.proprio_dim == 3
     done = again.predict_action(demos[0].images[0], "count to 5", demos[0].proprio[0])

@@ -1,4 +1,4 @@
-"""Statistics: known numbers, the gripper, and numbers that hardly ever move."""
+"""Statistics: known values, the gripper, and dimensions that rarely move."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.tiny import tiny_config
 
 
-def test_known_numbers():
+def test_known_values():
     actions = np.stack([np.arange(101.0), np.tile([0.0, 1.0], 51)[:101]], axis=1).astype(np.float32)
     proprio = np.full((101, 1), 3.0, np.float32)
     found = dataset_statistics(actions, proprio, num_episodes=4)
@@ -25,13 +25,13 @@ def test_known_numbers():
     ("gripper", "normalised"),
     [([0, 1], False), ([-1, 1], False), ([1], False), ([0.2, 0.5], True), ([-1, 0.6], True)],
 )
-def test_a_gripper_that_is_a_switch_is_left_alone(gripper, normalised):
+def test_a_gripper_that_only_opens_and_closes_is_not_normalised(gripper, normalised):
     actions = np.zeros((len(gripper), 3), np.float32)
     actions[:, 2] = gripper
     assert action_mask(actions) == [True, True, normalised]
 
 
-def test_a_number_that_hardly_ever_moves_can_still_move():
+def test_a_dimension_that_rarely_moves_can_still_move():
     """Two steps in a thousand turn the wrist: quantiles alone would hold it still for ever."""
     actions = np.zeros((1000, 2), np.float32)
     actions[[7, 9], 0] = 0.5, -0.25

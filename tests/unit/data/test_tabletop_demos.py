@@ -60,4 +60,4 @@ def test_equal_seeds_give_equal_demonstrations_for_any_number_of_workers():
 def test_flawed_demonstrations_mix_success_and_failure():
     mixed = generate_demos([SUITE], episodes_per_task=20, seed=0, flaws=IMPERFECT, image_size=8)
     assert 0.25 <= mixed.success.mean() <= 0.55
-    assert mixed.episode_lengths[~mixed.success].mean() < 32  # a failure is not watched to the end of time
+    assert mixed.episode_lengths[~mixed.success].mean() < 32  # a failure is not recorded up to the time limit

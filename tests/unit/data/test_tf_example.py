@@ -47,7 +47,7 @@ def test_what_is_encoded_is_decoded(features):
             assert example.integers(name).dtype == np.int64 and example.kind(name) == INT64_LIST
 
 
-def test_numbers_one_by_one_are_read_too():
+def test_unpacked_values_are_read_too():
     """Protobuf lets a writer repeat the field instead of packing the values."""
     floats = b"\x12\x0a\x0d\x00\x00\x80\x3f\x0d\x00\x00\x00\x40"
     integers = b"\x1a\x05\x08\x07\x08\xac\x02"
@@ -71,7 +71,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data):
 
 def test_another_kind_and_another_name_are_refused():
     example = Example(encode_example({"a": [b"x"]}))
-    with pytest.raises(MalformedExampleError, match="'a' holds another kind"):
+    with pytest.raises(MalformedExampleError, match="'a' holds values of another kind"):
         example.floats("a")
     with pytest.raises(MalformedExampleError, match="no field 'b'; it has a"):
         example.floats("b")

@@ -29,7 +29,7 @@ def test_the_better_one_is_named_where_the_difference_is_more_than_chance() -> N
     assert compare(record(b), record(a)).in_words().endswith("B is better.")
     huge = compare(record({(0, s): True for s in range(40)}), record({(0, s): False for s in range(40)}))
     assert "p = 1.8e-12" in huge.in_words()
-    assert compare(record(a), record(a)).in_words() == "A and B ended alike on all 50 episodes."
+    assert compare(record(a), record(a)).in_words() == "A and B had the same outcome on all 50 episodes."
 
 
 def test_episodes_that_crashed_or_are_missing_are_left_out_and_named() -> None:

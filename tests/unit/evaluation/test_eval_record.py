@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ NOON = datetime(2025, 1, 2, 12, 0, 0)
 OUTCOMES = {(0, 30): True, (0, 31): False, (0, 32): None, (1, 30): True, (1, 31): True}
 
 
-def test_results_hold_every_number_and_every_episode(tmp_path: Path) -> None:
+def test_results_hold_every_value_and_every_episode(tmp_path: Path) -> None:
     directory = EvalDirectory.create(tmp_path / "a" / "b")
     directory.write(record(OUTCOMES, protocol="disjoint", num_trained_states=0))
     content = json.loads(directory.results_file.read_text())
@@ -45,7 +46,7 @@ def test_results_hold_every_number_and_every_episode(tmp_path: Path) -> None:
         "length": 10,
         "return": 1.0,
         "status": "ok",
-        "redone": 0,
+        "num_retries": 0,
     }
 
 
@@ -64,6 +65,20 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_record(tmp_path / "x") == written
 
 
+def test_an_older_file_is_read_with_its_name_for_retries(tmp_path: Path) -> None:
+    """Older versions wrote `redone`, in results.json and in episodes.jsonl."""
+    retried = [replace(episode(0, 31, True), num_retries=2), episode(1, 30, False)]
+    rows = [episode_row(e) for e in retried]
+    for row in rows:
+        row["redone"] = row.pop("num_retries")
+    content = record({}, planned=2).to_json()
+    directory = EvalDirectory.create(tmp_path / "x")
+    for complete in (True, False):
+        directory.results_file.write_text(json.dumps({**content, "complete": complete, "episodes": rows}))
+        directory.episodes_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert read_record(tmp_path / "x").result == EvalResult(tuple(retried), complete)
+
+
 def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> None:
     directory = EvalDirectory.create(tmp_path / "x")
     directory.write(record({}, planned=4))  # as at the beginning
@@ -78,15 +93,15 @@ def test_what_a_killed_process_left_is_read_from_its_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no evaluation: its results.json can't be read"),
-        ("{", "is no JSON"),
+        (None, "is not an evaluation: its results.json can't be read"),
+        ("{", "is not valid JSON"),
         ("[]", "was not written by this version"),
         ('{"schema": 99}', "which reads schema 1"),
         ('{"schema": 1, "complete": true}', "is damaged"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
-def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_what_is_not_an_evaluation_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "results.json").write_text(content)
     with pytest.raises(UsageError, match=message):
@@ -95,7 +110,7 @@ def test_what_is_no_evaluation_is_refused(tmp_path: Path, content: str | None, m
 
 def test_bad_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_bytes(b'{"schema": "\xff"}')
-    with pytest.raises(UsageError, match="is no JSON"):
+    with pytest.raises(UsageError, match="is not valid JSON"):
         read_record(tmp_path)
 
 
@@ -137,7 +152,7 @@ def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
         EvalDirectory.create(tmp_path / "file" / "folder")
 
 
-def test_results_go_where_they_belong_and_never_twice_to_one_place(
+def test_results_go_to_the_right_folder_and_never_twice_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,7 +169,7 @@ def test_results_go_where_they_belong_and_never_twice_to_one_place(
     assert new_folder(str(checkpoint), "tabletop_goal", NOON).name == "20250102_120000_2"
 
 
-def test_records_are_found_newest_first_and_damaged_ones_passed_over(tmp_path: Path) -> None:
+def test_records_are_found_newest_first_and_damaged_ones_skipped(tmp_path: Path) -> None:
     import os
 
     for number, name in enumerate(("old", "broken", "new")):

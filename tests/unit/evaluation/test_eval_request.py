@@ -92,7 +92,7 @@ def test_only_a_folder_in_a_runs_checkpoints_belongs_to_it(checkpoint, tmp_path,
     (run / "elsewhere" / "final").mkdir(parents=True)
     assert run_of(str(run / "elsewhere" / "final")) is None
     monkeypatch.chdir(run)
-    assert run_of("openvla/openvla-7b") is None, "a hub id is no folder of the run one stands in"
+    assert run_of("openvla/openvla-7b") is None, "a hub id is not a folder of the run in the working directory"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_option_that_a_run_has_and_this_version_lacks_is_named(checkpoint):
         eval_request(checkpoint(text="env:\n  old: true\n"), {})
 
 
-def test_as_many_states_as_there_are_may_be_asked_for():
+def test_as_many_states_as_there_are_may_be_requested():
     assert missing_states(20, "s", "disjoint", 20, 50) is None and missing_states(50, "s", "benchmark", 20, 50) is None
     assert missing_states(51, "s", "benchmark", 20, 50) == (
         "a task of s has 50 initial states for evaluation under protocol benchmark; ask for 50 or fewer"
@@ -135,7 +135,7 @@ def test_an_episode_is_found_again_by_its_id():
     for task in (Task("tabletop_goal", 3, 31, 2**64 - 1), Task("a-b_c", 123, 4567, 255), Task("gym", 0, 0, 0)):
         assert task_of(task.episode_id) == task
     for wrong in ("", "suite-t0-s000-00000000000000ff", "suite-t00-s000-ff", "suite-t00-s000-00000000000000FF"):
-        with pytest.raises(UsageError, match="is no episode's id: take one from episodes.jsonl"):
+        with pytest.raises(UsageError, match="is not an episode id: take one from episodes.jsonl"):
             task_of(wrong)
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_says_nothing_is_measured_on_the_last_states(elsewhere
     assert eval_request(unknown, {"env.suite": LIBERO}, states_per_task=50).init_states == ALL
 
 
-def test_states_that_were_trained_on_have_to_be_asked_for(elsewhere):
+def test_states_that_were_trained_on_have_to_be_requested(elsewhere):
     demonstrated = TrainedOn(by="finetune", suite=LIBERO, task_ids=tuple(range(10)), states=DISJOINT)
     path = elsewhere("finetuned", demonstrated)
     assert eval_request(path, {"env.suite": LIBERO}).init_states == tuple(range(30, 50))
@@ -194,10 +194,10 @@ def test_states_that_were_trained_on_have_to_be_asked_for(elsewhere):
         "protocol benchmark, in tasks 0 to 9; ask for 20 or fewer, or name the protocol (--protocol benchmark) to evaluate on states "
         "that were trained on, too"
     )
-    asked = {"env.suite": LIBERO, "env.protocol": "benchmark"}
-    assert eval_request(path, asked, states_per_task=50).init_states == ALL
-    assert eval_request(path, asked).init_states == tuple(range(20)), "those of published results, as they are"
-    assert eval_request(elsewhere("unknown"), asked, states_per_task=10).init_states == tuple(range(10))
+    requested = {"env.suite": LIBERO, "env.protocol": "benchmark"}
+    assert eval_request(path, requested, states_per_task=50).init_states == ALL
+    assert eval_request(path, requested).init_states == tuple(range(20)), "those of published results, as they are"
+    assert eval_request(elsewhere("unknown"), requested, states_per_task=10).init_states == tuple(range(10))
 
 
 def test_a_base_that_was_trained_on_the_held_out_states_leaves_none(elsewhere):
@@ -255,8 +255,8 @@ def test_two_checkpoints_are_compared_on_states_that_neither_has_seen(elsewhere)
     exam = elsewhere("exam", by_train(ALL, "benchmark"))
     with pytest.raises(ConfigError, match=rf"training of {a} and of {exam} has used 20 of the 20 initial states"):
         on_the_same_states(eval_request(a, {}), eval_request(exam, shared))
-    asked = {"env.suite": LIBERO, "env.protocol": "benchmark"}
-    first, second = on_the_same_states(eval_request(a, asked, states_per_task=50), eval_request(exam, asked))
+    requested = {"env.suite": LIBERO, "env.protocol": "benchmark"}
+    first, second = on_the_same_states(eval_request(a, requested, states_per_task=50), eval_request(exam, requested))
     assert first.init_states == second.init_states == ALL
 
 

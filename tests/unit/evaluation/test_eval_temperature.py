@@ -32,7 +32,7 @@ class NotingEngine(TorchEngine):
 
 @pytest.fixture
 def temperatures(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What engines are asked for from here on."""
+    """The temperatures that engines are called with from now on."""
     monkeypatch.setattr(NotingEngine, "temperatures", [])
     for module in (vlarl.run.local, vlarl.evaluation.run):
         monkeypatch.setattr(module, "TorchEngine", NotingEngine)

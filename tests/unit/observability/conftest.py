@@ -35,12 +35,12 @@ def _frames(success: bool) -> tuple[np.ndarray, ...]:
     size, frames = 256, []
     rows, columns = np.mgrid[0:size, 0:size]
     for step in range(30):
-        share = step / 29 * (1.0 if success else 0.55)
-        picture = np.stack([205 - rows / 8, 186 - rows / 9, 160 - rows / 10], axis=-1)
-        picture[(rows - 170) ** 2 + (columns - 200) ** 2 < 900] = (236, 232, 224)
-        x, y = int(40 + 160 * share), int(70 + 100 * share)
-        picture[y - 14 : y + 14, x - 14 : x + 14] = (196, 62, 52)
-        frames.append(picture.astype(np.uint8))
+        fraction = step / 29 * (1.0 if success else 0.55)
+        image = np.stack([205 - rows / 8, 186 - rows / 9, 160 - rows / 10], axis=-1)
+        image[(rows - 170) ** 2 + (columns - 200) ** 2 < 900] = (236, 232, 224)
+        x, y = int(40 + 160 * fraction), int(70 + 100 * fraction)
+        image[y - 14 : y + 14, x - 14 : x + 14] = (196, 62, 52)
+        frames.append(image.astype(np.uint8))
     return tuple(frames)
 
 
@@ -79,7 +79,7 @@ def _metrics(i: int) -> dict[str, float]:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
-    """Make a run that stopped after some iteration, filming some episodes of each end."""
+    """Make a run that stopped after some iteration, with videos of some episodes at each end."""
 
     def make(state: str = "finished", last: int = ITERATIONS, videos: int = 2) -> RunDirectory:
         run = RunDirectory.create(tmp_path / "runs", "tabletop_grpo-seed0")
@@ -91,8 +91,8 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
         for i in range(last + 1):
             row = _metrics(i) if i else {}
             if i % 5 == 0:
-                share = i / ITERATIONS
-                episodes = _evaluation(round(BEFORE + (AFTER - BEFORE) * share**0.5), videos if i in (0, 20) else 0)
+                fraction = i / ITERATIONS
+                episodes = _evaluation(round(BEFORE + (AFTER - BEFORE) * fraction**0.5), videos if i in (0, 20) else 0)
                 recorder.record(i, "eval", episodes)
                 recorder.write_videos(i, episodes)
                 row["val/success_rate"] = sum(e.success for e in episodes) / len(episodes)

@@ -15,7 +15,7 @@ from vlarl.errors import UsageError
 from vlarl.evaluation import run as evaluation
 from vlarl.evaluation.request import eval_request
 from vlarl.observability import capacity
-from vlarl.observability.capacity import fitting_envs, refuse_crowd, refuse_crowd_here
+from vlarl.observability.capacity import check_memory_for_config, check_memory_for_envs, fitting_envs
 from vlarl.observability.machine import available_memory
 from vlarl.run import parts
 
@@ -80,7 +80,7 @@ def test_a_machine_that_does_not_say_refuses_nothing(tmp_path, monkeypatch):
     assert available_memory(tmp_path, tmp_path) is None
     monkeypatch.setattr(capacity, "available_memory", lambda: None)
     assert fitting_envs("libero_spatial") is None
-    refuse_crowd("libero_spatial", 10**6)
+    check_memory_for_envs("libero_spatial", 10**6)
 
 
 @pytest.fixture
@@ -90,18 +90,18 @@ def six_gib(monkeypatch):
 
 def test_more_processes_than_fit_are_refused_with_the_number_that_fits(six_gib):
     assert fitting_envs("libero_spatial") == 10
-    refuse_crowd("libero_spatial", 10)
+    check_memory_for_envs("libero_spatial", 10)
     message = r"env.num_envs = 64: .* take 38 GiB of memory, 0.6 GiB each, and 6 GiB are free here; set env.num_envs to 10 or less"
     with pytest.raises(UsageError, match=message):
-        refuse_crowd("libero_spatial", 64)
-    refuse_crowd("tabletop_spatial", 10**6)  # no process each
-    refuse_crowd("gym", 10**6)  # of unknown size
+        check_memory_for_envs("libero_spatial", 64)
+    check_memory_for_envs("tabletop_spatial", 10**6)  # no process each
+    check_memory_for_envs("gym", 10**6)  # of unknown size
 
 
 def test_a_cluster_elsewhere_has_memory_of_its_own(six_gib):
     with pytest.raises(UsageError, match="set env.num_envs to 10 or less"):
-        refuse_crowd_here(load_config("libero_spatial_grpo_oft", {"env.num_envs": 64}))
-    refuse_crowd_here(load_config("libero_10_cluster"))
+        check_memory_for_config(load_config("libero_spatial_grpo_oft", {"env.num_envs": 64}))
+    check_memory_for_config(load_config("libero_10_cluster"))
 
 
 def test_the_default_is_what_fits(monkeypatch):
@@ -124,17 +124,17 @@ def nothing_free(monkeypatch):
 def test_where_not_even_one_fits_no_smaller_number_is_advised(nothing_free):
     message = r"env.num_envs = 1: a process of libero_spatial takes 0.6 GiB of memory, and less than that is free here; free some memory"
     with pytest.raises(UsageError, match=message) as error:
-        refuse_crowd("libero_spatial", 1)
+        check_memory_for_envs("libero_spatial", 1)
     assert "set env.num_envs" not in str(error.value)
 
 
 def test_a_number_that_the_user_has_not_set_is_not_refused(nothing_free):
-    refuse_crowd("libero_spatial", None)
-    refuse_crowd_here(load_config("libero_spatial_grpo_oft", {"env.num_envs": None}))
-    asked = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial"})
-    assert evaluation._pool_size(asked) == 1
+    check_memory_for_envs("libero_spatial", None)
+    check_memory_for_config(load_config("libero_spatial_grpo_oft", {"env.num_envs": None}))
+    request = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial"})
+    assert evaluation._pool_size(request) == 1
     with pytest.raises(UsageError, match="env.num_envs = 2: a process of libero_spatial"):
-        evaluation._pool_size(replace(asked, env=asked.env.model_copy(update={"num_envs": 2})))
+        evaluation._pool_size(replace(request, env=request.env.model_copy(update={"num_envs": 2})))
 
 
 def test_processes_that_play_demonstrations_are_by_default_as_many_as_fit(monkeypatch, six_gib):

@@ -33,7 +33,7 @@ def test_a_log_that_grows_too_large_is_continued_in_a_new_file(tmp_path: Path, m
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.log").symlink_to("/dev/full")
     with log_to_file(tmp_path / "train.log"):
         for _ in range(3):

@@ -51,7 +51,7 @@ def test_plain_output_needs_no_metric() -> None:
     assert stream.getvalue().startswith("iteration 1/3  ")
 
 
-def test_the_live_display_shows_the_figures_and_gives_the_cursor_back_after_an_exception() -> None:
+def test_the_live_display_shows_the_figures_and_restores_the_cursor_after_an_exception() -> None:
     stream = io.StringIO()
     console = Console(file=io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with pytest.raises(KeyError), Progress(20, console) as progress:
@@ -77,7 +77,7 @@ def test_a_closed_terminal_does_not_stop_training(is_terminal: bool) -> None:
 
 @pytest.mark.parametrize("console", [_plain()[0], Console(file=ClosedPipe(), force_terminal=False), None])
 def test_every_line_is_in_the_log(tmp_path: Path, console: Console | None) -> None:
-    """Also of a live display, and when nobody can see the display any more."""
+    """Also with a live display, and after the display has failed."""
     if console is None:
         console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with log_to_file(tmp_path / "log"), Progress(2, console) as progress:

@@ -28,7 +28,7 @@ def test_wilson_interval_matches_published_values() -> None:
     assert Score(0, 20).interval == pytest.approx((0.0, 0.1611), abs=1e-4)
 
 
-def test_the_report_of_a_finished_run_tells_the_right_numbers(make_run: MakeRun) -> None:
+def test_the_report_of_a_finished_run_shows_the_right_values(make_run: MakeRun) -> None:
     run = make_run()
     path = write_report(run.path)
     assert path == run.path / "report.html"
@@ -49,7 +49,7 @@ def test_the_report_of_a_finished_run_tells_the_right_numbers(make_run: MakeRun)
     ]  # fmt: skip
 
 
-def test_the_report_needs_nothing_beside_it(make_run: MakeRun) -> None:
+def test_the_report_is_self_contained(make_run: MakeRun) -> None:
     html = write_report(make_run().path).read_text()
     without_data = re.sub(r"data:[a-z0-9/]+;base64,[A-Za-z0-9+/=]+", "", html)
     assert not re.search(r"https?://|<link|<script|@import|url\(", without_data)
@@ -64,7 +64,7 @@ def test_controls_of_a_video_lie_beneath_its_caption(make_run: MakeRun) -> None:
     assert "object-position: top" in CSS
 
 
-def test_on_a_telephone_the_cells_of_a_row_stack() -> None:
+def test_on_a_phone_the_cells_of_a_row_stack() -> None:
     narrow = CSS[CSS.index("@media (max-width: 720px)") : CSS.index("@media print")]
     assert "thead { display: none; }" in narrow and "tr { display: grid;" in narrow
     assert "td.bars { grid-column: 1 / -1;" in narrow
@@ -103,12 +103,12 @@ def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
     assert "<h2>Curriculum</h2>" not in write_report(run.path).read_text(), "all tasks are sampled alike"
     run.config_file.write_text("curriculum:\n  mode: adaptive\n")
     html = write_report(run.path).read_text()
-    order = [html.index(f"<h2>{title}</h2>") for title in ("Learning", "Tasks", "Episodes", "Curriculum", "Going on")]
+    order = [html.index(f"<h2>{title}</h2>") for title in ("Learning", "Tasks", "Episodes", "Curriculum", "Next steps")]
     assert order == sorted(order), "videos come before the curriculum"
     section = html[html.index("<h2>Curriculum</h2>") : html.index("<h2>Configuration</h2>")]
     assert "Sampling was adaptive" in section
     cells = re.findall(
-        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="share">([\d.]+%).*?class="share">([\d.]+%).*?"num" data-name="episodes">(\d+)<',
+        r'<td class="id">(\d+)</td><td>(.+?)</td>.*?class="label">([\d.]+%).*?class="label">([\d.]+%).*?"num" data-name="episodes">(\d+)<',
         section,
     )
     assert cells == [
@@ -116,7 +116,7 @@ def test_the_curriculum_is_shown_by_task(make_run: MakeRun) -> None:
         ("7", "put the blue cube into the basket", "87.5%", "25.0%", "1"),
     ]
     assert re.findall(r"<figcaption><b>([^<]+)</b>", section) == ["Task 1", "Task 7"]
-    assert "iteration 21:  success 25%,  share 40%" in section and "iteration 21:  share 60%" in section
+    assert "iteration 21:  success 25%,  fraction 40%" in section and "iteration 21:  fraction 60%" in section
     for svg in re.findall(r"<svg.*?</svg>", section):
         ElementTree.fromstring(svg)
 
@@ -223,12 +223,12 @@ def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     run.config_file.write_text("env:\n  protocol: benchmark\neval:\n  temperature: 0.5\n")
     text = _text(write_report(run.path).read_text())
     assert "never saw" not in text and "were also trained on" in text
-    assert "Sampled success rose from" in text and "Evaluation is sampled and drawn" in text
+    assert "Sampled success rose from" in text and "Evaluation is sampled and shown" in text
     assert "reedy" not in text
 
 
 @pytest.mark.parametrize(
-    ("states", "claim", "in_picture"),
+    ("states", "claim", "in_image"),
     [
         (range(30, 50), "200 episodes whose initial states were also trained on.", "trained"),
         (
@@ -240,7 +240,7 @@ def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     ],
 )
 def test_states_that_the_base_was_trained_on_are_admitted(
-    make_run: MakeRun, tmp_path: Path, states: range, claim: str, in_picture: str
+    make_run: MakeRun, tmp_path: Path, states: range, claim: str, in_image: str
 ) -> None:
     run = make_run(videos=0)
     base = TrainedOn(by="train", suite="tabletop_spatial", protocol="disjoint", task_ids=None, states=tuple(states))
@@ -248,9 +248,9 @@ def test_states_that_the_base_was_trained_on_are_admitted(
     write_training_data(run.checkpoints / "final", TrainingData((base, other)))
     html = write_report(run.path).read_text()
     assert claim in verdict_of(html)
-    assert ("begin from initial states that this run" in _text(html)) == (in_picture != "unseen")
-    picture = write_curve(run.path, tmp_path / "curve.svg").read_text()
-    assert f"Greedy success on {in_picture} initial states: 48.5% to 93.0%" in picture
+    assert ("begin from initial states that this run" in _text(html)) == (in_image != "unseen")
+    image = write_curve(run.path, tmp_path / "curve.svg").read_text()
+    assert f"Greedy success on {in_image} initial states: 48.5% to 93.0%" in image
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_what_is_not_known_is_not_called_unseen(
     assert "measured on 200 episodes from initial states of which it is not known whether they were trained on." in (
         re.sub(r"<[^>]+>", "", verdict_of(html))
     )
-    picture = write_curve(run.path, tmp_path / "curve.svg").read_text()
-    assert "Greedy success on possibly trained initial states: 48.5% to 93.0%" in picture
+    image = write_curve(run.path, tmp_path / "curve.svg").read_text()
+    assert "Greedy success on possibly trained initial states: 48.5% to 93.0%" in image
 
 
-def test_a_checkpoint_that_is_deleted_while_the_report_reads_is_passed_over(
+def test_a_checkpoint_that_is_deleted_while_the_report_reads_is_skipped(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, listed = make_run(videos=0), Path.glob
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_is_deleted_while_the_report_reads_is_passed_over(
     assert load_run(run.path).training == TrainingData()
 
 
-def test_episodes_that_crashed_are_no_part_of_a_score(make_run: MakeRun) -> None:
+def test_episodes_that_crashed_are_not_counted_in_a_score(make_run: MakeRun) -> None:
     run = make_run(videos=0)
     row = json.loads(run.episodes_file.read_text().splitlines()[0])
     with run.episodes_file.open("a") as file:
@@ -312,7 +312,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
-def test_the_picture_is_valid_and_stands_alone(make_run: MakeRun, tmp_path: Path) -> None:
+def test_the_image_is_valid_and_self_contained(make_run: MakeRun, tmp_path: Path) -> None:
     path = write_curve(make_run().path, tmp_path / "curve.svg")
     root = ElementTree.fromstring(path.read_text())
     svg = "{http://www.w3.org/2000/svg}"
@@ -322,7 +322,7 @@ def test_the_picture_is_valid_and_stands_alone(make_run: MakeRun, tmp_path: Path
     assert "Greedy success on unseen initial states: 48.5% to 93.0%" in texts
 
 
-def test_a_comparison_names_its_lines_and_stands_alone(tmp_path: Path) -> None:
+def test_a_comparison_names_its_lines_and_is_self_contained(tmp_path: Path) -> None:
     lines = [
         Line("uniform", [(0, 0.0), (128, 0.5)], "train", intervals=[(128, 0.4, 0.6)]),
         Line("a < b", [(0, 0.0), (128, 1.0)]),
@@ -331,9 +331,9 @@ def test_a_comparison_names_its_lines_and_stands_alone(tmp_path: Path) -> None:
     svg = "{http://www.w3.org/2000/svg}"
     root = ElementTree.fromstring(path.read_text())
     assert [t.text for t in root.iter(f"{svg}text")][:4] == ["Success & more", "2 seeds", "uniform", "a < b"]
-    drawn = {p.attrib["class"]: p.attrib["points"].split() for p in root.iter(f"{svg}polyline")}
-    assert list(drawn) == ["line train", "line main"]
-    ends = {kind: float(points[-1].split(",")[1]) for kind, points in drawn.items()}
+    plotted = {p.attrib["class"]: p.attrib["points"].split() for p in root.iter(f"{svg}polyline")}
+    assert list(plotted) == ["line train", "line main"]
+    ends = {kind: float(points[-1].split(",")[1]) for kind, points in plotted.items()}
     assert ends == {"line main": 12.0, "line train": 123.0}, "the plot spans y 234..12"
 
 

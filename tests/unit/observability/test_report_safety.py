@@ -36,7 +36,7 @@ def test_no_text_of_any_file_becomes_markup(run):
     run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     episode = {"phase": "eval", "task_id": 1, "init_state": 2, "success": True, "instruction": EVIL, "episode_id": EVIL}
     run.episodes_file.write_text("".join(json.dumps({"iteration": i, **episode}) + "\n" for i in (0, 1)))
-    (run.videos / "iter_0000_task01_state02_success.mp4").write_bytes(b"film")
+    (run.videos / "iter_0000_task01_state02_success.mp4").write_bytes(b"video")
     (run.checkpoints / "final").mkdir()
     trained = TrainingData((TrainedOn(by="train", suite=EVIL),), (EVIL,))
     write_training_data(run.checkpoints / "final", trained)
@@ -49,7 +49,7 @@ def test_links_out_of_the_run_are_not_followed(run, tmp_path):
     secret = tmp_path / "id_rsa"
     secret.write_text("PRIVATE KEY")
     (run.videos / "iter_0000_task00_state00_success.mp4").symlink_to(secret)
-    (run.videos / "iter_0000_task01_state00_success.mp4").write_bytes(b"own film")
+    (run.videos / "iter_0000_task01_state00_success.mp4").write_bytes(b"own video")
     (run.videos / "real").mkdir()
     (run.videos / "iter_0000_task02_state00_success.mp4").symlink_to(
         run.videos / "iter_0000_task01_state00_success.mp4"
@@ -58,16 +58,16 @@ def test_links_out_of_the_run_are_not_followed(run, tmp_path):
     run.write_status("finished", 1, 1)
     html = write_report(run.path).read_text()
     assert "PRIVATE KEY" not in html and base64.b64encode(b"PRIVATE KEY").decode() not in html
-    assert html.count(base64.b64encode(b"own film").decode()) == 2, "a link inside the run is the run's"
+    assert html.count(base64.b64encode(b"own video").decode()) == 2, "a link inside the run is the run's"
 
 
 def test_a_folder_of_videos_that_is_a_link_is_left_out(run, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "iter_0000_task00_state00_success.mp4").write_bytes(b"private film")
+    (tmp_path / "elsewhere" / "iter_0000_task00_state00_success.mp4").write_bytes(b"private video")
     run.videos.rmdir()
     run.videos.symlink_to(tmp_path / "elsewhere")
     run.write_status("finished", 1, 1)
-    assert base64.b64encode(b"private film").decode() not in write_report(run.path).read_text()
+    assert base64.b64encode(b"private video").decode() not in write_report(run.path).read_text()
 
 
 def test_an_older_runs_token_is_masked(run):

@@ -65,7 +65,7 @@ def test_open_explains_what_is_not_a_run(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path)
 
 
-def test_status_says_where_the_run_stands_and_keeps_its_start(tmp_path: Path) -> None:
+def test_status_has_the_state_of_the_run_and_keeps_its_start(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first")
     run.write_status("running", 0, 10)
     first = json.loads(run.status_file.read_text())
@@ -147,9 +147,9 @@ def test_a_lock_can_be_looked_at(tmp_path: Path) -> None:
     assert run.is_locked() is False
 
 
-def test_a_run_goes_on_in_one_process_at_a_time(tmp_path):
+def test_one_process_at_a_time_works_on_a_run(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
-    with run.lock(), pytest.raises(UsageError, match="is going on in another process"):
+    with run.lock(), pytest.raises(UsageError, match="is in use by another process"):
         RunDirectory(run.path).lock()
     run.lock().close()
 
@@ -177,10 +177,10 @@ def test_one_that_another_process_begins_just_now_is_left_alone(tmp_path: Path) 
     with first.claim():
         with pytest.raises(UsageError, match="exists already"):
             RunDirectory.refuse_existing(tmp_path, "run")
-        with pytest.raises(UsageError, match="in another process"):
+        with pytest.raises(UsageError, match="in use by another process"):
             second.claim()
         first.write_config("run: {}\n")
-    with pytest.raises(UsageError, match="another process has just made"):
+    with pytest.raises(UsageError, match="another process has just created"):
         second.claim()
     second.lock().close()
 

@@ -49,7 +49,7 @@ def _scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(e.step, round(e.value, 4)) for e in events.Scalars(tag)]
 
 
-def test_tensorboard_hides_what_a_resumed_run_goes_through_again(tmp_path: Path) -> None:
+def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path)
     for iteration in range(5):
         first.write(iteration, {"val/success_rate": 0.1 * iteration})

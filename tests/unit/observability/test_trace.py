@@ -63,7 +63,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "trace.json"
 
 
-def test_spans_are_drawn_where_and_when_they_happened(path):
+def test_spans_have_their_track_and_their_time(path):
     with Trace(path) as trace:
         trace.span("engine 1", "generate", 1_700_000_000.25, 1_700_000_001.0, rows=64, note='a "quoted" …')
         trace.span("loop", "rollout", 1_700_000_000.0, 1_700_000_002.5)
@@ -80,7 +80,7 @@ def test_spans_are_drawn_where_and_when_they_happened(path):
     assert order[rollout["pid"]] < order[generate["pid"]]
 
 
-def test_tracks_have_numbers_of_their_own_that_follow_from_the_name():
+def test_tracks_have_unique_ids_that_follow_from_the_name():
     names = [
         *ROLES,
         "curriculum",
@@ -138,7 +138,7 @@ def test_any_end_of_the_file_opens(path):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 7, 100, "all but the bracket", "all"])
-def test_a_resumed_run_goes_on_behind_what_is_whole(path, lost):
+def test_a_resumed_run_appends_to_the_complete_events(path, lost):
     with Trace(path) as trace:
         for number in range(5):
             trace.span("engine 0", f"before {number}", number, number + 0.5, details={"nested": "}"})
@@ -203,7 +203,7 @@ def test_odd_values_never_break_the_file(path):
     assert event["args"] == {"loss": "nan", "shape": "(2, 3)", "name_of": "a", "off": None, "on": True}
 
 
-def test_what_comes_after_the_end_is_dropped(path):
+def test_spans_after_the_end_are_dropped(path):
     trace = Trace(path)
     trace.close()
     text = path.read_text()

@@ -15,19 +15,19 @@ from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics
 
 
 class Counting(Reward):
-    """Pays 1, and notes whom it was asked about."""
+    """Rewards 1, and notes which tasks it scored."""
 
     batch_size = 5
 
     def __init__(self):
-        self.asked = []
+        self.scored = []
 
     def score(self, trajectory):
-        self.asked.append(trajectory.task.task_id)
+        self.scored.append(trajectory.task.task_id)
         return reward_at_end(trajectory, 1.0)
 
 
-def paid(trajectory) -> list[list[float]]:
+def assigned(trajectory) -> list[list[float]]:
     return [t.rewards.tolist() for t in trajectory.transitions]
 
 
@@ -38,13 +38,13 @@ def test_weighted_sum_step_by_step(trajectory):
     won = trajectory([[1, 2], [4, 0]], num_executed=[2, 1], terminated=True, success=True)
     lost = trajectory([[1, 2], [4, 8]])
     first, second = reward.score_all([won, lost])
-    assert paid(first) == [[-0.5, -1], [-2 + 2 + 0.25, 0]]
-    assert paid(second) == [[-0.5, -1], [-2, -4 - 1]]
-    assert paid(won) == [[1, 2], [4, 0]]
+    assert assigned(first) == [[-0.5, -1], [-2 + 2 + 0.25, 0]]
+    assert assigned(second) == [[-0.5, -1], [-2, -4 - 1]]
+    assert assigned(won) == [[1, 2], [4, 0]]
     assert CombinedReward({"sparse": SparseReward()}, {"sparse": 1.0}).env_reward == "sparse"
 
 
-def test_a_recipe_weighs_by_task_and_asks_only_where_it_counts(trajectory):
+def test_a_recipe_weighs_by_task_and_scores_only_where_it_counts(trajectory):
     episodes = [
         replace(e, task=replace(e.task, task_id=n))
         for n, e in enumerate([trajectory([[0.0]], seed=s) for s in (0, 0, 2)])
@@ -54,11 +54,11 @@ def test_a_recipe_weighs_by_task_and_asks_only_where_it_counts(trajectory):
     reward = CombinedReward({"sparse": SparseReward(), "counting": counting}, {"sparse": 1.0}, rules)
     assert reward.batch_size == 5
     assert [e.env_return for e in reward.score_all(episodes)] == [0, 3, 0.5]
-    assert counting.asked == [1, 2]
-    assert reward.score(episodes[0]).env_return == 0 and counting.asked == [1, 2]
+    assert counting.scored == [1, 2]
+    assert reward.score(episodes[0]).env_return == 0 and counting.scored == [1, 2]
 
 
-def test_the_first_line_that_fits_counts(trajectory):
+def test_the_first_matching_line_counts(trajectory):
     lines = ["tabletop_spatial/0 -> sparse=2", "tabletop_spatial -> sparse=3", "* -> sparse=4"]
     rules = [parse_rule(line) for line in lines]
     reward = CombinedReward({"sparse": SparseReward()}, {"sparse": 1.0}, rules)
@@ -102,7 +102,7 @@ def test_lines_of_a_recipe():
             parse_rule(line)
 
 
-def test_each_part_is_told_apart_before_its_weight(trajectory):
+def test_the_return_of_each_part_is_unweighted(trajectory):
     parts = {"sparse": SparseReward(), "dense": DenseReward(), "mine:f": Counting()}
     rule = parse_rule("tabletop_spatial/1 -> sparse=2 dense=-1")
     reward = CombinedReward(parts, {"sparse": 2.0, "mine:f": 0.5}, [rule])

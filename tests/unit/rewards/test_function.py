@@ -51,7 +51,7 @@ def test_a_function_that_exits_is_a_failure_of_that_episode(module, trajectory):
         FunctionReward("exits:f").score(trajectory([[1.0]]))
 
 
-def test_a_function_that_raises_what_is_no_exception_is_a_failure_of_that_episode(module, trajectory):
+def test_a_function_that_raises_a_base_exception_is_a_failure_of_that_episode(module, trajectory):
     module("odd", "class Odd(BaseException):\n    pass\ndef f(trajectory):\n    raise Odd('enough')\n")
     with pytest.raises(VlarlError, match=r"odd:f raised Odd: enough; it must return a finite number"):
         FunctionReward("odd:f").score(trajectory([[1.0]]))
@@ -65,7 +65,7 @@ def test_an_interrupt_passes_a_reward(trajectory):
         FunctionReward("interrupted", interrupted).score(trajectory([[1.0]]))
 
 
-def test_a_function_that_does_not_return_is_given_up(module, trajectory):
+def test_a_function_that_does_not_return_is_abandoned(module, trajectory):
     module("waits", "import threading\nGO = threading.Event()\ndef f(trajectory):\n    GO.wait()\n    return 1.0\n")
     reward = FunctionReward("waits:f", timeout_s=0.2)
     with pytest.raises(RewardTimeoutError, match=r"waits:f has not returned within reward.timeout_s = 0.2 s"):

@@ -1,4 +1,4 @@
-"""Rewards: what is paid, when, and how a user's own function is found."""
+"""Rewards: their values, the step they are assigned to, and how a user's own function is found."""
 
 import numpy as np
 import pytest
@@ -14,29 +14,29 @@ def test_the_names_that_configurations_may_use_are_those_there_are():
     assert set(KNOWN_REWARDS) == {*REWARDS, "combined"}
 
 
-def paid(trajectory) -> list[list[float]]:
+def assigned(trajectory) -> list[list[float]]:
     return [t.rewards.tolist() for t in trajectory.transitions]
 
 
-def test_sparse_pays_success_on_the_last_executed_step_and_nothing_else(trajectory):
+def test_sparse_rewards_success_on_the_last_executed_step_and_nothing_else(trajectory):
     reward = SparseReward()
     assert reward.env_reward == "sparse"
     won = trajectory([[5, 5, 5], [5, 5, 0]], num_executed=[3, 2], terminated=True, success=True)
-    assert paid(reward.score(won)) == [[0, 0, 0], [0, 1, 0]]
+    assert assigned(reward.score(won)) == [[0, 0, 0], [0, 1, 0]]
     lost = trajectory([[5, 5, 5], [5, 5, 0]], num_executed=[3, 2])
-    assert paid(reward.score(lost)) == [[0, 0, 0], [0, 0, 0]]
-    assert paid(won) == [[5, 5, 5], [5, 5, 0]], "the original stays as it was"
+    assert assigned(reward.score(lost)) == [[0, 0, 0], [0, 0, 0]]
+    assert assigned(won) == [[5, 5, 5], [5, 5, 0]], "the original stays as it was"
     assert reward.score(won).env_return == 1.0 and reward.score(won).task == won.task
 
 
-def test_dense_asks_the_environment_and_leaves_its_rewards(trajectory):
+def test_dense_keeps_the_environments_rewards(trajectory):
     reward = DenseReward()
     assert reward.env_reward == "dense"
     episode = trajectory([[0.1, 0.2], [0.3, -0.1]])
     assert reward.score(episode) is episode
 
 
-def test_a_users_function_is_paid_on_the_last_executed_step(trajectory, tmp_path, monkeypatch):
+def test_the_value_of_a_users_function_is_assigned_to_the_last_executed_step(trajectory, tmp_path, monkeypatch):
     """Found from the folder that the program is called from."""
     (tmp_path / "rewards_of_mine.py").write_text(
         "import numpy\n"
@@ -52,7 +52,7 @@ def test_a_users_function_is_paid_on_the_last_executed_step(trajectory, tmp_path
     episode = trajectory([[1, 1], [1, 0]], num_executed=[2, 1])
     reward = FunctionReward("rewards_of_mine:haste")
     assert reward.env_reward == "sparse"
-    assert paid(reward.score(episode)) == [[0, 0], [7, 0]]
+    assert assigned(reward.score(episode)) == [[0, 0], [7, 0]]
     assert FunctionReward("rewards_of_mine:numpy_number").score(episode).env_return == 0.5
     for name, shown in (("nothing", "None"), ("not_a_number", "nan")):
         with pytest.raises(

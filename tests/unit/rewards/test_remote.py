@@ -1,4 +1,4 @@
-"""A reward service on the loopback: what is sent, what is paid, and every way the service can fail."""
+"""A reward service on the loopback: what is sent, which rewards are assigned, and every way the service can fail."""
 
 import base64
 import io
@@ -29,8 +29,8 @@ def service(monkeypatch):
 
 
 @pytest.fixture
-def ask(service):
-    """ask(**options): a reward that asks the service and does not wait long."""
+def remote(service):
+    """remote(**options): a reward that calls the service and does not wait long."""
     return lambda **options: RemoteReward(service.url, first_wait_s=0.01, **{"timeout_s": 2.0} | options)
 
 
@@ -39,27 +39,27 @@ def episodes(trajectory):
     return [trajectory([[0, 0]] * n, num_executed=[2] * (n - 1) + [1], seed=n) for n in (1, 2, 3)]
 
 
-def paid(trajectory):
+def assigned(trajectory):
     return [t.rewards.tolist() for t in trajectory.transitions]
 
 
-def test_scores_are_paid_on_the_last_executed_step(ask, service, episodes):
-    scored = ask().score_all(episodes)
-    assert [paid(s)[-1] for s in scored] == [[1, 0], [3, 0], [5, 0]]
+def test_scores_are_assigned_to_the_last_executed_step(remote, service, episodes):
+    scored = remote().score_all(episodes)
+    assert [assigned(s)[-1] for s in scored] == [[1, 0], [3, 0], [5, 0]]
     assert [s.env_return for s in scored] == [1, 3, 5]
     (request,) = service.requests
     assert request["version"] == 1 and request["scoring"] == "outcome" and len(request["episodes"]) == 3
 
 
-def test_scores_of_decisions(ask, service, episodes):
+def test_scores_of_decisions(remote, service, episodes):
     service.script = [answers({"rewards": [[1], [2, 3], [4, 5, 6.5]]})]
-    assert [paid(s) for s in ask(scoring="steps").score_all(episodes)] == [
+    assert [assigned(s) for s in remote(scoring="steps").score_all(episodes)] == [
         [[1, 0]],
         [[0, 2], [3, 0]],
         [[0, 4], [0, 5], [6.5, 0]],
     ]
     assert service.requests[0]["scoring"] == "steps"
-    assert [paid(s)[-1] for s in ask(scoring="sum").score_all(episodes)] == [[1, 0], [5, 0], [15.5, 0]]
+    assert [assigned(s)[-1] for s in remote(scoring="sum").score_all(episodes)] == [[1, 0], [5, 0], [15.5, 0]]
 
 
 def test_the_documented_format_of_an_episode(trajectory, observation):
@@ -84,7 +84,7 @@ def test_the_documented_format_of_an_episode(trajectory, observation):
     }
 
 
-def test_pictures_travel_as_jpeg(trajectory):
+def test_images_are_sent_as_jpeg(trajectory):
     episode = trajectory([[0], [0]])
     last, everything = episode_json(episode, "last"), episode_json(episode, "all")
     assert "image" not in last["decisions"][0]
@@ -94,12 +94,12 @@ def test_pictures_travel_as_jpeg(trajectory):
         [*(t.observation for t in episode.transitions), episode.final_observation],
         strict=True,
     ):
-        picture = Image.open(io.BytesIO(base64.b64decode(told["image"])))
-        assert picture.format == "JPEG"
-        np.testing.assert_allclose(np.asarray(picture, dtype=int), seen.images[0], atol=8)
+        image = Image.open(io.BytesIO(base64.b64decode(told["image"])))
+        assert image.format == "JPEG"
+        np.testing.assert_allclose(np.asarray(image, dtype=int), seen.images[0], atol=8)
 
 
-def test_a_service_that_fails_and_recovers_is_asked_again(ask, service, episodes):
+def test_a_service_that_fails_and_recovers_is_retried(remote, service, episodes):
     for trouble in (
         answers(b"oops", 500),
         answers(b"wait", 503),
@@ -108,31 +108,31 @@ def test_a_service_that_fails_and_recovers_is_asked_again(ask, service, episodes
     ):
         service.requests.clear()
         service.script = [trouble, length_of_each]
-        assert [s.env_return for s in ask(retries=1).score_all(episodes)] == [1, 3, 5]
+        assert [s.env_return for s in remote(retries=1).score_all(episodes)] == [1, 3, 5]
         assert len(service.requests) == 2
 
 
-def test_waits_grow(ask, service, episodes, monkeypatch):
+def test_waits_grow(remote, service, episodes, monkeypatch):
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     service.script = [answers(b"", 500)]
-    with pytest.raises(RewardUnavailableError, match=r"127.0.0.1.* did not answer in 4 attempts: HTTP 500"):
-        ask(retries=3).score_all(episodes)
+    with pytest.raises(RewardUnavailableError, match=r"127.0.0.1.* did not reply in 4 attempts: HTTP 500"):
+        remote(retries=3).score_all(episodes)
     assert waits == [0.01, 0.02, 0.04] and len(service.requests) == 4
 
 
-def test_a_slow_service_is_given_up(ask, service, episodes):
+def test_a_slow_service_is_abandoned(remote, service, episodes):
     given_up = threading.Event()
-    service.script = [lambda handler, question: given_up.wait(300)]
+    service.script = [lambda handler, request: given_up.wait(300)]
     with pytest.raises(RewardUnavailableError, match="took longer than reward.timeout_s = 0.1 s"):
-        ask(timeout_s=0.1, retries=1).score_all(episodes)
+        remote(timeout_s=0.1, retries=1).score_all(episodes)
     given_up.set()
 
 
 def raw(*parts, then=b" "):
     """Sends these bytes, then one more again and again for as long as the other side listens."""
 
-    def drip(handler, question):
+    def drip(handler, request):
         try:
             for part in parts:
                 handler.wfile.write(part)
@@ -159,11 +159,11 @@ def raw(*parts, then=b" "):
         pytest.param(raw(b"HTTP/1.1 500 Oops\r\nContent-Length: 100\r\n\r\n", then=b""), id="the body of an error"),
     ],
 )
-def test_an_exchange_that_drips_has_one_deadline_and_its_connection_ends(ask, service, episodes, drip):
+def test_an_exchange_that_drips_has_one_deadline_and_its_connection_ends(remote, service, episodes, drip):
     """Each byte comes in time, the whole does not."""
     service.server.dripped = threading.Event()
     service.script = [drip]
-    reward = ask(timeout_s=0.5, retries=0)
+    reward = remote(timeout_s=0.5, retries=0)
     with pytest.raises(RewardUnavailableError, match=r"took longer than reward.timeout_s = 0.5 s"):
         reward.score_all(episodes)
     service.requests.clear()
@@ -173,19 +173,19 @@ def test_an_exchange_that_drips_has_one_deadline_and_its_connection_ends(ask, se
 
 
 @pytest.mark.timeout(60)
-def test_a_connection_that_was_given_up_is_closed(ask, service, episodes):
+def test_an_abandoned_connection_is_closed(remote, service, episodes):
     service.server.dripped = threading.Event()
     service.script = [raw(b"HTTP/1.1 200 OK\r\n\r\n")]
     with pytest.raises(RewardUnavailableError):
-        ask(timeout_s=0.5, retries=0).score_all(episodes)
+        remote(timeout_s=0.5, retries=0).score_all(episodes)
     assert service.server.dripped.wait(30), "the service notices"
 
 
 @pytest.mark.timeout(60)
 def test_the_end_of_the_block_ends_an_exchange_that_waits(service):
     """The service says nothing at all, and the thread waits for it inside the system."""
-    asked, release = threading.Event(), threading.Event()
-    service.script = [lambda handler, question: (asked.set(), release.wait(300))]
+    called, release = threading.Event(), threading.Event()
+    service.script = [lambda handler, request: (called.set(), release.wait(300))]
     failures = []
 
     def run() -> None:
@@ -197,20 +197,20 @@ def test_the_end_of_the_block_ends_an_exchange_that_waits(service):
     thread = threading.Thread(target=run, daemon=True)
     with WatchedExchange(Request(service.url, b"{}"), max_response_bytes=1000, socket_timeout_s=600) as exchange:
         thread.start()
-        assert asked.wait(30)
+        assert called.wait(30)
     thread.join(20)
     assert not thread.is_alive() and len(failures) == 1
     release.set()
 
 
-def test_nobody_there(episodes, service):
+def test_no_service(episodes, service):
     service.stop()
-    with pytest.raises(RewardUnavailableError, match="did not answer in 2 attempts"):
+    with pytest.raises(RewardUnavailableError, match="did not reply in 2 attempts"):
         RemoteReward(service.url, retries=1, first_wait_s=0.01).score_all(episodes)
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("reply", "complaint"),
     [
         (b"<html>", "not a JSON object with `rewards`: '<html>'"),
         (b"\xff\xfe", "not a JSON object"),
@@ -219,62 +219,62 @@ def test_nobody_there(episodes, service):
         ({"scores": [1, 2, 3]}, "not a JSON object with `rewards`"),
         ({"rewards": [1, 2]}, "must be a list of 3"),
         ({"rewards": 5}, "must be a list of 3"),
-        ({"rewards": [1, 2, "3"]}, "must be 1 numbers, or null"),
-        ({"rewards": [1, 2, True]}, "must be 1 numbers, or null"),
-        ({"rewards": [1, 2, [3, 4]]}, "must be 1 numbers, or null"),
+        ({"rewards": [1, 2, "3"]}, "must be 1 number, or null"),
+        ({"rewards": [1, 2, True]}, "must be 1 number, or null"),
+        ({"rewards": [1, 2, [3, 4]]}, "must be 1 number, or null"),
     ],
 )
-def test_garbage_is_refused_with_its_beginning(ask, service, episodes, answer, complaint):
-    service.script = [answers(answer)]
+def test_garbage_is_refused_with_its_beginning(remote, service, episodes, reply, complaint):
+    service.script = [answers(reply)]
     with pytest.raises(VlarlError, match=complaint) as refusal:
-        ask().score_all(episodes)
+        remote().score_all(episodes)
     assert not isinstance(refusal.value, RewardUnavailableError) and len(service.requests) == 1
 
 
-def test_an_answer_that_is_too_long_is_not_read(ask, service, episodes):
+def test_a_reply_that_is_too_long_is_not_read(remote, service, episodes):
     service.script = [answers(b" " * 10_000)]
     with pytest.raises(VlarlError, match="longer than reward.max_response_bytes = 5000"):
-        ask(max_response_bytes=5000).score_all(episodes)
+        remote(max_response_bytes=5000).score_all(episodes)
 
 
-def test_a_request_that_is_too_long_is_not_sent(ask, service, episodes):
+def test_a_request_that_is_too_long_is_not_sent(remote, service, episodes):
     with pytest.raises(
         VlarlError, match=r"for 3 episodes exceeds reward.max_request_bytes = 100; lower reward.batch_size"
     ):
-        ask(max_request_bytes=100).score_all(episodes)
+        remote(max_request_bytes=100).score_all(episodes)
     assert service.requests == []
 
 
 @pytest.mark.parametrize("code", [400, 404, 413])
-def test_a_refusal_is_not_repeated(ask, service, episodes, code):
+def test_a_refusal_is_not_retried(remote, service, episodes, code):
     service.script = [answers(b"no such sample", code)]
     with pytest.raises(VlarlError, match=f"refused a request: HTTP {code} .*no such sample"):
-        ask().score_all(episodes)
+        remote().score_all(episodes)
     assert len(service.requests) == 1
 
 
-def test_a_redirect_is_not_followed(ask, service, episodes):
-    service.script = [lambda handler, question: send(handler, b"", 302, [("Location", service.url)])]
+def test_a_redirect_is_not_followed(remote, service, episodes):
+    service.script = [lambda handler, request: send(handler, b"", 302, [("Location", service.url)])]
     with pytest.raises(VlarlError, match="refused a request: HTTP 302"):
-        ask().score_all(episodes)
+        remote().score_all(episodes)
     assert len(service.requests) == 1
 
 
-def test_null_and_nan_fail_their_episode_alone(ask, service, episodes):
+def test_null_and_nan_fail_their_episode_alone(remote, service, episodes):
     service.script = [answers(b'{"rewards": [1, null, 3]}'), answers(b'{"rewards": [NaN]}')]
-    scored = SafeReward(ask(), retries=1).score_all(episodes)
+    scored = SafeReward(remote(), retries=1).score_all(episodes)
     assert [s.status for s in scored] == ["ok", "reward_failed", "ok"]
-    assert [len(r["episodes"]) for r in service.requests] == [3, 1, 1], "only the one is asked about again"
+    assert [len(r["episodes"]) for r in service.requests] == [3, 1, 1], "only that episode is retried"
 
 
-def test_a_service_that_chokes_on_one_episode_costs_that_one(ask, service, episodes):
-    def picky(handler, question):
-        if any(episode["length"] == 3 for episode in question["episodes"]):
+def test_a_service_that_chokes_on_one_episode_costs_that_one(remote, service, episodes):
+    def picky(handler, request):
+        if any(episode["length"] == 3 for episode in request["episodes"]):
             send(handler, b"I can't", 400)
         else:
-            length_of_each(handler, question)
+            length_of_each(handler, request)
 
     service.script = [picky]
-    scored = SafeReward(ask(batch_size=3), retries=0).score_all(episodes)
+    scored = SafeReward(remote(batch_size=3), retries=0).score_all(episodes)
     assert [(s.status, s.env_return) for s in scored] == [("ok", 1), ("reward_failed", 0), ("ok", 5)]
     assert "HTTP 400" in scored[1].reward_error

@@ -34,7 +34,7 @@ def reward(service, **options):
 
 def test_headers_come_from_the_environment_at_each_request(service, episodes, monkeypatch):
     seen = []
-    service.script = [lambda handler, question: (seen.append(dict(handler.headers)), length_of_each(handler, question))]
+    service.script = [lambda handler, request: (seen.append(dict(handler.headers)), length_of_each(handler, request))]
     monkeypatch.setenv("JUDGE", "Authorization: Bearer first")
     judge = RemoteReward(service.url, headers_env="JUDGE", timeout_s=5.0)
     judge.score_all(episodes)
@@ -52,14 +52,14 @@ def test_a_missing_variable_is_refused_when_the_reward_is_built(service, monkeyp
         RemoteReward(service.url, headers_env="JUDGE")
 
 
-def echo(handler, question):
+def echo(handler, request):
     """As many services do: the path and the headers of the request in the error's page."""
     send(handler, f"Cannot POST {handler.path}\n{handler.headers}".encode(), 404)
 
 
-@pytest.mark.parametrize("answer", [echo, answers(f"token {SECRET} has no rewards".encode())])
-def test_a_service_that_repeats_the_token_does_not_spread_it(service, episodes, monkeypatch, answer):
-    service.script = [answer]
+@pytest.mark.parametrize("reply", [echo, answers(f"token {SECRET} has no rewards".encode())])
+def test_a_service_that_repeats_the_token_does_not_leak_it(service, episodes, monkeypatch, reply):
+    service.script = [reply]
     monkeypatch.setenv("JUDGE", f"Authorization: Bearer {SECRET}")
     with pytest.raises(VlarlError, match=r"\*\*\*") as caught:
         reward(service, headers_env="JUDGE").score_all(episodes)

@@ -1,4 +1,4 @@
-"""Hugging Face models as rewards: what they read, what they pay, what is refused."""
+"""Hugging Face models as rewards: what they read, which rewards they assign, what is refused."""
 
 from dataclasses import replace
 
@@ -27,19 +27,19 @@ def clip(tmp_path_factory):
 
 @pytest.fixture
 def episodes(trajectory, observation):
-    """Three episodes of 3, 1 and 2 decisions with pictures worth looking at."""
+    """Three episodes of 3, 1 and 2 decisions with random images."""
 
-    def with_pictures(episode, seed):
+    def with_images(episode, seed):
         seen = [observation(10 * seed + n, episode.final_observation.instruction, size=20) for n in range(9)]
         transitions = tuple(replace(t, observation=o) for t, o in zip(episode.transitions, seen[:-1], strict=False))
         return replace(episode, transitions=transitions, final_observation=seen[-1])
 
     won = trajectory([[0, 0], [0, 0], [0, 0]], num_executed=[2, 2, 1], terminated=True, success=True)
     others = [trajectory([[0, 0]], seed=1), trajectory([[0, 0], [0, 0]], seed=2)]
-    return [with_pictures(episode, seed) for seed, episode in enumerate([won, *others])]
+    return [with_images(episode, seed) for seed, episode in enumerate([won, *others])]
 
 
-def paid(trajectory):
+def assigned(trajectory):
     return [t.rewards.tolist() for t in trajectory.transitions]
 
 
@@ -74,8 +74,8 @@ def classifier_logit(folder, text):
         return float(model.eval()(**tokenizer(text, return_tensors="pt")).logits)
 
 
-def test_a_classifier_pays_its_logit_for_the_whole_episode(classifier, episodes):
-    """Batched and padded it answers what it answers alone."""
+def test_a_classifier_assigns_its_logit_to_the_whole_episode(classifier, episodes):
+    """Batched and padded, its result is that of a single episode."""
     reward = load_reward_model(str(classifier), CPU, "outcome", 2)
     assert isinstance(reward, ClassifierReward) and reward.batch_size == 2 and reward.env_reward == "sparse"
     for episode, scored in zip(episodes, reward.score_all(episodes), strict=True):
@@ -87,19 +87,19 @@ def test_a_classifier_pays_its_logit_for_the_whole_episode(classifier, episodes)
     assert len({round(s.env_return, 4) for s in reward.score_all(episodes)}) == 3, "it tells the episodes apart"
 
 
-def test_a_score_for_each_decision_is_paid_there_or_summed(classifier, episodes):
+def test_a_score_for_each_decision_is_assigned_to_it_or_summed(classifier, episodes):
     steps = load_reward_model(str(classifier), CPU, "steps", 4).score_all(episodes)
     summed = load_reward_model(str(classifier), CPU, "sum", 4).score_all(episodes)
     for episode, one, other in zip(episodes, steps, summed, strict=True):
         expected = [classifier_logit(classifier, episode_text(episode, n + 1)) for n in range(len(episode.transitions))]
-        got = [row[t.num_executed - 1] for row, t in zip(paid(one), episode.transitions, strict=True)]
+        got = [row[t.num_executed - 1] for row, t in zip(assigned(one), episode.transitions, strict=True)]
         assert got == pytest.approx(expected, abs=1e-5)
-        assert np.count_nonzero(paid(one)) == len(expected)
-        assert paid(other)[-1][episode.transitions[-1].num_executed - 1] == pytest.approx(sum(expected), abs=1e-4)
-        assert np.count_nonzero(paid(other)) == 1
+        assert np.count_nonzero(assigned(one)) == len(expected)
+        assert assigned(other)[-1][episode.transitions[-1].num_executed - 1] == pytest.approx(sum(expected), abs=1e-4)
+        assert np.count_nonzero(assigned(other)) == 1
 
 
-def test_encoders_pay_the_similarity_of_the_last_view_and_the_instruction(clip, episodes):
+def test_encoders_assign_the_similarity_of_the_last_view_and_the_instruction(clip, episodes):
     reward = load_reward_model(str(clip), CPU, "outcome", 2)
     assert isinstance(reward, SimilarityReward)
     model, tokenizer = CLIPModel.from_pretrained(clip).eval(), AutoTokenizer.from_pretrained(clip)
@@ -109,12 +109,12 @@ def test_encoders_pay_the_similarity_of_the_last_view_and_the_instruction(clip, 
         text = tokenizer([last.instruction], padding="max_length", max_length=24, return_tensors="pt")
         pixels = processor([last.images[0]], return_tensors="pt")
         with torch.no_grad():
-            answer = model(**text, **pixels)
-        expected = float(answer.logits_per_image / model.logit_scale.detach().exp())  # CLIP's own cosine
+            output = model(**text, **pixels)
+        expected = float(output.logits_per_image / model.logit_scale.detach().exp())  # CLIP's own cosine
         assert scored.env_return == pytest.approx(expected, abs=1e-5) and -1 <= expected <= 1
     steps = load_reward_model(str(clip), CPU, "steps", 2).score_all(episodes)
-    assert [np.count_nonzero(paid(s)) for s in steps] == [3, 1, 2]
-    assert paid(steps[0])[-1] == pytest.approx(paid(reward.score(episodes[0]))[-1], abs=1e-6)
+    assert [np.count_nonzero(assigned(s)) for s in steps] == [3, 1, 2]
+    assert assigned(steps[0])[-1] == pytest.approx(assigned(reward.score(episodes[0]))[-1], abs=1e-6)
 
 
 def test_siglip_is_another_pair_of_encoders(tmp_path, episodes):

@@ -1,4 +1,4 @@
-"""A reward that fails: asked again, logged, counted, replaced; and the run ends when it fails too often."""
+"""A reward that fails: retried, logged, counted, replaced; and the run ends when it fails too often."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from vlarl.rollout.statistics import rollout_metrics
 
 
 class Scripted(Reward):
-    """Pays 1. Episodes named in `broken` raise, or answer what is given there; `heals` after so many times."""
+    """Rewards 1. Episodes in `broken` raise, or return the value there; `heals`: after this many calls they succeed."""
 
     def __init__(self, broken=(), heals=math.inf, batch_size=1):
         self.broken = dict(broken)
@@ -30,13 +30,13 @@ class Scripted(Reward):
         return super().score_all(trajectories)
 
     def score(self, trajectory):
-        answer = self.broken.get(trajectory.task.group, 1.0)
-        asked = sum(trajectory.task.group in call for call in self.calls)
-        if isinstance(answer, BaseException):
-            if asked <= self.heals and not (self.on_cpu and is_device_fault(answer)):
-                raise answer
-            answer = 1.0
-        return reward_at_end(trajectory, answer)
+        result = self.broken.get(trajectory.task.group, 1.0)
+        calls = sum(trajectory.task.group in call for call in self.calls)
+        if isinstance(result, BaseException):
+            if calls <= self.heals and not (self.on_cpu and is_device_fault(result)):
+                raise result
+            result = 1.0
+        return reward_at_end(trajectory, result)
 
     def move_to_cpu(self):
         moved, self.on_cpu = not self.on_cpu, True
@@ -75,15 +75,15 @@ def test_a_failure_is_retried_logged_with_its_traceback_counted_and_replaced(epi
     assert metrics["rollout/num_crashed"] == 0
 
 
-def test_a_failure_that_passes_is_none(episodes):
+def test_a_temporary_failure_is_not_counted(episodes):
     scored = SafeReward(Scripted({1: OSError("later")}, heals=2), retries=2).score_all(episodes(2))
     assert [t.env_return for t in scored] == [1, 1] and all(t.reward_error is None for t in scored)
 
 
-@pytest.mark.parametrize("answer", [math.nan, math.inf])
-def test_an_answer_that_is_not_finite_is_a_failure(episodes, answer):
+@pytest.mark.parametrize("result", [math.nan, math.inf])
+def test_a_result_that_is_not_finite_is_a_failure(episodes, result):
     for batch_size in (1, 4):
-        inner = Scripted({1: answer}, batch_size=batch_size)
+        inner = Scripted({1: result}, batch_size=batch_size)
         scored = SafeReward(inner, retries=1).score_all(episodes(4))
         assert [t.status for t in scored] == ["ok", "reward_failed", "ok", "ok"]
         assert "not finite" in scored[1].reward_error
@@ -98,7 +98,7 @@ def test_of_a_batch_only_those_at_fault_are_lost(episodes):
     assert [t.task.group for t in scored if t.status != "ok"] == [5]
 
 
-def test_when_nobody_answers_nobody_is_asked_one_by_one(episodes):
+def test_without_a_service_episodes_are_not_scored_one_by_one(episodes):
     down = Scripted({n: RewardUnavailableError("down") for n in (0, 1)}, batch_size=2)
     scored = SafeReward(down, retries=3).score_all(episodes(4))
     assert down.calls == [[0, 1], [2, 3]]
@@ -106,7 +106,7 @@ def test_when_nobody_answers_nobody_is_asked_one_by_one(episodes):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_cluster_that_cannot_go_on_is_no_fault_of_an_episode(episodes, batch_size):
+def test_a_cluster_that_cannot_continue_is_not_a_fault_of_an_episode(episodes, batch_size):
     full = Scripted({0: ClusterError("the object store is full")}, batch_size=batch_size)
     with pytest.raises(ClusterError, match="object store"):
         SafeReward(full, retries=3, fallback="zero", max_failure_rate=1.0).score_all(episodes(4))
@@ -120,7 +120,7 @@ def test_a_device_fault_moves_the_reward_to_the_cpu(episodes, caplog):
     combined = CombinedReward({"inner": inner}, {"inner": 1.0})
     scored = SafeReward(combined, retries=0).score_all(episodes(2))
     assert [t.env_return for t in scored] == [1, 1] and inner.on_cpu
-    assert inner.calls == [[0, 1], [0, 1]] and "goes on on the CPU" in caplog.text
+    assert inner.calls == [[0, 1], [0, 1]] and "continues on the CPU" in caplog.text
     assert is_device_fault(RuntimeError("cuDNN error: x")) and not is_device_fault(RuntimeError("shapes differ"))
     assert not is_device_fault(ValueError("CUDA"))
 
@@ -133,7 +133,7 @@ def test_a_crashed_episode_is_not_scored(episodes):
     assert inner.calls == [[1]]
 
 
-def test_more_than_the_share_stops_with_the_cause(episodes):
+def test_more_than_the_failure_rate_stops_with_the_cause(episodes):
     broken = {n: KeyError(f"sample {n}") for n in range(6)}
     reward = SafeReward(Scripted(broken), retries=0, max_failure_rate=0.5)
     with pytest.raises(RewardFailureError) as stopped:
@@ -144,10 +144,10 @@ def test_more_than_the_share_stops_with_the_cause(episodes):
     assert isinstance(stopped.value, VlarlError) and stopped.value.exit_code == 1
     broken.pop(5)
     scored = SafeReward(Scripted(broken), retries=0, max_failure_rate=0.5).score_all(batch)
-    assert sum(t.status == "reward_failed" for t in scored) == 5, "exactly the share is allowed"
+    assert sum(t.status == "reward_failed" for t in scored) == 5, "exactly the failure rate is allowed"
 
 
-def test_it_stops_as_soon_as_the_share_is_certain(episodes):
+def test_it_stops_as_soon_as_the_failure_rate_is_certain(episodes):
     inner = Scripted({n: ValueError("down") for n in range(20)})
     with pytest.raises(RewardFailureError):
         SafeReward(inner, retries=0, max_failure_rate=0.25).score_all(episodes(20))
@@ -155,7 +155,7 @@ def test_it_stops_as_soon_as_the_share_is_certain(episodes):
 
 
 def test_a_few_episodes_are_judged_together_with_the_next_ones(episodes):
-    """One of two is half, and says nothing; but a reward that fails always is found out after a handful."""
+    """One of two is half, and says nothing; but a reward that fails always is detected after eight."""
     reward = SafeReward(Scripted({0: ValueError("x")}), retries=0, max_failure_rate=0.25)
     for _ in range(3):
         reward.score_all(episodes(2))
@@ -173,12 +173,12 @@ def test_a_good_past_does_not_excuse_an_iteration(episodes):
         reward.score_all(episodes(8))
 
 
-def test_with_a_share_of_zero_the_first_failure_stops(episodes):
+def test_with_a_failure_rate_of_zero_the_first_failure_stops(episodes):
     with pytest.raises(RewardFailureError, match="1 of 8"):
         SafeReward(Scripted({3: ValueError("x")}), retries=0, max_failure_rate=0.0).score_all(episodes(8))
 
 
-def test_a_reward_that_hangs_is_not_asked_again_and_ends_the_run_after_three_in_a_row(episodes):
+def test_a_reward_that_hangs_is_not_retried_and_ends_the_run_after_three_in_a_row(episodes):
     hangs = {n: RewardTimeoutError("it has not returned within reward.timeout_s = 1 s.") for n in (0, 1, 3, 4, 5)}
     inner = Scripted(hangs)
     reward = SafeReward(inner, retries=2, max_failure_rate=1.0)
@@ -203,12 +203,12 @@ def test_it_can_be_stopped_before_each_batch(episodes):
     assert asked == [0, 1, 2] and len(inner.calls) == 2
 
 
-def test_what_a_reward_says_without_end_is_cut(episodes):
+def test_a_very_long_error_of_a_reward_is_truncated(episodes):
     (scored,) = SafeReward(Scripted({0: ValueError("x" * 50_000_000)}), retries=0).score_all(episodes(1))
     assert scored.reward_error.startswith("ValueError: xxx") and len(scored.reward_error) < 5000
 
 
-def test_an_interrupt_is_no_failure(episodes):
+def test_an_interrupt_is_not_a_failure(episodes):
     with pytest.raises(KeyboardInterrupt):
         SafeReward(Scripted({0: KeyboardInterrupt()})).score_all(episodes(1))
 

@@ -1,4 +1,4 @@
-"""Potential-based shaping: the terms telescope, so that nothing changes in what an episode is worth."""
+"""Potential-based shaping: the terms telescope, so that the return of an episode does not change."""
 
 import numpy as np
 import pytest
@@ -20,12 +20,12 @@ def test_terms_of_known_potentials():
 
 
 def test_an_episode_that_succeeds(trajectory):
-    """Progress 0.25 and 0.5, then the goal: the potential of the end is none, whatever the environment paid last."""
+    """Progress 0.25 and 0.5, then the goal: the potential of the end is 0, whatever the last dense reward."""
     won = trajectory([[0.25, 0.25], [0.5, 0.0]], num_executed=[2, 1], terminated=True, success=True)
     reward = ShapedReward(gamma=0.5, scale=2.0)
     assert reward.env_reward == "dense"
     assert steps(reward.score(won)) == [0.5 * 0.5, 0.5 * 1.0 - 0.5, 0.0 - 1.0 + 1.0]
-    assert reward.score(won).transitions[1].rewards.tolist() == [0.0, 0.0], "steps that did not run are not paid"
+    assert reward.score(won).transitions[1].rewards.tolist() == [0.0, 0.0], "steps that did not run get no reward"
     assert steps(won) == [0.25, 0.25, 0.5], "the original stays as it was"
 
 
@@ -61,7 +61,7 @@ def test_from_every_decision_on_only_the_potential_of_its_own_state_is_missing(t
             assert rest[0] - rest[1] == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_tabletop_pays_progress_that_shaping_can_read(trajectory):
+def test_the_tabletops_dense_reward_is_progress_that_shaping_can_read(trajectory):
     """The environment's dense rewards add up to the progress, so the potential is the progress since the start."""
     pool = TabletopPool("tabletop_spatial", 1, image_size=8, reward="dense")
     pool.reset([0], [Task("tabletop_spatial", 0, 0, 0)])

@@ -53,10 +53,10 @@ def test_one_line_per_episode_with_everything_needed_to_replay_it(tmp_path: Path
         "length": 4,
         "return": 1.5,
         "status": "ok",
-        "redone": 0,
+        "num_retries": 0,
         "policy_version": 6,
     }
-    assert (rows[1]["status"], rows[1]["redone"]) == ("crashed", 2)
+    assert (rows[1]["status"], rows[1]["num_retries"]) == ("crashed", 2)
     assert (rows[2]["phase"], rows[2]["success"], rows[2]["length"], rows[2]["return"]) == ("eval", False, 12, 0.0)
     assert rows[2]["policy_version"] == 7
 

@@ -1,4 +1,4 @@
-"""Recorded episodes as demonstrations: numbers are read at once, frames when a batch needs them."""
+"""Recorded episodes as demonstrations: values are read at once, frames when a batch needs them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from vlarl.types import FloatArray, IntArray, UInt8Array
 
 ACTION, STATE, INSTRUCTION = f"{STEPS}action", f"{OBSERVATION}state", f"{STEPS}language_instruction"
 TERMINAL = f"{STEPS}is_terminal"
-NO_NOOPS = "_no_noops"  # ends the names of LIBERO's data without idle steps
+NO_NOOPS = "_no_noops"  # suffix of the names of LIBERO's data without idle steps
 
 
 class RldsFrames:
     """Frames of a dataset, decoded when they are read."""
 
     def __init__(
-        self, episodes: Sequence[Episode], cameras: Sequence[str], size: tuple[int, ...], places: IntArray
+        self, episodes: Sequence[Episode], cameras: Sequence[str], size: tuple[int, ...], steps: IntArray
     ) -> None:
-        self._episodes, self._cameras, self._size, self._places = episodes, cameras, size, places
-        self.shape = (len(places), len(cameras), *size)
+        self._episodes, self._cameras, self._size, self._steps = episodes, cameras, size, steps  # [N, 2]: episode, step
+        self.shape = (len(steps), len(cameras), *size)
 
     def __getitem__(self, index: int) -> UInt8Array:
-        episode, step = self._places[index]
+        episode, step = self._steps[index]
         return np.concatenate([self._episodes[episode].images(camera, [step]) for camera in self._cameras])
 
     def select(self, rows: IntArray) -> RldsFrames:
         """Some of the frames."""
-        return RldsFrames(self._episodes, self._cameras, self._size, self._places[rows])
+        return RldsFrames(self._episodes, self._cameras, self._size, self._steps[rows])
 
 
 class RldsSource:
@@ -59,10 +59,10 @@ class RldsSource:
                 "in the layout of docs/data.md, or set policy.num_images to the views that it has."
             )
         self._cameras = wanted[3:]
-        self._refuse_other_shapes()
+        self._check_shapes()
         self.action_dim, self.proprio_dim = fields[ACTION].shape[0], fields[STATE].shape[0]
 
-    def _refuse_other_shapes(self) -> None:
+    def _check_shapes(self) -> None:
         fields = self.dataset.fields
         wanted = {ACTION: ("tensor", 1), STATE: ("tensor", 1), INSTRUCTION: ("text", 0), TERMINAL: ("tensor", 0)}
         for name, (kind, rank) in {**wanted, **dict.fromkeys(self._cameras, ("image", 3))}.items():
@@ -74,19 +74,19 @@ class RldsSource:
                 )
 
     def collect(self, note: Callable[[str], None]) -> DemoSet:
-        """Read the numbers of all episodes; frames stay on the disk."""
+        """Read the values of all episodes; frames stay on the disk."""
         note(f"reading {counted(len(self.dataset), 'episode')} of {self.dataset.name}")
         with ThreadPoolExecutor(available_cores()) as pool:
             episodes = list(pool.map(self.dataset.__getitem__, range(len(self.dataset))))
         texts = [episode.texts(INSTRUCTION)[0] for episode in episodes]
         instructions = tuple(dict.fromkeys(texts))
         lengths = np.array([len(episode) for episode in episodes], np.int64)
-        places = np.stack([np.repeat(np.arange(len(lengths)), lengths), np.concatenate([*map(np.arange, lengths)])], 1)
+        steps = np.stack([np.repeat(np.arange(len(lengths)), lengths), np.concatenate([*map(np.arange, lengths)])], 1)
         height, width, _ = self.dataset.fields[self._cameras[0]].shape
         return DemoSet(
             name=self.name,
-            images=RldsFrames(episodes, self._cameras, (height, width, 3), places),
-            proprio=np.concatenate([episode.numbers(STATE) for episode in episodes]),
+            images=RldsFrames(episodes, self._cameras, (height, width, 3), steps),
+            proprio=np.concatenate([episode.values(STATE) for episode in episodes]),
             actions=policy_actions(self.name, _actions(episodes)),
             instruction_ids=np.repeat([instructions.index(text) for text in texts], lengths),
             instructions=instructions,
@@ -96,10 +96,10 @@ class RldsSource:
 
 
 def reached_goal(episode: Episode) -> bool:
-    """Whether an episode's last step is terminal, and no time limit's."""
-    return bool(np.all(episode.numbers(TERMINAL)[-1]))
+    """Whether an episode's last step is terminal, rather than cut off by a time limit."""
+    return bool(np.all(episode.values(TERMINAL)[-1]))
 
 
 def _actions(episodes: Sequence[Episode]) -> FloatArray:
-    actions: FloatArray = np.concatenate([episode.numbers(ACTION) for episode in episodes])
+    actions: FloatArray = np.concatenate([episode.values(ACTION) for episode in episodes])
     return actions

@@ -48,7 +48,7 @@ class Field:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is stored as floats; all other numbers and truth values are stored as integers."""
+        """Whether it is stored as floats; integers and booleans are stored as integers."""
         return np.issubdtype(np.dtype(self.dtype), np.floating)
 
     def to_json(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class Field:
             return {"pythonClassName": f"{_MODULE}text_feature.Text", "text": {}}
         shape = {"dimensions": [str(size) for size in self.shape]} if self.shape else {}
         if self.kind == "image":
-            picture = {"dtype": self.dtype, "encodingFormat": "jpeg", "shape": shape}
-            return {"image": picture, "pythonClassName": f"{_MODULE}image_feature.Image"}
+            image = {"dtype": self.dtype, "encodingFormat": "jpeg", "shape": shape}
+            return {"image": image, "pythonClassName": f"{_MODULE}image_feature.Image"}
         name = "tensor_feature.Tensor" if self.shape else "scalar.Scalar"
         return {
             "pythonClassName": f"{_MODULE}{name}",

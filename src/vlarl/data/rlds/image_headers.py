@@ -1,4 +1,4 @@
-"""How large a PNG or JPEG image is, by its first bytes: known before anything is decoded, or memory taken for it."""
+"""The size of a PNG or JPEG image, from its header: known before anything is decoded or memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import struct
 PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 MAX_PIXELS = 1 << 24  # of one frame: 4096 x 4096
 
-# JPEG's markers: those of a frame say its size, those without a length stand alone.
+# JPEG's markers: those of a frame give its size, standalone ones have no length.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_ALONE = frozenset(range(0xD0, 0xD8)) | {0x01}
+_STANDALONE = frozenset(range(0xD0, 0xD8)) | {0x01}
 _START_OF_SCAN, _END = 0xDA, 0xD9
 
 
 class NotAnImageError(ValueError):
-    """Bytes that are neither PNG nor JPEG, or end before they say their size."""
+    """Bytes that are neither PNG nor JPEG, or end before their size."""
 
 
 def image_size(data: memoryview) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def _jpeg_size(data: memoryview) -> tuple[int, int]:
         marker = data[position + 1]
         if marker == 0xFF:  # padding
             position += 1
-        elif marker in _ALONE:
+        elif marker in _STANDALONE:
             position += 2
         elif marker in _FRAMES:
             height, width = struct.unpack_from(">HH", data, position + 5)

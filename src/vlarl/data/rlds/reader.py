@@ -4,10 +4,10 @@
            features.json       every field with its type and shape ─► features.py
            NAME-train.tfrecord-00000-of-0000N   an episode is one record ─► tfrecord.py, tf_example.py
 
-Everything is lazy: a shard is opened when an episode of it is asked for, a field is decoded when it is read, and of a
-camera only the frames that are asked for. What an episode says of itself is checked when it is opened: all fields of
-its steps must have as many values as it has steps, and images the size that features.json has; else every later frame
-of a dataset would silently stand beside another step's action.
+Everything is lazy: a shard is opened when one of its episodes is read, a field is decoded when it is read, and of a
+camera only the requested frames. An episode is checked when it is opened: all fields of its steps must have as many
+values as it has steps, and images the size in features.json; otherwise every later frame of a dataset would silently be
+paired with another step's action.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vlarl.types import IntArray, UInt8Array
 
 FEATURES = "features.json"
 STEPS = "steps/"
-FEW_FRAMES = 4  # are decoded here and now, more of them in several threads
+FEW_FRAMES = 4  # are decoded in the calling thread, more of them in several threads
 TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MAX_NAME_BYTES = 255
@@ -49,7 +49,7 @@ def _decoders() -> ThreadPoolExecutor:
 
 
 class RldsDataset:
-    """The episodes of one split, by number."""
+    """The episodes of one split, by index."""
 
     def __init__(self, path: str | Path, split: str = "train") -> None:
         """`path` is the folder of a version (NAME/1.0.0), or one above it with a single dataset in it."""
@@ -65,8 +65,8 @@ class RldsDataset:
         self.shard_lengths, self._template = self._described_shards(info)
         self._first_episodes = np.cumsum([0, *self.shard_lengths])
         self._shards: dict[int, TFRecordFile] = {}
-        for number, length in enumerate(self.shard_lengths):
-            path = self.shard_path(number)
+        for index, length in enumerate(self.shard_lengths):
+            path = self.shard_path(index)
             if not path.is_file():
                 raise UsageError(f"{path} is missing: copy or download the dataset again.")
             if length * SMALLEST_RECORD > path.stat().st_size:
@@ -74,7 +74,7 @@ class RldsDataset:
                     f"{path} has {path.stat().st_size:,} bytes, and {INFO} says that it holds {length:,} episodes: "
                     "copy or download the dataset again."
                 )
-            if length == 0 and path.stat().st_size > 0:  # a shard that no episode is asked of is never opened
+            if length == 0 and path.stat().st_size > 0:  # such a shard would never be opened
                 raise UsageError(
                     f"{path} holds episodes, but {INFO} says that it has none: copy or download the dataset again."
                 )
@@ -101,46 +101,46 @@ class RldsDataset:
     def __len__(self) -> int:
         return int(self._first_episodes[-1])
 
-    def __getitem__(self, number: int) -> Episode:
-        if not 0 <= number < len(self):
-            raise IndexError(f"there is no episode {number}: {self.name} has {len(self)}")
-        shard = int(np.searchsorted(self._first_episodes, number, side="right")) - 1
-        place = number - int(self._first_episodes[shard])
+    def __getitem__(self, index: int) -> Episode:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no episode {index}: {self.name} has {len(self)}")
+        shard = int(np.searchsorted(self._first_episodes, index, side="right")) - 1
+        record = index - int(self._first_episodes[shard])
         file = self._shard(shard)
-        return Episode(file.record(place), self.fields, f"{file.path}, episode {place}")
+        return Episode(file.record(record), self.fields, f"{file.path}, episode {record}")
 
     def __iter__(self) -> Iterator[Episode]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
-    def shard_path(self, number: int) -> Path:
+    def shard_path(self, index: int) -> Path:
         """The file of a shard."""
         total = len(self.shard_lengths)
         parts = {
             "DATASET": self.name,
             "SPLIT": self.split,
             "FILEFORMAT": "tfrecord",
-            "SHARD_INDEX": f"{number:05d}",
+            "SHARD_INDEX": f"{index:05d}",
             "NUM_SHARDS": f"{total:05d}",
-            "SHARD_X_OF_Y": f"{number:05d}-of-{total:05d}",
+            "SHARD_X_OF_Y": f"{index:05d}-of-{total:05d}",
         }
-        # Not str.format, which would follow attributes and pad to any width that a file asks for.
+        # Not str.format, which would follow attributes and pad to any width that the template names.
         name = PLACEHOLDER.sub(lambda found: parts.get(found[1], found[0]), self._template)
         if "{" in name or Path(name).name != name or len(name.encode()) > MAX_NAME_BYTES:
             raise self._bad_info(
-                f"its filepathTemplate {self._template[:80]!r} makes no file name, with name {self.name[:80]!r}"
+                f"its filepathTemplate {self._template[:80]!r} does not make a file name, with name {self.name[:80]!r}"
             )
         return self.folder / name
 
-    def _shard(self, number: int) -> TFRecordFile:
-        if number not in self._shards:
-            file = TFRecordFile(self.shard_path(number))
-            if len(file) != self.shard_lengths[number]:
+    def _shard(self, index: int) -> TFRecordFile:
+        if index not in self._shards:
+            file = TFRecordFile(self.shard_path(index))
+            if len(file) != self.shard_lengths[index]:
                 raise UsageError(
-                    f"{file.path} holds {len(file)} episodes, but {INFO} says {self.shard_lengths[number]}: copy or "
+                    f"{file.path} holds {len(file)} episodes, but {INFO} says {self.shard_lengths[index]}: copy or "
                     "download the dataset again."
                 )
-            self._shards[number] = file
-        return self._shards[number]
+            self._shards[index] = file
+        return self._shards[index]
 
 
 class Episode:
@@ -166,7 +166,7 @@ class Episode:
                 steps, rest = divmod(self._example.count(name), each)
                 if rest:
                     raise MalformedExampleError(
-                        f"{name} has {steps * each + rest} values, which is no multiple of {each}"
+                        f"{name} has {steps * each + rest} values, which is not a multiple of {each}"
                     )
                 counts[name] = steps
         usual = Counter(counts.values()).most_common(1)[0][0] if counts else 0
@@ -178,7 +178,7 @@ class Episode:
         return usual
 
     def _check_frames(self, name: str, field: Field) -> None:
-        """Refuse frames of another size than the field says, before any of them is decoded."""
+        """Refuse frames whose size is not that of the field, before any of them is decoded."""
         wanted = field.shape[:2]
         for index, frame in enumerate(self._encoded(name)):
             try:
@@ -196,11 +196,11 @@ class Episode:
 
     @property
     def steps(self) -> Sequence[Step]:
-        """Its steps, each of which reads its own part and nothing else."""
+        """Its steps, each of which reads only its own values."""
         return [Step(self, index) for index in range(self.length)]
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """A field's numbers: [T, …] of a field of the steps, […] of one of the episode."""
+    def values(self, name: str) -> NDArray[Any]:
+        """The values of a tensor field: [T, …] for a field of the steps, […] for one of the episode."""
         field = self._field(name, "tensor")
         try:
             flat = self._example.floats(name) if field.is_float else self._example.integers(name)
@@ -208,8 +208,8 @@ class Episode:
         except ValueError as error:
             raise self._unreadable(f"{name}: {error}") from error
         if field.is_float and not np.isfinite(values).all():
-            place = f" in step {np.argwhere(~np.isfinite(values))[0][0]}" if name.startswith(STEPS) else ""
-            raise self._unreadable(f"{name} holds NaN or infinity{place}")
+            where = f" in step {np.argwhere(~np.isfinite(values))[0][0]}" if name.startswith(STEPS) else ""
+            raise self._unreadable(f"{name} holds NaN or infinity{where}")
         return values
 
     def texts(self, name: str) -> list[str]:
@@ -221,7 +221,7 @@ class Episode:
             raise self._unreadable(f"{name}: {error}") from error
 
     def images(self, name: str, steps: Sequence[int] | IntArray | None = None) -> UInt8Array:
-        """[n, H, W, 3] the frames of a camera at the given steps, at all by default; decodes those alone."""
+        """[n, H, W, 3] the frames of a camera at the given steps, at all by default; decodes only those."""
         self._field(name, "image")
         encoded = self._encoded(name)
         wanted = range(len(encoded)) if steps is None else steps
@@ -264,9 +264,9 @@ class Step:
     def __init__(self, episode: Episode, index: int) -> None:
         self._episode, self._index = episode, index
 
-    def numbers(self, name: str) -> NDArray[Any]:
-        """This step's numbers of a field."""
-        step: NDArray[Any] = self._episode.numbers(STEPS + name)[self._index]
+    def values(self, name: str) -> NDArray[Any]:
+        """This step's values of a tensor field."""
+        step: NDArray[Any] = self._episode.values(STEPS + name)[self._index]
         return step
 
     def text(self, name: str = "language_instruction") -> str:
@@ -274,7 +274,7 @@ class Step:
         return self._episode.texts(STEPS + name)[self._index]
 
     def image(self, camera: str) -> UInt8Array:
-        """[H, W, 3] what a camera sees at this step; decodes this frame alone."""
+        """[H, W, 3] a camera's frame at this step; decodes only this frame."""
         frame: UInt8Array = self._episode.images(f"{STEPS}observation/{camera}", [self._index])[0]
         return frame
 
@@ -287,5 +287,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON ({error}): copy or download the dataset again.") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no JSON object: copy or download the dataset again.")
+        raise UsageError(f"{path} does not hold a JSON object: copy or download the dataset again.")
     return content

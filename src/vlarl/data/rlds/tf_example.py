@@ -3,8 +3,7 @@
     Example   1: Features        Features  1: entry (1: name, 2: Feature), many
     Feature   1: BytesList  2: FloatList  3: Int64List        each list  1: values
 
-A feature is found by its name and decoded when it is asked for. Numbers may be packed, as they are always written, or
-one by one.
+A feature is found by its name and decoded on access. Values may be packed, as this module always writes them, or not.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Example:
 
     def __init__(self, data: memoryview | bytes) -> None:
         self._features: dict[str, memoryview] = {}
-        for number, features in _fields(memoryview(data)):
-            if number == 1 and isinstance(features, memoryview):
-                self._features |= dict(_entry(entry) for field, entry in _fields(features) if field == 1)
+        for field, features in _fields(memoryview(data)):
+            if field == 1 and isinstance(features, memoryview):
+                self._features |= dict(_entry(entry) for key, entry in _fields(features) if key == 1)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ class Example:
         return sum(1 if isinstance(part, int) else int((np.frombuffer(part, np.uint8) < 128).sum()) for part in parts)
 
     def kind(self, name: str) -> int | None:
-        """The number of a feature's list: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for one without values."""
+        """The field number of a feature's list: BYTES_LIST, FLOAT_LIST or INT64_LIST; None for one without values."""
         return next((field for field, _ in _fields(self._feature(name))), None)
 
     def _feature(self, name: str) -> memoryview:
@@ -86,7 +85,7 @@ class Example:
             if field == kind and isinstance(values, memoryview):
                 return values
         if self.kind(name) is not None:
-            raise MalformedExampleError(f"the feature {name!r} holds another kind of values than was asked for")
+            raise MalformedExampleError(f"the feature {name!r} holds values of another kind")
         return memoryview(b"")
 
 
@@ -120,7 +119,7 @@ def _entry(data: int | memoryview) -> tuple[str, memoryview]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a protobuf message: their numbers, and integers or bytes."""
+    """The fields of a protobuf message: the field number of each, and an integer or bytes."""
     position, size = 0, len(data)
     while position < size:
         key, position = _read_varint(data, position)
@@ -156,7 +155,7 @@ def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
 
 def _float_values(value: int | memoryview) -> FloatArray:
     if not isinstance(value, memoryview) or len(value) % 4:
-        raise MalformedExampleError("a list of floats has a length that is no multiple of 4")
+        raise MalformedExampleError("a list of floats has a length that is not a multiple of 4")
     return np.frombuffer(value, "<f4")
 
 
@@ -164,21 +163,21 @@ def _integer_values(value: int | memoryview) -> IntArray:
     if not isinstance(value, memoryview):
         return np.array([value & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int64)
     raw = np.frombuffer(value, np.uint8)
-    if not len(raw) or raw.max() < 128:  # one byte each, as truth values are
+    if not len(raw) or raw.max() < 128:  # one byte each, as booleans are
         return raw.astype(np.int64)
     ends = np.flatnonzero(raw < 128)
     if not len(ends) or ends[-1] != len(raw) - 1:
         raise MalformedExampleError("a list of integers ends within one")
     starts = np.concatenate([[0], ends[:-1] + 1])
-    place = np.arange(len(raw)) - np.repeat(starts, ends - starts + 1)
-    if place.max() > 9:
+    position = np.arange(len(raw)) - np.repeat(starts, ends - starts + 1)
+    if position.max() > 9:
         raise MalformedExampleError("an integer has more than 10 bytes")
-    shifted = (raw & 127).astype(np.uint64) << (7 * place).astype(np.uint64)
+    shifted = (raw & 127).astype(np.uint64) << (7 * position).astype(np.uint64)
     return np.bitwise_or.reduceat(shifted, starts).view(np.int64)
 
 
 def _varint(value: int) -> bytes:
-    value &= 0xFFFFFFFFFFFFFFFF  # negative numbers are written as 64 bits
+    value &= 0xFFFFFFFFFFFFFFFF  # negative values are written as 64 bits
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)

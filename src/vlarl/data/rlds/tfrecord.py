@@ -23,23 +23,23 @@ UInt32Array = NDArray[np.uint32]
 
 POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 MASK_DELTA = 0xA282EAD8
-BLOCK = 512  # bytes whose checksums are computed side by side
+BLOCK = 512  # bytes whose checksums are computed together
 HEADER, FOOTER = 12, 4
 
 
 def crc32c(data: bytes | memoryview) -> int:
     """The CRC-32C of some bytes.
 
-    A CRC is linear: each byte adds what a table has for its value and its place. A block's bytes are looked up all at
+    A CRC is linear: each byte adds a table's entry for its value and its position. A block's bytes are looked up all at
     once, and blocks are joined by shifting the checksum so far past the next block.
     """
     values = np.frombuffer(data, np.uint8)
     whole = len(values) // BLOCK * BLOCK
-    places, shift = _block_tables()
+    positions, shift = _block_tables()
     crc = 0xFFFFFFFF
     if whole:
         rows = 256 * np.arange(BLOCK, dtype=np.int32)
-        found = places.take(rows + values[:whole].reshape(-1, BLOCK))
+        found = positions.take(rows + values[:whole].reshape(-1, BLOCK))
         one, two, three, four = shift
         for block in np.bitwise_xor.reduce(found, axis=1).tolist():
             crc = one[crc & 255] ^ two[crc >> 8 & 255] ^ three[crc >> 16 & 255] ^ four[crc >> 24] ^ block
@@ -62,7 +62,7 @@ def write_record(file: BinaryIO, data: bytes) -> None:
 
 
 class TFRecordFile:
-    """One shard, mapped into memory; nothing is read before it is asked for."""
+    """One shard, mapped into memory; data is read on access."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,48 +72,48 @@ class TFRecordFile:
                 self._content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
         except OSError as error:
             raise UsageError(f"{path} can't be read ({error.strerror}): check that the file is there.") from error
-        self._places = self._index()
+        self._spans = self._index()
         self._checked: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
-    def record(self, number: int) -> memoryview:
+    def record(self, index: int) -> memoryview:
         """The data of a record, checked the first time."""
-        begin, length = self._places[number]
+        begin, length = self._spans[index]
         data = self._content[begin : begin + length]
-        if number not in self._checked:
+        if index not in self._checked:
             if masked_crc(data) != struct.unpack_from("<I", self._content, begin + length)[0]:
-                raise self._damaged(number, begin - HEADER, "its checksum is wrong")
-            self._checked.add(number)
+                raise self._damaged(index, begin - HEADER, "its checksum is wrong")
+            self._checked.add(index)
         return data
 
     def _index(self) -> list[tuple[int, int]]:
-        """Where the data of each record begins, and its length."""
-        places: list[tuple[int, int]] = []
+        """The start and the length of each record's data."""
+        spans: list[tuple[int, int]] = []
         position, size = 0, len(self._content)
         while position < size:
             if position + HEADER > size:
-                raise self._damaged(len(places), position, "the file ends within its header")
+                raise self._damaged(len(spans), position, "the file ends within its header")
             length, crc = struct.unpack_from("<QI", self._content, position)
             if crc != masked_crc(self._content[position : position + 8]):
-                raise self._damaged(len(places), position, "the checksum of its length is wrong")
+                raise self._damaged(len(spans), position, "the checksum of its length is wrong")
             end = position + HEADER + length + FOOTER
             if end > size:
-                raise self._damaged(len(places), position, f"the file ends {end - size:,} bytes too early")
-            places.append((position + HEADER, length))
+                raise self._damaged(len(spans), position, f"the file ends {end - size:,} bytes too early")
+            spans.append((position + HEADER, length))
             position = end
-        return places
+        return spans
 
-    def _damaged(self, number: int, position: int, reason: str) -> UsageError:
+    def _damaged(self, index: int, position: int, reason: str) -> UsageError:
         return UsageError(
-            f"{self.path}: record {number} at byte {position:,} is damaged ({reason}): copy or download the file again."
+            f"{self.path}: record {index} at byte {position:,} is damaged ({reason}): copy or download the file again."
         )
 
 
 @lru_cache(maxsize=1)
 def _byte_table() -> UInt32Array:
-    """[256] what one byte leaves behind."""
+    """[256] the CRC of each byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, table >> 1 ^ np.uint32(POLYNOMIAL), table >> 1)
@@ -128,14 +128,14 @@ def _byte_list() -> list[int]:
 
 @lru_cache(maxsize=1)
 def _block_tables() -> tuple[UInt32Array, tuple[list[int], list[int], list[int], list[int]]]:
-    """For each place in a block and each byte there what it adds to the block's checksum, [BLOCK * 256]; and for each
-    of the four bytes of a checksum what a block of zeros makes of it."""
+    """[BLOCK * 256] what each byte value adds to a block's checksum at each position; and for each of the four bytes of
+    a checksum, its value after a block of zeros."""
     table = _byte_table()
-    row = table  # of the last byte; one byte earlier means one more byte of zeros after it
+    row = table  # of the last byte; one position earlier means one more zero byte after it
     rows = [row]
     for _ in range(BLOCK - 1):
         row = table[row & 255] ^ row >> 8
         rows.append(row)
-    # A checksum is added to the first four bytes of what follows it.
-    one, two, three, four = (rows[BLOCK - 1 - place].tolist() for place in range(4))
+    # A checksum is added to the first four bytes of the next block.
+    one, two, three, four = (rows[BLOCK - 1 - position].tolist() for position in range(4))
     return np.concatenate(rows[::-1]), (one, two, three, four)

@@ -1,10 +1,10 @@
-"""Episodes to an RLDS dataset, in the layout of the LIBERO data that OpenVLA was trained on.
+"""Writes episodes as an RLDS dataset, in the layout of the LIBERO data that OpenVLA was trained on.
 
-    folder/NAME/1.0.0/   dataset_info.json  features.json  shards, as `rlds.py` and TensorFlow Datasets read them
-                         dataset_statistics.json   what a policy's checkpoint needs to act in this data's units
+    folder/NAME/1.0.0/   dataset_info.json  features.json  shards, as `reader.py` and TensorFlow Datasets read them
+                         dataset_statistics.json   the normalisation statistics for a policy's checkpoint
 
-Shards are written as the episodes come; the dataset gets its name when it is complete. One that is cut short, by Ctrl-C
-or by an error, holds the episodes up to there.
+Shards are written as the episodes arrive; the dataset gets its name when it is complete. A dataset that Ctrl-C or an
+error cut short holds the episodes up to that point.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARD_BYTES = 128 * 2**20
 
 
 class RldsWriter:
-    """A dataset that episodes are added to. Use it as a context manager."""
+    """Adds episodes to a new dataset. Use it as a context manager."""
 
     def __init__(self, root: str | Path, name: str, shard_bytes: int = SHARD_BYTES) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class RldsWriter:
         if self.folder.exists():
             raise UsageError(f"{self.folder} exists already, and recordings are never overwritten: name a new folder.")
         try:
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
             self._partial.mkdir(parents=True)
         except OSError as error:
             raise UsageError(f"cannot write to {root} ({error.strerror}): name a folder you can write to.") from error
@@ -85,7 +85,7 @@ class RldsWriter:
         self._states.append(episode.proprio)
 
     def finish(self) -> None:
-        """Give the shards their names and describe them; without episodes nothing is left."""
+        """Name and describe the shards; without episodes nothing is left."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -95,22 +95,22 @@ class RldsWriter:
             shutil.rmtree(self._partial)
             return
         count = len(self._shard_lengths)
-        for number in range(count):
+        for index in range(count):
             name = TEMPLATE.format(
                 DATASET=self.name,
                 SPLIT="train",
                 FILEFORMAT="tfrecord",
-                SHARD_X_OF_Y=f"{number:05d}-of-{count:05d}",
+                SHARD_X_OF_Y=f"{index:05d}-of-{count:05d}",
             )
-            self._shard(number).rename(self._partial / name)
+            self._shard(index).rename(self._partial / name)
         statistics = dataset_statistics(np.concatenate(self._actions), np.concatenate(self._states), len(self))
         _write_json(self._partial / FEATURES, features_json(self._fields))
         _write_json(self._partial / STATISTICS, {self.name: statistics})
         _write_json(self._partial / INFO, self._info())
         self._partial.rename(self.folder)
 
-    def _shard(self, number: int) -> Path:
-        return self._partial / f"shard-{number:05d}"
+    def _shard(self, index: int) -> Path:
+        return self._partial / f"shard-{index:05d}"
 
     def _next_shard(self) -> None:
         if self._file is not None:
@@ -155,7 +155,7 @@ def episode_fields(episode: Demonstration) -> dict[str, Field]:
 
 
 def episode_features(name: str, episode: Demonstration) -> dict[str, Feature]:
-    """The values of an episode's record. A terminal last step says that the goal was reached."""
+    """The values of an episode's record. A terminal last step means that the goal was reached."""
     length = len(episode.actions)
     last = np.arange(length) == length - 1
     cameras: dict[str, Feature] = {

@@ -1,4 +1,4 @@
-"""The report of a run: report.html, and a picture for a README."""
+"""The report of a run: report.html, and an image for a README."""
 
 from vlarl.observability.report.charts import Line, curve_svg
 from vlarl.observability.report.page import write_report

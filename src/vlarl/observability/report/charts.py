@@ -1,4 +1,4 @@
-"""Line charts as SVG text: axes, grid, intervals, and the value under the pointer, without a line of script."""
+"""Line charts as SVG text: axes, grid, intervals, and the value under the pointer, without JavaScript."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 from vlarl.observability.report.data import Series
 
-MAX_POINTS = 240  # more can't be told apart, and each costs bytes in the page
+MAX_POINTS = 240  # more can't be distinguished, and each takes bytes in the page
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the plot lies within the picture, and the numbers at its edges."""
+    """The position of the plot within the image, and the values at its edges."""
 
     width: int
     height: int
@@ -37,12 +37,12 @@ class Frame:
     bottom: int = 26
 
     def x(self, value: float) -> float:
-        """Where an iteration lies."""
+        """The x coordinate of an iteration."""
         low, high = self.x_range
         return self.left + (value - low) / ((high - low) or 1) * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Where a value lies."""
+        """The y coordinate of a value."""
         low, high = self.y_range
         inner = self.height - self.top - self.bottom
         return self.top + inner - (value - low) / ((high - low) or 1) * inner
@@ -55,7 +55,7 @@ def curve_svg(
     y_range: tuple[float, float] | None = None,
     as_percent: bool = False,
 ) -> str:
-    """A chart of the lines over iterations; the values range over `y_range` or over what there is."""
+    """A chart of the lines over iterations; the y axis covers `y_range`, or all values."""
     lines = [Line(n.label, thin(n.points), n.kind, n.has_dots, n.intervals) for n in lines if n.points]
     if not lines:
         return '<p class="empty">no data yet</p>'
@@ -84,7 +84,7 @@ def thin(points: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers that enclose the range."""
+    """Round values that enclose the range."""
     if low == high:
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
     rough = (high - low) / count

@@ -1,4 +1,4 @@
-"""What a report says, read from the files of a run: nothing here is drawn, and everything may be missing."""
+"""The data of a report, read from the files of a run: any file may be missing, and nothing is rendered here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Score:
 
     @property
     def rate(self) -> float:
-        """The share of successes."""
+        """The fraction of successes."""
         return self.won / self.total
 
     @property
@@ -68,7 +68,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Video:
-    """One film."""
+    """One video."""
 
     path: Path
     iteration: int
@@ -79,7 +79,7 @@ class Video:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its files tell it."""
+    """A run as its files describe it."""
 
     run: RunDirectory
     status: Mapping[str, Any]
@@ -103,13 +103,13 @@ class RunData:
 
     @property
     def iteration(self) -> int:
-        """The last iteration that left a trace."""
+        """The last iteration that any file mentions."""
         rows = [int(row["iteration"]) for row in self.metrics]
         return max([int(self.status.get("iteration") or 0), *rows])
 
     @property
     def seconds(self) -> float | None:
-        """How long the run has worked; over resumes only its metrics know."""
+        """How long the run has worked; if it was resumed, only its metrics know."""
         iterations = self.series("time/iteration")
         if iterations:
             return sum(seconds for _, seconds in iterations)
@@ -118,7 +118,7 @@ class RunData:
 
     @property
     def instructions(self) -> dict[int, str]:
-        """task_id -> what the robot is asked to do."""
+        """task_id -> the instruction."""
         episodes = (e for evaluation in self.evaluations for e in evaluation.episodes)
         return {int(e["task_id"]): str(e["instruction"]) for e in episodes if e.get("instruction")}
 
@@ -139,7 +139,7 @@ class RunData:
         return values.get(name) if isinstance(values, Mapping) else None
 
     @property
-    def manner(self) -> str:
+    def decoding(self) -> str:
         """How evaluated episodes chose their actions: greedy or sampled."""
         return "sampled" if self.option("eval", "temperature") else "greedy"
 
@@ -152,7 +152,7 @@ class RunData:
         return seen_by_run(self.training, suite, self.option("gym", "env"), protocol, episodes)
 
     def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
-        """Films of the same task and initial state before training and at the end."""
+        """Videos of the same task and initial state before training and at the end."""
         last = max((v.iteration for v in self.videos), default=0)
         before = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == 0}
         after = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == last and last > 0}
@@ -160,7 +160,7 @@ class RunData:
 
 
 def load_run(path: Path) -> RunData:
-    """Read the files of a run; what is missing or half written is left out."""
+    """Read the files of a run; what is missing or incomplete is left out."""
     run = RunDirectory.open(path)
     text = ""
     if run.config_file.is_file() and is_inside(run.config_file, run.path):
@@ -179,7 +179,7 @@ def load_run(path: Path) -> RunData:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file is one of the folder's own, and no link to one elsewhere: a report is sent to others."""
+    """Whether a file is really in the folder, not a link to one elsewhere: a report is sent to others."""
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
@@ -192,7 +192,7 @@ def _parse(text: str) -> Mapping[str, Any]:
 
 
 def _evaluations(path: Path) -> tuple[Evaluation, ...]:
-    """Evaluated episodes by iteration; those that crashed say nothing about the policy."""
+    """Evaluated episodes by iteration, without those that crashed: they say nothing about the policy."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_jsonl(path):
         counts = (row.get(name) for name in ("iteration", "task_id", "init_state"))
@@ -212,7 +212,7 @@ def _training_episodes(path: Path) -> dict[int, int]:
 
 
 def newest_training_data(checkpoints: Path) -> TrainingData | None:
-    """What the newest checkpoint of a run says; None where there is none, or what it says is not valid."""
+    """The training data that the newest checkpoint of a run records; None where there is none, or it is not valid."""
     for path in sorted(checkpoints.glob(f"[!.]*/{FILE_NAME}"), key=_time_written, reverse=True):
         try:
             if (data := read_training_data(path.parent)) is not None:

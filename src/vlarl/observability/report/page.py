@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing beside it, built from whatever a run has left so far."""
+"""The report: one self-contained HTML file, built from whatever a run has written so far."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ $sections
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write report.html into a run's folder and return its path; a run that has not ended is reported as it stands."""
+    """Write report.html into a run's folder and return its path; a run that has not ended is reported as it is."""
     data = load_run(Path(run_dir))
     write_atomically(data.run.report_file, render(data))
     return data.run.report_file
@@ -58,7 +58,7 @@ def render(data: RunData) -> str:
         badge=f'<span class="badge {escape(state, quote=True)}">{escape(state)}</span>',
         name=escape(data.run.name),
         verdict=verdict(data),
-        notice=_notice(data, state) + _doubts(data),
+        notice=_notice(data, state) + _warnings(data),
         hero=_hero(data),
         facts=_facts(data),
         sections="\n".join(section for section in sections if section),
@@ -79,24 +79,26 @@ def verdict(data: RunData) -> str:
         when = "before training" if known is first else f"after iteration {known.iteration}"
         missing = "There is no evaluation after training yet." if last is None else "It was not evaluated before."
         rate = f"<b>{_percent(known.score)}</b> on {known.score.total} {states}"
-        return f"{data.manner.capitalize()} success {when} is {rate}. {missing}"
+        return f"{data.decoding.capitalize()} success {when} is {rate}. {missing}"
     before, after = first.score, last.score
     at = "" if last.iteration == data.iteration else f" (evaluated after iteration {last.iteration})"
     measured = f"{at}, measured on {after.total} {states}."
     if after.rate == before.rate:
-        return f"{data.manner.capitalize()} success stayed at <b>{_percent(after)}</b>{measured}{_changed(first, last)}"
+        return (
+            f"{data.decoding.capitalize()} success stayed at <b>{_percent(after)}</b>{measured}{_changed(first, last)}"
+        )
     verb, kind = ("rose", "up") if after.rate > before.rate else ("fell", "down")
     is_clear = after.interval[0] > before.interval[1] or after.interval[1] < before.interval[0]
     noise = "" if is_clear else " The 95% intervals overlap: this may be noise."
     sentence = (
-        f'{data.manner.capitalize()} success <span class="{kind}">{verb}</span> from <b>{_percent(before)}</b> to '
+        f'{data.decoding.capitalize()} success <span class="{kind}">{verb}</span> from <b>{_percent(before)}</b> to '
         f"<b>{_percent(after)}</b>{measured}"
     )
     return sentence + noise + _changed(first, last)
 
 
 def _changed(first: Evaluation, last: Evaluation) -> str:
-    """How many episodes training turned, those that are more first."""
+    """How many episodes changed their outcome; the larger group first."""
     before, after = first.outcomes(), last.outcomes()
     both = before.keys() & after.keys()
     if not both:
@@ -105,10 +107,10 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
     broken = sum(before[key] and not after[key] for key in both)
     won = sum(before[key] for key in both)
     if broken > fixed:
-        turned, other = f"{counted(won, 'episode')} that succeeded before, {broken} now fail", fixed
+        changed, other = f"{counted(won, 'episode')} that succeeded before, {broken} now fail", fixed
     else:
-        turned, other = f"{counted(len(both) - won, 'episode')} that failed before, {fixed} now succeed", broken
-    return f" Of the {turned}; {other or 'none'} went the other way."
+        changed, other = f"{counted(len(both) - won, 'episode')} that failed before, {fixed} now succeed", broken
+    return f" Of the {changed}; {other or 'none'} went the other way."
 
 
 def _states(data: RunData) -> str:
@@ -121,8 +123,8 @@ def _states(data: RunData) -> str:
     }[seen.kind]
 
 
-def _doubts(data: RunData) -> str:
-    """What has to be said beside the success rate about the initial states."""
+def _warnings(data: RunData) -> str:
+    """Warnings about the initial states that qualify the success rate."""
     if data.first is None and data.last is None:
         return ""
     return "".join(f'<p class="notice">Warning: {escape(warning)}</p>' for warning in data.seen.warnings)
@@ -134,14 +136,14 @@ def _notice(data: RunData, state: str) -> str:
     planned = data.status.get("iterations")
     progress = escape(f"iteration {data.iteration}" + (f" of {planned}" if planned else ""))
     texts = {
-        "running": f"This run has not ended: it stands at {progress}, or its process was killed there.",
+        "running": f"This run has not ended: it is at {progress}, or its process was killed there.",
         "interrupted": f"This run was interrupted at {progress}.",
         "failed": f"This run failed at {progress}.",
     }
-    text = texts.get(state, f"This run left no status; its metrics reach {progress}.")
+    text = texts.get(state, f"This run left no status; its metrics end at {progress}.")
     message = str(data.status.get("message") or "")
-    detail = f" It said: <code>{escape(message)}</code>" if message else ""
-    return f'<p class="notice">{text} The report shows what there is so far.{detail}</p>'
+    detail = f" Message: <code>{escape(message)}</code>" if message else ""
+    return f'<p class="notice">{text} The report shows the data so far.{detail}</p>'
 
 
 def _hero(data: RunData) -> str:

@@ -1,4 +1,4 @@
-"""Pictures for a README: a run's success curve with frames of an episode before and after, or several curves."""
+"""Images for a README: a run's success curve with frames of an episode before and after, or several curves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_FRAMES = 6
 _WIDTH, _MARGIN = 960, 28
 _CURVE_HEIGHT = 260
 
-# A picture in a page can't see the page's style, and the page may be light or dark: it brings its own card.
+# An image in a page can't use the page's style, and the page may be light or dark: hence its own background.
 _STYLE = """
 text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
 .title { font-size: 19px; font-weight: 600; fill: #1c1f23; } .note { font-size: 13px; fill: #5c636d; }
@@ -52,7 +52,7 @@ def write_curve(run_dir: Path, path: Path) -> Path:
 
 
 def write_comparison(path: Path, title: str, note: str, lines: Sequence[Line]) -> Path:
-    """Write a standalone SVG of shares between 0 and 1, such as the success of two ways to train, to `path`."""
+    """Write a standalone SVG of values between 0 and 1, such as the success of two ways to train, to `path`."""
     curve = curve_svg(lines, _WIDTH - 2 * _MARGIN, _CURVE_HEIGHT, y_range=(0.0, 1.0), as_percent=True)
     legend = "".join(
         f'<g transform="translate({_WIDTH - _MARGIN - 140 * (len(lines) - i)},34)">'
@@ -84,7 +84,7 @@ def _heading(data: RunData) -> str:
         kind = data.seen.kind
         states = "possibly trained" if kind == "not known" else kind
         change = f"{first.score.rate:.1%} to {last.score.rate:.1%}"
-        title = f"{data.manner.capitalize()} success on {states} initial states: {change}"
+        title = f"{data.decoding.capitalize()} success on {states} initial states: {change}"
     algorithm = str(data.option("algorithm", "name") or "").upper()
     facts = [str(data.option("env", "suite") or ""), algorithm, f"seed {data.option('run', 'seed')}"]
     note = " · ".join(fact for fact in facts if fact and fact != "seed None")
@@ -99,7 +99,7 @@ def _heading(data: RunData) -> str:
 
 
 def _strips(data: RunData) -> list[tuple[str, int]]:
-    """Rows of frames from one state, preferably one that training turned from failure to success."""
+    """Rows of frames from one state, preferably one that changed from failure to success."""
     pairs = [(before, after) for before, after in data.video_pairs() if before and after]
     if not pairs:
         return []
@@ -123,25 +123,25 @@ def _strip(video: Video, name: str, instruction: str) -> tuple[str, int]:
 
 
 def _frames(path: Path) -> list[UInt8Array]:
-    """Frames spread over the film, the last one included, without their captions."""
+    """Frames at equal distances, the last one included, without their captions."""
     import imageio.v2 as imageio
 
-    record = imageio.get_reader(path, format="FFMPEG")
-    with record:
-        frames = [np.asarray(frame) for frame in record.iter_data()]
+    reader = imageio.get_reader(path, format="FFMPEG")
+    with reader:
+        frames = [np.asarray(frame) for frame in reader.iter_data()]
     height = frames[0].shape[0] - caption_height(frames[0].shape[1])
-    # The film ends with a second of stillness.
+    # The video holds its last frame for a second.
     moving = max(1, len(frames) - 10)
     picks = np.linspace(0, moving - 1, NUM_FRAMES).round().astype(int)
     return [frames[i][:height] for i in picks]
 
 
 def _png(frame: UInt8Array, width: int) -> str:
-    picture = Image.fromarray(frame)
-    picture = picture.resize((width, round(width * picture.height / picture.width)), Image.Resampling.LANCZOS)
+    image = Image.fromarray(frame)
+    image = image.resize((width, round(width * image.height / image.width)), Image.Resampling.LANCZOS)
     # Few colours are enough for a thumbnail and make the file four times smaller.
     buffer = io.BytesIO()
-    picture.quantize(128).save(buffer, format="PNG", optimize=True)
+    image.quantize(128).save(buffer, format="PNG", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

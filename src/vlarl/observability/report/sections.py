@@ -1,4 +1,4 @@
-"""The parts of the report below its headline, each empty or honest about it when the run has no data for it."""
+"""The sections of the report below its headline; one without data is empty or says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
     ("Return", "rollout/mean_return", "mean of the training episodes"),
     ("Episode length", "rollout/mean_length", "environment steps"),
-    ("Entropy", "train/entropy", "nats per token; 0 explores no more"),
+    ("Entropy", "train/entropy", "nats per token; at 0 there is no exploration"),
     ("Approximate KL", "train/approx_kl", "how far an update moved the policy"),
     ("Clipped", "train/clipfrac", "fraction of tokens whose ratio was clipped"),
     ("Gradient norm", "train/grad_norm", "before clipping"),
@@ -28,7 +28,7 @@ _SMALL_CHARTS = (
 
 def learning(data: RunData) -> str:
     """The success curve, large, and the other curves beneath it."""
-    # Text in a picture shrinks with it, so a telephone gets a picture of its own.
+    # Text in an image shrinks with it, so phones get an image of their own.
     main = (
         f'<div class="on-wide">{success_curve(data)}</div><div class="on-narrow">{success_curve(data, 360, 240)}</div>'
     )
@@ -40,9 +40,9 @@ def learning(data: RunData) -> str:
     )
     if not data.metrics:
         return _section("Learning", "No iteration has ended yet: there are no curves.", "")
-    lower = ", so they may score lower" if data.manner == "greedy" else ""
+    lower = ", so they may score lower" if data.decoding == "greedy" else ""
     lead = (
-        f"Success over iterations. Evaluation is {data.manner} and drawn with its 95% interval; "
+        f"Success over iterations. Evaluation is {data.decoding} and shown with its 95% interval; "
         f"training episodes are sampled{lower}."
     )
     return _section(
@@ -79,7 +79,7 @@ def tasks(data: RunData) -> str:
         f'<td class="num">{_change(before.get(task), after.get(task))}</td></tr>'
         for task in sorted(before.keys() | after.keys())
     )
-    lead = "Grey before training, coloured after it." if after else "Before training; there is no later evaluation yet."
+    lead = "Grey: before training; coloured: after." if after else "Before training; there is no later evaluation yet."
     return _section(
         "Tasks",
         lead,
@@ -90,7 +90,7 @@ def tasks(data: RunData) -> str:
 
 
 def curriculum(data: RunData) -> str:
-    """How well each task went in training and how often it was sampled; empty where all tasks are sampled alike."""
+    """How well each task went in training and how often it was sampled; empty for uniform sampling."""
     known = data.curriculum_tasks
     mode = str(data.option("curriculum", "mode") or "uniform")
     if not known or mode == "uniform":
@@ -98,7 +98,7 @@ def curriculum(data: RunData) -> str:
     instructions = data.instructions
     names = {task: escape(instructions.get(task, f"task {task}")) for task in known}
     rows = "".join(
-        f'<tr><td class="id">{task}</td><td>{names[task]}</td><td class="bars">{_final_shares(data, task)}</td>'
+        f'<tr><td class="id">{task}</td><td>{names[task]}</td><td class="bars">{_final_values(data, task)}</td>'
         f'<td class="num" data-name="episodes">{data.training_episodes.get(task, 0)}</td></tr>'
         for task in known
     )
@@ -109,11 +109,11 @@ def curriculum(data: RunData) -> str:
     )
     lead = (
         f"Sampling was {escape(mode)} (<code>curriculum.mode</code>). The moving success is that of training episodes; "
-        "the share is the task's part of the next iteration's groups."
+        "the fraction is the task's part of the next iteration's groups."
     )
     legend = (
         '<p class="legend above"><span><i class="main"></i>moving success</span>'
-        '<span><i class="train"></i>share of the groups</span></p>'
+        '<span><i class="train"></i>fraction of the groups</span></p>'
     )
     return _section(
         "Curriculum",
@@ -124,24 +124,24 @@ def curriculum(data: RunData) -> str:
     )
 
 
-def _final_shares(data: RunData, task: int) -> str:
-    shown = (("after", "moving success", "success"), ("train", "share of the groups", "probability"))
+def _final_values(data: RunData, task: int) -> str:
+    shown = (("after", "moving success", "success"), ("train", "fraction of the groups", "probability"))
     bars = []
     for kind, title, name in shown:
         if points := data.series(f"curriculum/task_{task:02d}_{name}"):
-            share = points[-1][1]
-            bars.append(_track(kind, share, f"{share:.1%}", title))
+            value = points[-1][1]
+            bars.append(_track(kind, value, f"{value:.1%}", title))
     return "".join(bars)
 
 
 def _curriculum_curve(data: RunData, task: int) -> str:
-    success, chance = (data.series(f"curriculum/task_{task:02d}_{name}") for name in ("success", "probability"))
-    lines = [Line("success", success), Line("share", chance, "train")]
+    success, probability = (data.series(f"curriculum/task_{task:02d}_{name}") for name in ("success", "probability"))
+    lines = [Line("success", success), Line("fraction", probability, "train")]
     return curve_svg(lines, 340, 150, y_range=(0.0, 1.0), as_percent=True)
 
 
 def videos(data: RunData) -> str:
-    """Films before and after, side by side, as far as they fit into one page."""
+    """Videos before and after, side by side, as far as they fit into one page."""
     pairs = data.video_pairs()
     if not pairs:
         return _section("Episodes", "No video was recorded (<code>eval.videos</code>).", "")
@@ -160,7 +160,7 @@ def videos(data: RunData) -> str:
             f'<div class="pair"><p>{title} <span>task {video.task_id}, state {video.init_state}</span></p>'
             f'<div class="sides">{_side("before", before)}{_side("after", after)}</div></div>'
         )
-    more = f" {left_out} more lie in <code>videos/</code>." if left_out else ""
+    more = f" {left_out} more are in <code>videos/</code>." if left_out else ""
     lead = f"The same initial states before and after training.{more}"
     return _section("Episodes", lead, f'<div class="pairs">{"".join(cards)}</div>')
 
@@ -178,7 +178,7 @@ def configuration(data: RunData) -> str:
 
 
 def commands(data: RunData) -> str:
-    """What one would type next."""
+    """Commands to run next."""
     run = shlex.quote(str(data.run.path))
     steps = sorted(data.run.checkpoints.glob("step_*"))
     final = data.run.checkpoints / "final"
@@ -186,13 +186,13 @@ def commands(data: RunData) -> str:
     is_finished = data.status.get("state") == "finished"
     resume = resume_command(data.run.path, {"run.iterations": "N"} if is_finished else {})
     rows = {
-        "Train on" if is_finished else "Resume": resume,
+        "Train further" if is_finished else "Resume": resume,
         "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",
         "Watch the curves": f"tensorboard --logdir {run}/tensorboard",
-        "Write this report again": f"vlarl report {run}",
+        "Update this report": f"vlarl report {run}",
     }
     items = "".join(f"<dt>{name}</dt><dd><code>{escape(text)}</code></dd>" for name, text in rows.items())
-    return _section("Going on", "", f'<dl class="commands">{items}</dl>')
+    return _section("Next steps", "", f'<dl class="commands">{items}</dl>')
 
 
 def _section(title: str, lead: str, body: str) -> str:
@@ -203,15 +203,15 @@ def _section(title: str, lead: str, body: str) -> str:
 def _bar(kind: str, score: Score | None) -> str:
     if score is None:
         return ""
-    share = f"{score.won} of {score.total}"
     low, high = score.interval
-    return _track(kind, score.rate, share, f"{kind}: {score.rate:.1%}, 95% interval {low:.1%} to {high:.1%}")
+    text = f"{score.won} of {score.total}"
+    return _track(kind, score.rate, text, f"{kind}: {score.rate:.1%}, 95% interval {low:.1%} to {high:.1%}")
 
 
-def _track(kind: str, share: float, text: str, title: str) -> str:
+def _track(kind: str, fraction: float, text: str, title: str) -> str:
     return (
-        f'<div class="bar {kind}" title="{title}"><span class="track"><i style="width:{100 * share:.1f}%"></i>'
-        f'</span><span class="share">{text}</span></div>'
+        f'<div class="bar {kind}" title="{title}"><span class="track"><i style="width:{100 * fraction:.1f}%"></i>'
+        f'</span><span class="label">{text}</span></div>'
     )
 
 
@@ -224,7 +224,7 @@ def _change(before: Score | None, after: Score | None) -> str:
 
 
 def _height(video: Video) -> float:
-    """Height of a video in percent of its width, by its track header; that of a square scene where there is none."""
+    """Height of a video in percent of its width, from its track header; that of a square scene where there is none."""
     content = video.path.read_bytes()
     start = content.find(b"tkhd")
     if start < 0:

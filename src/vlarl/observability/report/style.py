@@ -1,4 +1,4 @@
-"""The report's style sheet: a page that reads well on paper white and at night, wide and narrow."""
+"""The report's style sheet, for light and dark mode and for wide and narrow screens."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ td.bars { width: 34%; min-width: 200px; }
 .bar .track i { display: block; height: 100%; border-radius: 3px; background: var(--before); }
 .bar.after .track i { background: var(--after); } .bar.after { color: var(--ink); }
 .bar.train .track i { background: var(--train); }
-.bar .share { width: 82px; text-align: right; white-space: nowrap; }
+.bar .label { width: 82px; text-align: right; white-space: nowrap; }
 .up { color: var(--good); } .down { color: var(--bad); } .same { color: var(--faint); }
 
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(420px, 1fr)); gap: 18px; }
