@@ -89,7 +89,7 @@ def test_a_component_file_that_would_run_code_is_refused(tmp_path, payload, writ
 )
 def test_a_component_file_of_something_else_is_refused(tmp_path, content, what):
     torch.save(content, tmp_path / "action_head--5_checkpoint.pt")
-    with pytest.raises(ValueError, match=rf"action_head--5_checkpoint\.pt is no file of named tensors: .*{what}"):
+    with pytest.raises(ValueError, match=rf"action_head--5_checkpoint\.pt does not contain named tensors: .*{what}"):
         read_component(tmp_path, "action_head")
 
 

@@ -183,7 +183,7 @@ def test_bad_observations_are_refused(observe):
         two.process([])
     observation = observe(0)
     observation = type(observation)(observation.images, observation.proprio[:5], "x")
-    with pytest.raises(ValueError, match="5 numbers, this policy reads 8"):
+    with pytest.raises(ValueError, match="5 values, this policy reads 8"):
         init_tiny().process([observation])
     floats = type(observation)(observation.images / 255.0, observation.proprio, "x")
     with pytest.raises(ValueError, match="must be uint8"):
