@@ -1,6 +1,6 @@
 """Group norm: GRPO's advantage (arXiv:2402.03300) as a reward for the last step, discounted back by `gamma`.
 
-An action late in a good episode gets more of the credit than an early one. With `gamma: 1` this is GRPO.
+In a good episode a late action gets more credit than an early one. With `gamma: 1` this is GRPO.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class GroupNorm(CriticFree):
     compares_groups = True
 
     def advantages(self, groups: Sequence[TrajectoryGroup], values: Sequence[FloatArray] | None) -> list[FloatArray]:
-        """Every step gets the episode's advantage within its group, discounted by the steps that were still to come."""
+        """Every step gets the episode's advantage within its group, discounted by the number of remaining steps."""
         config = self.config
         return [
             discounted_back(trajectory, float(advantage), config.gamma)

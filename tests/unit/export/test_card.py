@@ -235,4 +235,4 @@ def test_parts_of_weights_are_not_pushed(run, hub, capsys):
     (folder / "config.json").unlink()
     (folder / "sharded").mkdir()
     assert main(["push", str(folder), "me/better", "--dry-run"]) == 2
-    assert "take `final` of the run" in capsys.readouterr().err
+    assert "use `final` of the run" in capsys.readouterr().err

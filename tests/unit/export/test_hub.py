@@ -78,7 +78,7 @@ def test_a_dead_hub_is_named(hub, folder, monkeypatch):
 @pytest.mark.parametrize("name", ["vla", "me/vla/more", "me/vla@main", "", "me/"])
 def test_names_that_are_no_models_are_refused(hub, folder, name, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITER)
-    with pytest.raises(UsageError, match="no name of a model on the hub: give organisation/name"):
+    with pytest.raises(UsageError, match="not the name of a model on the hub: give organisation/name"):
         push_folder(folder, name, private=False)
     assert hub.requests == []
 

@@ -7,7 +7,7 @@ import torch
 
 from vlarl.training.batch import uncounted, weighted
 from vlarl.training.fsdp import sum_gradients
-from vlarl.training.ranks import SingleRank, on_first, spread
+from vlarl.training.ranks import SingleRank, distribute, on_first
 
 
 class OneOf:
@@ -33,9 +33,9 @@ class OneOf:
 
 def test_one_process_works_on_every_piece_in_order():
     seen = []
-    assert spread([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, SingleRank()) == [10, 20, 30]
+    assert distribute([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, SingleRank()) == [10, 20, 30]
     assert seen == [1, 2, 3]
-    assert spread([], 0, str, SingleRank()) == []
+    assert distribute([], 0, str, SingleRank()) == []
 
 
 def test_ranks_take_turns_and_the_last_is_idle():
@@ -46,7 +46,7 @@ def test_ranks_take_turns_and_the_last_is_idle():
         return piece * 10
 
     ranks = OneOf(1, [[10, 40], None, [30, -10]])
-    assert spread([1, 2, 3, 4], -1, work, ranks) == [10, 20, 30, 40]
+    assert distribute([1, 2, 3, 4], -1, work, ranks) == [10, 20, 30, 40]
     assert seen == [2, -1], "as many passes as the others, one of them for nothing"
 
 
