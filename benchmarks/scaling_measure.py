@@ -184,7 +184,7 @@ def compare() -> str:
             }
             whole = float(np.mean([row["time/iteration"] - row.get("time/evaluation", 0.0) for row in rows]))
             lines.append(
-                f"| {shape.name} | {mean['rollout']:.2f} | {model.rollout_s:.2f} | {mean['update']:.2f} | "
+                f"| {shape.name} | {times['rollout']:.2f} | {model.rollout_s:.2f} | {times['update']:.2f} | "
                 f"{model.batch_s + model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | "
                 f"{model.iteration_s / whole - 1:+.0%} |"
             )
