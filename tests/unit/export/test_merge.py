@@ -49,7 +49,7 @@ def test_merged_logits_equal_the_adapters(adapter, tmp_path):
     assert (plain - logits_of(adapted, probe, tokens)).abs().max() > 1e-2, "the adapter does something"
 
 
-def test_precision_is_the_bases_unless_asked_for(adapter, tmp_path):
+def test_precision_is_the_bases_unless_given(adapter, tmp_path):
     assert merge(adapter, tmp_path / "same").dtype == "bfloat16"
     assert stored_dtype(tmp_path / "same") == torch.bfloat16
     merge(adapter, tmp_path / "full", dtype="float32")

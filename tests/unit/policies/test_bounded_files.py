@@ -71,7 +71,7 @@ def edit(path: Path, change) -> None:
         (lambda c: c["timm_model_kwargs"][0].update(num_heads=3), "embed_dim 128 of vit_large.* is not a multiple of"),
     ],
 )
-def test_a_config_asks_for_no_more_than_the_files_hold(folder, change, reason):
+def test_a_config_far_larger_than_its_files_is_refused(folder, change, reason):
     edit(folder / "config.json", change)
     message = refusal(folder)
     assert re.search(reason, message), message

@@ -180,7 +180,7 @@ def test_a_reward_models_pickle_is_not_read(tmp_path, payload):
         load_reward_model(str(tmp_path / "judge"), torch.device("cpu"), "outcome", 4)
 
 
-def test_a_reward_models_code_is_not_run_and_not_asked_about(tmp_path, monkeypatch):
+def test_a_reward_models_code_is_not_run_and_no_prompt_is_shown(tmp_path, monkeypatch):
     judge = tmp_path / "judge"
     judge.mkdir()
     (judge / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}')

@@ -13,7 +13,7 @@ from vlarl.policies.openvla.checkpoint import read_policy
 
 @pytest.fixture
 def published(hub: FakeHub, checkpoint: Path) -> Path:
-    """The fixture's checkpoint on the hub as open/vla, with files beside it that nobody wants."""
+    """The fixture's checkpoint on the hub as open/vla, with files beside it that are not needed."""
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     extra = {
         "pytorch_model.bin": b"pickle",
