@@ -5,13 +5,13 @@
 Adapters of rank 32 (scale 0.5) on every linear layer are trained at lr 2e-5. After each number of steps, three ways to
 apply them to a bfloat16 base are compared with exact arithmetic:
 
-    added afterwards    to the frozen layer's output, which is rounded already (peft's layer; vlarl's until 0.1)
+    added afterwards    to the frozen layer's output, which is already rounded (peft's layer; vlarl's until 0.1)
     one rounding        vlarl's layer: the sum is rounded once
     folded              into the bfloat16 weights (`vlarl merge --dtype bfloat16`, a sync to a bfloat16 engine)
 
-The figure is the slope of the movement that is seen on the movement that there should be, over all values: 1 is all of
-it, 0 is none. *Layers*: each layer's output against float64 on the same inputs; for *folded*, its weights. *Log-probs*:
-those of sampled tokens at temperature 1.6 against the same policy in float32, with the standard error of the slope.
+The result is the regression slope of the measured change on the exact change, over all values: 1 is all of it, 0 is
+none. *Layers*: each layer's output against float64 on the same inputs; for *folded*, its weights. *Log-probs*: those of
+sampled tokens at temperature 1.6 against the same policy in float32, with the standard error of the slope.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 def measured(
     policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor
 ) -> Iterator[tuple[str, float, torch.Tensor]]:
-    """Each way, the fraction of the movement in its layers, and the log-probs it gives."""
+    """Each way, the fraction of the change that its layers show, and its log-probs."""
     with as_peft(policy):
         yield "added afterwards", layer_fraction(policy, inputs, tokens), logprobs(policy, inputs, tokens)
     yield "one rounding", layer_fraction(policy, inputs, tokens), logprobs(policy, inputs, tokens)
@@ -79,7 +79,7 @@ def measured(
 
 
 def adapted(model: str, dtype: str, device: str) -> OpenVLAPolicy:
-    """The model with fresh adapters; in float32 it has the bfloat16 weights' values."""
+    """The model with fresh adapters; in float32 it has the values of the bfloat16 weights."""
     policy = load_policy(model, dtype=dtype, device=device)  # type: ignore[arg-type]
     policy.prepare_training(ModelConfig(dtype=dtype), LORA, seed=0)  # type: ignore[arg-type]
     for parameter in policy.parameters():
@@ -89,11 +89,11 @@ def adapted(model: str, dtype: str, device: str) -> OpenVLAPolicy:
 
 
 def decisions(policy: OpenVLAPolicy, rows: int) -> tuple[PolicyInput, torch.Tensor]:
-    """Noise for images, and tokens [rows, K*D] that the policy samples there."""
+    """Observations with noise for images, and tokens [rows, K*D] that the policy samples for them."""
     rng = np.random.default_rng(0)
     config = policy.config
     shape = (config.num_images, config.image_size, config.image_size, 3)
-    seen = [
+    observations = [
         Observation(
             rng.integers(0, 256, shape, dtype=np.uint8),
             rng.uniform(-1, 1, config.proprio_dim).astype(np.float32),
@@ -101,7 +101,7 @@ def decisions(policy: OpenVLAPolicy, rows: int) -> tuple[PolicyInput, torch.Tens
         )
         for row in range(rows)
     ]
-    inputs = policy.process(seen)
+    inputs = policy.process(observations)
     first = policy.codec.first_id
     tokens = torch.full((rows, config.num_action_tokens), first)
     generator = torch.Generator().manual_seed(0)
@@ -151,11 +151,11 @@ def logprobs(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor) -
     return torch.cat(parts).double().cpu()
 
 
-def slope(seen: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+def slope(measured: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """The least-squares slope through zero of one on the other, and its standard error."""
     square = expected.square().sum()
-    found = (seen * expected).sum() / square
-    noise = (seen - found * expected).square().mean().sqrt()
+    found = (measured * expected).sum() / square
+    noise = (measured - found * expected).square().mean().sqrt()
     return float(found), float(noise / square.sqrt())
 
 
@@ -165,7 +165,7 @@ def lora_linears(policy: nn.Module) -> dict[str, LoraLinear]:
 
 @torch.no_grad()
 def layer_fraction(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor) -> float:
-    """The slope over the outputs of all adapted layers, each on the inputs that it has in a pass of a few rows."""
+    """The slope over the outputs of all adapted layers, each on its inputs in a pass over a few rows."""
     sums = torch.zeros(2, dtype=torch.float64)
 
     def watch(layer: LoraLinear) -> Callable[..., None]:
@@ -174,8 +174,8 @@ def layer_fraction(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Ten
             plain = nn.functional.linear(x, layer.base_layer.weight, layer.base_layer.bias)
             into, out = (part["default"].weight.double() for part in (layer.lora_A, layer.lora_B))
             expected = x.double() @ into.t() @ out.t() * layer.scaling["default"]
-            seen = output.double() - plain.double()
-            sums.add_(torch.stack([(seen * expected).sum(), expected.square().sum()]).cpu())
+            change = output.double() - plain.double()
+            sums.add_(torch.stack([(change * expected).sum(), expected.square().sum()]).cpu())
 
         return hook
 
@@ -188,7 +188,7 @@ def layer_fraction(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Ten
 
 @contextmanager
 def as_peft(policy: nn.Module) -> Iterator[None]:
-    """Inside the block peft's own layers compute."""
+    """Inside the block the layers compute like peft's own."""
     layers = list(lora_linears(policy).values())
     for layer in layers:
         layer.__class__ = PeftLinear  # type: ignore[assignment]

@@ -2,8 +2,8 @@
 
     python benchmarks/algorithms.py FOLDER [--seeds 0 1 2] [--iterations 12] [--device auto] [--jobs 1]
 
-FOLDER gets the runs, results.json and table.md; runs that are there already are used. Flags that it does not know go to
-`vlarl train`, for all runs.
+FOLDER gets the runs, results.json and table.md; existing runs are reused. Unknown flags are passed to `vlarl train`,
+for all runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ COMMON: dict[str, object] = {
     "logging.report": "false",
     "run.num_threads": 1,
 }
-# 128 episodes an iteration for all: 32 groups of 4, or 128 tasks where nothing is compared within a group.
+# 128 episodes an iteration for all: 32 groups of 4, or 128 tasks for algorithms that don't compare within a group.
 ALONE: dict[str, object] = {"rollout.num_groups": 128, "rollout.group_size": 1}
 PPO: dict[str, object] = ALONE | {"algorithm.name": "ppo", "algorithm.value_init_steps": 1}
 
 VARIANTS: dict[str, dict[str, object]] = {
     "GRPO": {},
-    "GRPO without deviation (Dr. GRPO)": {"algorithm.normalize_std": "false"},
+    "GRPO without std (Dr. GRPO)": {"algorithm.normalize_std": "false"},
     "GSPO (ratio of the episode)": {"algorithm.ratio_level": "sequence", "algorithm.aggregate": "sequence_mean"},
     "RLOO": {"algorithm.name": "rloo"},
     "group norm": {"algorithm.name": "group_norm"},
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, more: list[str], variant: str, seed: int) -> tuple[float, float] | None:
-    """Greedy success before and after one run, in a process of its own; None, with its last words, if it failed."""
+    """Greedy success before and after one run, in its own process; None if it failed, after printing its error."""
     name = "".join(c if c.isalnum() else "_" for c in variant) + f"_seed{seed}"
     run = args.folder / "runs" / name
     if not (run / "checkpoints" / "final").is_dir():
@@ -96,9 +96,9 @@ def train(args: argparse.Namespace, more: list[str], variant: str, seed: int) ->
 
 
 def table(results: dict[str, list[tuple[float, float]]]) -> str:
-    """Mean and spread over the seeds, in Markdown."""
+    """Mean and std over the seeds, in Markdown."""
     lines = [
-        "| algorithm | before | after, each seed | after, mean | deviation | gain |",
+        "| algorithm | before | after, each seed | after, mean | std | gain |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for variant, ends in results.items():
@@ -106,10 +106,10 @@ def table(results: dict[str, list[tuple[float, float]]]) -> str:
             lines.append(f"| {variant} | failed | | | | |")
             continue
         before, after = [e[0] for e in ends], [e[1] for e in ends]
-        spread = f"{stdev(after):.1%}" if len(after) > 1 else ""
+        std = f"{stdev(after):.1%}" if len(after) > 1 else ""
         each = ", ".join(f"{a:.1%}" for a in after)
         gain = f"{100 * (mean(after) - mean(before)):+.1f} points"
-        lines.append(f"| {variant} | {mean(before):.1%} | {each} | {mean(after):.1%} | {spread} | {gain} |")
+        lines.append(f"| {variant} | {mean(before):.1%} | {each} | {mean(after):.1%} | {std} | {gain} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,10 @@
-"""Synchronous against asynchronous training: time an iteration and success, over several seeds. Prints a table or JSON.
+"""Synchronous versus asynchronous training: time per iteration and success, over several seeds. Prints a table or JSON.
 
     python benchmarks/async_loop.py [--seeds 0 1 2] [--iterations 10] [--json] [--section.field value …]
 
 Both run on a Ray cluster of this machine with one learner, one torch engine and two environment workers of one thread
-each: two cores are enough for a rollout and an update at the same time. Time is of the iterations between the first
-two and the last, evaluations aside. Further options change both runs.
+each: two cores are enough for a rollout and an update at the same time. The time excludes the first two iterations, the
+last one, and evaluations. Further options apply to both runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Uniform against adaptive sampling of tasks on a suite of mixed difficulty: episodes until success is reached.
+"""Uniform versus adaptive sampling of tasks on a suite of mixed difficulty: episodes until a success rate is reached.
 
     python benchmarks/curriculum.py FOLDER [--seeds 0 1 2] [--iterations 16] [--device auto] [--jobs 3]
 
 Every run starts from the same base with the same options and budget, and is evaluated every other iteration on the same
 unseen states. Prints a table; FOLDER, a new one, gets the runs, results.json and curve.svg.
-Flags that it does not know go to `vlarl train`, for all runs.
+Unknown flags are passed to `vlarl train`, for all runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, object]] = {
     "adaptive": {"curriculum.mode": "adaptive"},
 }
 KINDS = {"adaptive": "main", "uniform": "train"}  # colours of the curves
-WINDOW = 2  # evaluations that the moving success is the mean of
+WINDOW = 2  # evaluations in the moving average of success
 
 Curve = list[tuple[int, float]]  # training episodes so far, success on unseen states
 
@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--suite", default="tabletop_goal")
     parser.add_argument("--policy", default="builtin:tiny-openvla")
     parser.add_argument("--states-per-task", type=int, default=20)
-    parser.add_argument("--threshold", type=float, default=0.8, help="success to reach, as a share")
+    parser.add_argument("--threshold", type=float, default=0.8, help="success to reach, as a fraction")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     args, args.more = parser.parse_known_args()
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace, mode: str, seed: int) -> Curve:
-    """One run in a process of its own, and what its metrics say."""
+    """One run in a process of its own; returns the curve from its metrics."""
     name = f"{mode}_seed{seed}"
     options = MODES[mode] | {
         "run.root": args.folder / "runs",
@@ -125,7 +125,7 @@ def summarise(curves: dict[int, Curve], threshold: float) -> dict[str, Any]:
 
 
 def moving(curve: Curve) -> Curve:
-    """The mean of each evaluation and those before it, `WINDOW` in all."""
+    """The mean of each evaluation and those before it, `WINDOW` in total."""
     return [
         (curve[i][0], mean(success for _, success in curve[max(0, i + 1 - WINDOW) : i + 1])) for i in range(len(curve))
     ]
@@ -137,7 +137,7 @@ def episodes_to(curve: Curve, threshold: float) -> int | None:
 
 
 def mean_line(mode: str, curves: list[Curve]) -> Line:
-    """Seeds evaluate after the same numbers of episodes, so points can be averaged one by one."""
+    """All seeds evaluate after equally many episodes, so points can be averaged one by one."""
     points = [(mean(e for e, _ in at), [success for _, success in at]) for at in zip(*curves, strict=False)]
     return Line(
         mode,
@@ -155,7 +155,7 @@ def print_table(results: dict[str, Any]) -> None:
     for mode, row in results["modes"].items():
         reached = row["episodes_to_threshold"].values()
         needed = ", ".join("never" if n is None else str(n) for n in reached)
-        cells = (spread(list(row[name].values())) for name in ("mean_success", "final_success"))
+        cells = (mean_and_std(list(row[name].values())) for name in ("mean_success", "final_success"))
         print(f"{mode:10}  {needed:>22}  " + "  ".join(f"{cell:>16}" for cell in cells))
     needed = [list(row["episodes_to_threshold"].values()) for row in results["modes"].values()]
     if all(n for seeds in needed for n in seeds):
@@ -163,7 +163,7 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"adaptive needed {adaptive / uniform:.0%} of the episodes ({adaptive:.0f} against {uniform:.0f})")
 
 
-def spread(values: list[float]) -> str:
+def mean_and_std(values: list[float]) -> str:
     return f"{mean(values):.1%} ± {stdev(values):.1%}" if len(values) > 1 else f"{values[0]:.1%}"
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/openvla_7b.py FOLDER [--out results.json] [--stages write load rollout update quantized merge]
 
-FOLDER gets a checkpoint in the original layout (15 GB, sharded); one that is there already is used. No tokenizer of the
-original is needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here.
+FOLDER gets a checkpoint in the original layout (15 GB, sharded); an existing one is reused. The original's tokenizer is
+not needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def write(folder: Path) -> dict[str, Any]:
-    """Random weights in the original layout; large enough activations for logits that differ."""
+    """Random weights in the original layout, with activations large enough for distinct logits."""
     if (folder / "config.json").is_file():
         return {"kept": str(folder)}
     with torch.device("meta"):
@@ -100,7 +100,7 @@ def write(folder: Path) -> dict[str, Any]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Straight onto the GPU: time, and how much of the host's memory it took."""
+    """Load directly onto the GPU: time, and peak host memory."""
     torch.zeros(1, device="cuda")
     before = host_peak()
     started = time.perf_counter()
@@ -119,7 +119,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def host_peak() -> int:
-    """The most memory that this process has held, file pages included."""
+    """The peak memory of this process, including file pages."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -177,7 +177,7 @@ def update(folder: Path) -> dict[str, Any]:
 
 
 def quantized(folder: Path) -> dict[str, Any]:
-    """The base in 4 and in 8 bits: what it takes, how fast it acts and learns."""
+    """The base in 4 and in 8 bits: memory, and speed of rollout and update."""
     results: dict[str, Any] = {}
     bits: Any
     for bits in (4, 8):
@@ -199,7 +199,7 @@ def quantized(folder: Path) -> dict[str, Any]:
 
 
 def merge_stage(folder: Path) -> dict[str, Any]:
-    """An adapter of this size, folded in float32 on the GPU, checked and written."""
+    """An adapter of this size, merged in float32 on the GPU, checked and written."""
     policy = adapted(folder, "autoregressive")
     generator = torch.Generator("cuda").manual_seed(1)
     for name, parameter in policy.named_parameters():
@@ -254,12 +254,12 @@ def make_learner(policy: OpenVLAPolicy, microbatch_size: int) -> Learner:
 def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     shape = (rows, policy.config.num_action_tokens)
-    places = torch.randint(0, 256, shape, generator=generator)
+    indices = torch.randint(0, 256, shape, generator=generator)
     return TrainBatch(
         inputs=make_inputs(policy, rows).to("cpu"),
         trajectory=torch.arange(rows),
-        token_ids=places + policy.codec.first_id,
-        places=places,
+        token_ids=indices + policy.codec.first_id,
+        places=indices,
         old_logprobs=torch.full(shape, -5.5),
         advantages=torch.randn(shape, generator=generator),
         mask=torch.ones(shape, dtype=torch.bool),

@@ -1,4 +1,4 @@
-"""The model's answers for the 7B on LIBERO at 8, 64 and 512 GPUs: the table of docs/scaling.md."""
+"""The scaling model's predictions for the 7B on LIBERO at 8, 64 and 512 GPUs: the table of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRESET_ROW_S, BICUBIC_ROW_S, SENT_ROW_S = 0.0053, 0.0014, 0.0002  # process() on
 
 
 def on_gpus(gpus: int, *, row_s: float, store: bool, apart: bool = False, envs_per_gpu: int = ENVS_PER_GPU) -> Loop:
-    """The 7B on so many GPUs, each engine and learner in turn; `apart`: a quarter act while the others learn."""
+    """The 7B on `gpus` GPUs, each engine and learner in turn; `apart`: a quarter run engines, the others learners."""
     nodes, envs = max(gpus // GPUS_PER_NODE, 1), gpus * envs_per_gpu
     engines, ranks = (gpus // 4, gpus - gpus // 4) if apart else (gpus, gpus)
     by_store = {"sync_fixed_s": SYNC_BYTES / STORE_BYTES_PER_S, "sync_copies": nodes}
@@ -53,7 +53,7 @@ def on_gpus(gpus: int, *, row_s: float, store: bool, apart: bool = False, envs_p
 
 
 def scaling_tables(sizes: tuple[int, ...] = (8, 64, 512)) -> str:
-    """The table of docs/scaling.md: what each change brings, at each size."""
+    """The table of docs/scaling.md: the effect of each change, at each size."""
     changes: list[tuple[str, dict[str, Any]]] = [
         ("LANCZOS and JPEG on the driver (`libero_10_cluster`), object store", {"row_s": PRESET_ROW_S, "store": True}),
         ("bicubic on the driver, object store", {"row_s": BICUBIC_ROW_S, "store": True}),
@@ -75,7 +75,7 @@ def scaling_tables(sizes: tuple[int, ...] = (8, 64, 512)) -> str:
             loop = on_gpus(gpus, **change)
             f = forecast(loop)
             parts = " | ".join(f"{seconds:.0f}" for seconds in (f.rollout_s, f.batch_s, f.update_s, f.sync_s))
-            busy = ", ".join(f"{share:.0%}" for share in f.busy.values())
+            busy = ", ".join(f"{fraction:.0%}" for fraction in f.busy.values())
             lines.append(
                 f"| {gpus} | {how} | {loop.decisions:,} | {parts} | {f.iteration_s:.0f} | "
                 f"{loop.decisions / f.iteration_s:,.0f} | {busy} | {f.busiest}, {f.busiest_share:.0%} |"

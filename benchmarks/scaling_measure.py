@@ -1,8 +1,8 @@
-"""Short real runs against the model: one gives the parameters, the others are predicted (scaling_model.py --measure).
+"""Short real runs versus the model: one gives the parameters, the others are predicted (scaling_model.py --measure).
 
-Runs of the built-in policy on the tabletop, torch engines, one thread a process. Processes are those that work: the
-driver, and each Ray worker for environments, engines and learners (not Ray's own, and not the curriculum's, which
-waits).
+Runs of the built-in policy on the tabletop, torch engines, one thread a process. The processes counted are those that
+work: the driver, and each Ray worker for environments, engines and learners (not Ray's own, and not the curriculum's,
+which waits).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM_UP = 1  # iterations that are not counted
 
 @dataclass(frozen=True)
 class Shape:
-    """How a run is spread; 0 workers: everything in one process."""
+    """How a run is distributed over processes; 0 workers: everything in one process."""
 
     name: str
     workers: int  # of each role: environments, engines, learners
@@ -57,7 +57,7 @@ def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
         "env": {"suite": "tabletop_spatial", "num_envs": NUM_ENVS},
         "policy": {"path": "builtin:tiny-openvla"},
         "rollout": {"num_groups": NUM_EPISODES // 4, "group_size": 4, "temperature": 0.6},
-        "algorithm": {"name": "reinforce"},  # it learns from every decision
+        "algorithm": {"name": "reinforce"},  # it is trained on every decision
         "optim": {"lr": 1e-6, "minibatches": 4},
         "eval": {"interval": 0, "states_per_task": 1, "videos": 0},
         "checkpoint": {"interval": 0, "best_return": False},
@@ -77,13 +77,13 @@ def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
 
 
 def rows_of(directory: Path) -> list[dict[str, float]]:
-    """The metrics of iterations that count."""
+    """The metrics of all iterations after the warm-up."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if "time/rollout" in row][WARM_UP:]
 
 
 def spans_of(directory: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """What every track of the timeline shows: name, begin, end."""
+    """The spans of every track of the timeline: name, begin, end."""
     text = (directory / "trace.json").read_text(encoding="utf-8").strip().rstrip(",")
     events = json.loads(text if text.endswith("]") else text + "]")
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
@@ -95,10 +95,10 @@ def spans_of(directory: Path) -> dict[str, list[tuple[str, float, float]]]:
     return spans
 
 
-def fixed_and_each(durations: Sequence[float], number: float) -> tuple[float, float]:
-    """A call's cost and that of each row in it: the shortest calls, those of the last episodes, have few rows."""
+def fixed_and_each(durations: Sequence[float], num_rows: float) -> tuple[float, float]:
+    """The fixed cost of a call and that of each row: the shortest calls, those of the last episodes, have few rows."""
     fixed = float(np.quantile(durations, 0.02))
-    return fixed, max(sum(durations) - fixed * len(durations), 0.0) / number
+    return fixed, max(sum(durations) - fixed * len(durations), 0.0) / num_rows
 
 
 def parameters(directory: Path, cores: int) -> Loop:
@@ -148,8 +148,8 @@ def parameters(directory: Path, cores: int) -> Loop:
 
 
 def predicted(base: Loop, shape: Shape) -> Forecast:
-    """The model's answer for another shape, from the base's parameters."""
-    if shape.workers == 0:  # calls and syncs cost nothing in one process, and only one thing happens at a time
+    """The model's prediction for another shape, from the base's parameters."""
+    if shape.workers == 0:  # in one process calls and syncs cost nothing, and nothing runs concurrently
         return forecast(replace(base, driver_call_s=0.0, sync_fixed_s=0.0, cores=1))
     return forecast(
         replace(
@@ -164,7 +164,7 @@ def predicted(base: Loop, shape: Shape) -> Forecast:
 
 
 def compare() -> str:
-    """Run all shapes, and put the model's answers beside what was measured."""
+    """Run all shapes, and tabulate the model's predictions beside the measurements."""
     cores = len(os.sched_getaffinity(0))
     with (
         tempfile.TemporaryDirectory() as name,
@@ -179,10 +179,12 @@ def compare() -> str:
         ]
         for shape, directory in directories.items():
             rows, model = rows_of(directory), predicted(base, shape)
-            seen = {key: float(np.mean([row.get(f"time/{key}", 0.0) for row in rows])) for key in ("rollout", "update")}
+            times = {
+                key: float(np.mean([row.get(f"time/{key}", 0.0) for row in rows])) for key in ("rollout", "update")
+            }
             whole = float(np.mean([row["time/iteration"] - row.get("time/evaluation", 0.0) for row in rows]))
             lines.append(
-                f"| {shape.name} | {seen['rollout']:.2f} | {model.rollout_s:.2f} | {seen['update']:.2f} | "
+                f"| {shape.name} | {times['rollout']:.2f} | {model.rollout_s:.2f} | {times['update']:.2f} | "
                 f"{model.batch_s + model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | "
                 f"{model.iteration_s / whole - 1:+.0%} |"
             )

@@ -5,12 +5,12 @@
     python benchmarks/scaling_model.py --measure     # short real runs (scaling_measure.py): one gives the parameters
 
     driver:        receive ─► process ─► (engines) ─► send ─► receive …        one at a time, as the collector does
-    env workers:   step all slots they were asked for, then answer together
+    env workers:   step all slots of a call, then return them together
     engines:       the rows of a decision, split evenly; never during a sync
-    learners:      update: forward and backward of their share, then the ring; then the sync to the engines
+    learners:      update: forward and backward of their part, then the ring; then the sync to the engines
 
-It is a simulation of events, with measured times as inputs. Whatever runs on CPUs shares `cores`: with more work than
-cores, all of it goes slower alike. Roles with devices of their own (GPUs) don't take part in that.
+It is a discrete-event simulation with measured times as inputs. All work on CPUs shares `cores`: with more work than
+cores, all of it slows down equally. Roles with their own devices (GPUs) are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Process = Generator[Any, None, None]
 
 @dataclass(frozen=True)
 class Loop:
-    """What is modelled: sizes, and measured seconds and bytes."""
+    """The inputs of the model: sizes, and measured seconds and bytes."""
 
     # sizes
     env_workers: int = 1
@@ -44,13 +44,13 @@ class Loop:
     # environments
     env_fixed_s: float = 0.0  # a call of a worker
     env_chunk_s: float = 0.01  # and for every slot that steps
-    env_spread: float = 0.0  # standard deviation of a call's time over its mean
+    env_spread: float = 0.0  # std of a call's time over its mean
     reset_s: float = 0.0  # a slot's reset
     lockstep: bool = False
     # decisions
     engine_fixed_s: float = 0.01  # a call of an engine
     engine_row_s: float = 0.001  # and for every row
-    driver_call_s: float = 0.0  # what the driver does for one round of decisions
+    driver_call_s: float = 0.0  # work of the driver for one round of decisions
     driver_row_s: float = 0.0  # and for every row: process, pickling, decoding
     # learning
     update_s: float = 0.01  # a decision, forward and backward, all epochs, on one rank
@@ -66,7 +66,7 @@ class Loop:
     sync_copies: int = 1  # that leave rank 0, one after the other
     sync_bytes_per_s: float = 1e9
     sync_fixed_s: float = 0.0
-    # who runs on the shared cores
+    # roles that run on the shared cores
     engines_on_cores: bool = False
     learners_on_cores: bool = False
     # overlap
@@ -77,21 +77,21 @@ class Loop:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the model says of one iteration."""
+    """The model's prediction for one iteration."""
 
     iteration_s: float
     rollout_s: float
     batch_s: float  # advantages and batch, on the driver
     update_s: float
     sync_s: float
-    busy: dict[str, float]  # share of the time that members of a role work, by role
+    busy: dict[str, float]  # fraction of the time that members of a role work, by role
     rows_per_call: float  # of one engine
-    busiest: str  # what works for the largest share of the iteration
-    busiest_share: float  # and that share: 1 is full
+    busiest: str  # the role that works for the largest fraction of the iteration
+    busiest_share: float  # and that fraction: 1 is always busy
 
 
 class Signal:
-    """Something that processes wait for; it happens once."""
+    """An event that processes wait for; it happens once."""
 
     def __init__(self) -> None:
         self.happened = False
@@ -114,13 +114,13 @@ class Simulation:
         self.now = 0.0
         self.busy: dict[str, float] = {}
         self._cores = cores
-        self._virtual = 0.0  # work that each task on the cores has had since the beginning
+        self._virtual = 0.0  # work done on each task on the cores since the start
         self._shared: list[tuple[float, int, Process, Work, float]] = []  # by their end in virtual time
         self._own: list[tuple[float, int, Process, Work, float]] = []  # by their end
         self._order = count()
 
     def start(self, process: Process) -> Signal:
-        """Run a process beside the others; the signal is its end."""
+        """Run a process concurrently with the others; the signal is its end."""
         ended = Signal()
 
         def whole() -> Process:
@@ -131,14 +131,14 @@ class Simulation:
         return ended
 
     def signal(self, signal: Signal) -> None:
-        """Let everybody go on who waits for it."""
+        """Resume all processes that wait for it."""
         signal.happened = True
         waiting, signal.waiting = signal.waiting, []
         for process in waiting:
             self._advance(process)
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         while self._shared or self._own:
             rate = min(1.0, self._cores / len(self._shared)) if self._shared else 1.0
             shared_end = self.now + (self._shared[0][0] - self._virtual) / rate if self._shared else math.inf
@@ -164,7 +164,7 @@ class Simulation:
 
 
 class Lock:
-    """One holder at a time, in the order of asking."""
+    """One holder at a time, in the order of requests."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -180,19 +180,19 @@ class Lock:
         self._held = True
 
     def leave(self) -> None:
-        """The next one has it."""
+        """Release it to the next in the queue."""
         self._held = bool(self._queue)
         if self._queue:
             self._simulation.signal(self._queue.pop(0))
 
 
 def ring_seconds(num_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """One all-gather or reduce-scatter of so many bytes in all: each rank passes on all but its own share."""
+    """One all-gather or reduce-scatter of `num_bytes` in total: each rank sends all but its own part."""
     return num_bytes * (ranks - 1) / ranks / bytes_per_s
 
 
 class Iterations:
-    """The iterations of a run, simulated."""
+    """The simulated iterations of a run."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -200,44 +200,44 @@ class Iterations:
         self.random = np.random.default_rng(loop.seed)
         self.driver, self.engine = Lock(self.sim), Lock(self.sim)
         self.calls = 0
-        self._asked = 0  # environment workers that have calls to answer
-        self._done: list[_Worker] = []  # those that have answered all of them
+        self._num_pending = 0  # environment workers with pending calls
+        self._done: list[_Worker] = []  # those that have finished all of their calls
         self._listening: Signal | None = None
         self.spans: dict[str, list[float]] = {"rollout": [], "batch": [], "update": [], "sync": []}
         self.ends: list[float] = []
 
     def forecast(self) -> Forecast:
-        """Run them; the first one is left out, as nothing is there yet to overlap with."""
+        """Run them; the first one is excluded, since it has nothing to overlap with."""
         loop = self.loop
         collected = [Signal() for _ in range(loop.iterations)]
-        learnt = [Signal() for _ in range(loop.iterations)]
-        self.sim.start(self._collecting(collected, learnt))
-        self.sim.start(self._learning(collected, learnt))
+        updated = [Signal() for _ in range(loop.iterations)]
+        self.sim.start(self._collecting(collected, updated))
+        self.sim.start(self._learning(collected, updated))
         self.sim.run()
         seconds = (self.ends[-1] - self.ends[0]) / (loop.iterations - 1)
         whole = self.ends[-1]
         members = {"environments": loop.env_workers, "engines": loop.engines, "learners": loop.ranks, "driver": 1}
-        busy = {role: self.sim.busy.get(role, 0.0) / whole / number for role, number in members.items()}
+        busy = {role: self.sim.busy.get(role, 0.0) / whole / size for role, size in members.items()}
         mean = {name: float(np.mean(values[1:])) for name, values in self.spans.items()}
         rows = loop.decisions * loop.iterations / max(self.calls, 1)
-        shares = {role: busy[role] for role in ("environments", "engines", "driver")}
-        shares |= {"learners": mean["update"] / seconds, "sync": mean["sync"] / seconds}
-        busiest = max(shares, key=lambda name: shares[name])
+        fractions = {role: busy[role] for role in ("environments", "engines", "driver")}
+        fractions |= {"learners": mean["update"] / seconds, "sync": mean["sync"] / seconds}
+        busiest = max(fractions, key=lambda name: fractions[name])
         means = (mean[name] for name in ("rollout", "batch", "update", "sync"))
-        return Forecast(seconds, *means, busy, rows, busiest, shares[busiest])
+        return Forecast(seconds, *means, busy, rows, busiest, fractions[busiest])
 
-    def _collecting(self, collected: list[Signal], learnt: list[Signal]) -> Process:
+    def _collecting(self, collected: list[Signal], updated: list[Signal]) -> Process:
         for index, ready in enumerate(collected):
             behind = index - 1 - self.loop.max_staleness
             if behind >= 0:
-                yield learnt[behind]
+                yield updated[behind]
             began = self.sim.now
             yield from self._rollout()
             self.spans["rollout"].append(self.sim.now - began)
             self.sim.signal(ready)
 
-    def _learning(self, collected: list[Signal], learnt: list[Signal]) -> Process:
-        for ready, done in zip(collected, learnt, strict=True):
+    def _learning(self, collected: list[Signal], updated: list[Signal]) -> Process:
+        for ready, done in zip(collected, updated, strict=True):
             yield ready
             began = self.sim.now
             yield from self._on_driver(self.loop.batch_s * self.loop.decisions)
@@ -255,11 +255,11 @@ class Iterations:
 
     def _update(self) -> Process:
         loop = self.loop
-        share = loop.decisions / loop.ranks
-        rounds = math.ceil(share / loop.microbatch) if loop.shard_bytes else 0
+        per_rank = loop.decisions / loop.ranks
+        rounds = math.ceil(per_rank / loop.microbatch) if loop.shard_bytes else 0
         ring = rounds * 3 * ring_seconds(loop.shard_bytes, loop.shard_ranks or loop.ranks, loop.ring_bytes_per_s)
         ring += loop.steps * 2 * ring_seconds(loop.gradient_bytes, loop.ranks, loop.ring_bytes_per_s)
-        work = Work("learners", share * loop.update_s, loop.learners_on_cores)
+        work = Work("learners", per_rank * loop.update_s, loop.learners_on_cores)
         yield from self._together([_only(work) for _ in range(loop.ranks)])
         yield Work("ring", ring)
 
@@ -281,47 +281,47 @@ class Iterations:
         """The collector's loop (rollout/collector.py, distributed/environments.py)."""
         loop = self.loop
         waiting = math.ceil(loop.decisions / loop.episode)
-        idle = [_Worker(loop.slots) for _ in range(loop.env_workers)]  # those with slots that are free
+        idle = [_Worker(loop.slots) for _ in range(loop.env_workers)]  # those with free slots
         ready: list[_Worker] = []
-        while waiting or self._asked:
+        while waiting or self._num_pending:
             for worker in idle:
                 started = min(worker.free, waiting)
                 waiting, worker.free = waiting - started, worker.free - started
-                self._ask(worker, [loop.episode] * started, loop.reset_s)
+                self._start_call(worker, [loop.episode] * started, loop.reset_s)
             idle = []
             for worker in (yield from self._receive()):
-                going_on = [decisions for decisions in worker.answered if decisions > 0]
-                worker.free += len(worker.answered) - len(going_on)
-                worker.answered = []
-                worker.ready += going_on
-                ready += [worker] if going_on else []
+                running = [decisions for decisions in worker.returned if decisions > 0]
+                worker.free += len(worker.returned) - len(running)
+                worker.returned = []
+                worker.ready += running
+                ready += [worker] if running else []
                 idle += [worker] if worker.free else []
             if ready and not (loop.lockstep and waiting and idle):
                 yield from self._decide(sum(len(worker.ready) for worker in ready))
                 for worker in ready:
                     stepped, worker.ready = [decisions - 1 for decisions in worker.ready], []
-                    self._ask(worker, stepped, loop.env_chunk_s)
+                    self._start_call(worker, stepped, loop.env_chunk_s)
                 ready = []
 
     def _decide(self, rows: int) -> Process:
         loop = self.loop
         yield from self._on_driver(loop.driver_call_s + loop.driver_row_s * rows)
         yield from self.engine.take()
-        shares = [rows // loop.engines + (index < rows % loop.engines) for index in range(min(rows, loop.engines))]
-        self.calls += len(shares)
-        works = [Work("engines", loop.engine_fixed_s + loop.engine_row_s * s, loop.engines_on_cores) for s in shares]
+        sizes = [rows // loop.engines + (index < rows % loop.engines) for index in range(min(rows, loop.engines))]
+        self.calls += len(sizes)
+        works = [Work("engines", loop.engine_fixed_s + loop.engine_row_s * n, loop.engines_on_cores) for n in sizes]
         yield from self._together([_only(work) for work in works])
         self.engine.leave()
 
-    def _ask(self, worker: _Worker, slots: list[int], each_s: float) -> None:
-        """A call of a worker, which works on one after the other; `slots` are the decisions that will be left."""
+    def _start_call(self, worker: _Worker, slots: list[int], each_s: float) -> None:
+        """Call a worker, which runs its calls one by one; `slots` are the decisions that remain in each slot."""
         if not slots:
             return
         seconds = self.loop.env_fixed_s + each_s * len(slots)
         if self.loop.env_spread:
             shape = self.loop.env_spread**-2
             seconds *= self.random.gamma(shape, 1 / shape)
-        self._asked += not worker.calls
+        self._num_pending += not worker.calls
         worker.calls += 1
         previous, worker.last = worker.last, Signal()
         self.sim.start(self._call(worker, slots, previous, worker.last, seconds))
@@ -332,7 +332,7 @@ class Iterations:
         if previous is not None:
             yield previous
         yield Work("environments", seconds, on_cores=True)
-        worker.answered += slots
+        worker.returned += slots
         worker.calls -= 1
         self.sim.signal(last)
         if not worker.calls:
@@ -343,12 +343,12 @@ class Iterations:
                 self.sim.signal(listening)
 
     def _receive(self) -> Generator[Any, None, list[_Worker]]:
-        """Wait for one worker that has answered everything, in lock-step for all; all such workers."""
-        while len(self._done) < (self._asked if self.loop.lockstep else 1):
+        """Wait for one worker to finish all of its calls, in lock-step for all; returns all such workers."""
+        while len(self._done) < (self._num_pending if self.loop.lockstep else 1):
             self._listening = Signal()
             yield self._listening
         done, self._done = self._done, []
-        self._asked -= len(done)
+        self._num_pending -= len(done)
         return done
 
 
@@ -357,9 +357,9 @@ class _Worker:
     """An environment worker."""
 
     free: int  # slots without an episode
-    calls: int = 0  # not answered yet
+    calls: int = 0  # pending
     last: Signal | None = None  # the end of the last of them
-    answered: list[int] = field(default_factory=list)  # decisions left in each slot that it answered for
+    returned: list[int] = field(default_factory=list)  # decisions left in each slot that it returned
     ready: list[int] = field(default_factory=list)  # the same for slots that the engine decides for
 
 
@@ -368,7 +368,7 @@ def _only(work: Work) -> Process:
 
 
 def forecast(loop: Loop) -> Forecast:
-    """What the model says."""
+    """The model's prediction."""
     return Iterations(loop).forecast()
 
 
@@ -401,7 +401,7 @@ def main() -> None:
 
 def describe(result: Forecast) -> str:
     """The forecast in lines."""
-    busy = ", ".join(f"{role} {share:.0%}" for role, share in result.busy.items())
+    busy = ", ".join(f"{role} {fraction:.0%}" for role, fraction in result.busy.items())
     return (
         f"iteration {result.iteration_s:.2f} s: rollout {result.rollout_s:.2f}, batch {result.batch_s:.2f}, "
         f"update {result.update_s:.2f}, "

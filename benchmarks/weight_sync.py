@@ -1,4 +1,4 @@
-"""Time and memory of weight syncs, of all weights and of what LoRA adapters change. Prints a table, or JSON.
+"""Time and memory of weight syncs, of all weights and of those that LoRA adapters change. Prints a table, or JSON.
 
     python benchmarks/weight_sync.py [--hidden 1024] [--layers 12] [--bucket-mb 64] [--engines torch vllm] [--json]
     python benchmarks/weight_sync.py --quick        # a model of 60 MB, torch engine: seconds, for CI
@@ -8,8 +8,8 @@ The policy is an autoregressive OpenVLA with random weights in float32. Each kin
     here    learner and engine in one process: folding, buckets and the engine's loading, no transport
     ray     as a run does it: learner ranks and an engine on a Ray cluster, through the object store; 2 ranks are FSDP's
 
-Seconds are the best of the repeats. Peaks are what private memory of learner and engine grows by during a sync, over
-the level before it, and what the object store takes; here both are one process. Linux only.
+Seconds are the best of the repeats. Peaks are the growth of the private memory of learner and engine during a sync, and
+the memory of the object store; `here` both are one process. Linux only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SyncKind = Literal["full", "LoRA"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: which weights go to which engine, by which way."""
+    """What is measured: which weights are sent to which engine, and how."""
 
     engine: EngineKind
     sync: SyncKind
@@ -53,13 +53,13 @@ class Case:
 
     @property
     def way(self) -> str:
-        """In words."""
+        """The kind of sync, as shown in the table."""
         return f"ray, {self.num_ranks} rank{'s' * (self.num_ranks > 1)}" if self.num_ranks else "here"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of it."""
+    """The result of one case."""
 
     engine: str
     sync: str
@@ -110,13 +110,13 @@ def run_config(folder: Path, case: Case) -> Config:
 
 
 def memory_mb(pid: int, field: Literal["RssAnon", "RssShmem"]) -> float:
-    """Memory of a process: its own alone, or the pages of the object store that it has touched."""
+    """Memory of a process: only its own, or the pages of the object store that it has touched."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024 / MB
 
 
 class Peaks:
-    """How far the private memory of some processes rises; looked at all the time, by a thread."""
+    """The peak growth of the private memory of some processes, polled by a thread."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = pids
@@ -124,16 +124,16 @@ class Peaks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside the block; growth counts from its beginning."""
+        """Measure inside the block; growth is relative to its start."""
         levels = [memory_mb(pid, "RssAnon") for pid in self.pids]
         ended = threading.Event()
 
-        def look() -> None:
+        def poll() -> None:
             while not ended.wait(SAMPLE_S):
                 now = [memory_mb(pid, "RssAnon") - level for pid, level in zip(self.pids, levels, strict=True)]
                 self.grown = [max(pair) for pair in zip(self.grown, now, strict=True)]
 
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=poll, daemon=True)
         thread.start()
         try:
             yield
@@ -172,7 +172,7 @@ def sync_here(folder: Path, case: Case, repeats: int) -> Row:
 
 
 def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buckets: int) -> Row:
-    """Learners and engine as workers of a cluster; what is sent is known from the same sync here."""
+    """Learners and engine as workers of a cluster; the sizes sent are known from the same sync here."""
     from vlarl.distributed.engines import EngineGroup
     from vlarl.distributed.learners import LearnerGroup
     from vlarl.observability.run_dir import RunDirectory
@@ -185,8 +185,8 @@ def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buck
     with closing(parts):
         learner, engine = parts.learner, parts.engine
         assert isinstance(learner, LearnerGroup) and isinstance(engine, EngineGroup)
-        places = [worker.where for worker in (learner.workers[0], engine.workers[0])]
-        peaks = Peaks([place.pid for place in places if place is not None])
+        locations = [worker.where for worker in (learner.workers[0], engine.workers[0])]
+        peaks = Peaks([location.pid for location in locations if location is not None])
         store = memory_mb(peaks.pids[0], "RssShmem")
         seconds: list[float] = []
         for _ in range(repeats):
@@ -194,7 +194,7 @@ def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buck
                 begin = time.perf_counter()
                 publish_weights(learner, engine)
                 seconds.append(time.perf_counter() - begin)
-        store = memory_mb(peaks.pids[0], "RssShmem") - store  # the store keeps pages that it once had: its peak
+        store = memory_mb(peaks.pids[0], "RssShmem") - store  # the store never releases pages, so this is its peak
         return _row(case, sent_mb, num_buckets, min(seconds), *peaks.grown, store)
 
 
@@ -203,7 +203,7 @@ def _row(case: Case, *figures: Any) -> Row:
 
 
 def measure(cases: Sequence[Case], hidden: int, layers: int, repeats: int) -> list[Row]:
-    """All cases, each in processes of its own: what one leaves in the allocator is no other's."""
+    """All cases, each in processes of its own, so that none inherits another's allocator state."""
     rows: list[Row] = []
     sent: dict[tuple[str, int], tuple[float, int]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -165,8 +165,8 @@ def act() -> Callable[..., list[Trajectory]]:
 
 
 @pytest.fixture
-def teach() -> Callable[..., TrainBatch]:
-    """teach(policy, episodes): a batch with made-up advantages, and value targets when the policy has a critic."""
+def policy_batch() -> Callable[..., TrainBatch]:
+    """policy_batch(policy, episodes): a batch with random advantages, and value targets if the policy has a critic."""
 
     def build(policy: OpenVLAPolicy, episodes: Sequence[Trajectory]) -> TrainBatch:
         rng = np.random.default_rng(1)

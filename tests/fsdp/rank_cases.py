@@ -45,7 +45,7 @@ UPDATES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A learner, and how it is spread over ranks."""
+    """A learner, and how it is distributed over ranks."""
 
     decoder: str
     sections: dict[str, dict[str, Any]]
@@ -61,7 +61,7 @@ class Outcome:
     metrics: list[dict[str, float]] = field(default_factory=list)
     steps: list[tuple[int, int, bool]] = field(default_factory=list)  # taken, skipped, stopped early
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # on rank 0
-    local_numbers: int = 0  # that this rank keeps of the policy
+    num_local: int = 0  # values of the policy that this rank keeps
     seconds: float = 0.0
 
 
@@ -207,7 +207,7 @@ def run(
     outcome.seconds = time.perf_counter() - started
     outcome.weights = {name: weight.clone() for name, weight in learner.named_weights()}
     parts = (getattr(p, "_local_tensor", p) for p in learner.policy.parameters())
-    outcome.local_numbers = sum(part.numel() for part in parts)
+    outcome.num_local = sum(part.numel() for part in parts)
     return outcome
 
 

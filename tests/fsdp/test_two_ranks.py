@@ -1,4 +1,4 @@
-"""Two ranks learn what one process learns: over three updates, whatever is trained and however it is spread."""
+"""Two ranks learn what one process learns: over three updates, whatever is trained and however it is distributed."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
 from vlarl.training.checkpoint import COUNTERS, TENSORS, restore
 from vlarl.training.fsdp import Sharding
-from vlarl.training.ranks import Ranks, SingleRank, on_first, spread
+from vlarl.training.ranks import Ranks, SingleRank, distribute, on_first
 
 LORA = {"enabled": True, "rank": 4}
 ONCE = {"epochs": 1}  # where more would show nothing else, to save time
@@ -66,14 +66,14 @@ CASES = {
     "a refused loss, none": Case("parallel", {"algorithm": REFUSED, "ema": {"beta": 0.9}}, NONE, (2,), clipped=True),
     "an early stop": Case("parallel", {"algorithm": {"max_approx_kl": 1e-5, "epochs": 3}}, FULL),
 }
-SAVED = ("grpo", "ppo, critic, adapters")  # with checkpoints, which others go on from
+SAVED = ("grpo", "ppo, critic, adapters")  # with checkpoints, which others resume from
 ROUNDED = Case(
     "parallel", {"algorithm": ONCE}, Sharding("full", compute_dtype=torch.bfloat16)
 )  # near to one process, not equal
 
 
 def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[str, Any]:
-    """All that is asked of two ranks, in one go: starting them takes longer than most of it."""
+    """All work of two ranks, in one process each: starting them takes longer than most of it."""
     results: dict[str, Any] = {}
     for name, case in (CASES | {"rounded": ROUNDED}).items():
         results[name] = run(case, bases, ranks, save_to=folder / name if name in SAVED else None)
@@ -81,7 +81,7 @@ def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[st
         results[f"{name}, resumed"] = run(CASES[name], bases, ranks, resume=alone / name / "step_000001")
     results["failure"] = _failure(ranks)
     results["refusals"] = _refusals(ranks, bases)
-    results["spread"] = spread("abc", "idle", str.upper, ranks), ranks.any(ranks.rank == 1), ranks.any(False)
+    results["distribute"] = distribute("abc", "idle", str.upper, ranks), ranks.any(ranks.rank == 1), ranks.any(False)
     return results
 
 
@@ -139,7 +139,7 @@ def alone(bases: Path, alone_folder: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def two(bases: Path, alone: dict[str, Outcome], alone_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What two ranks answered, and where their checkpoints are."""
+    """The results of two ranks, and where their checkpoints are."""
     folder = tmp_path_factory.mktemp("two")
     return in_ranks(2, partial(work_of_two, bases=bases, alone=alone_folder), folder), folder
 
@@ -153,7 +153,7 @@ def four(bases: Path, two: Any, tmp_path_factory: pytest.TempPathFactory) -> Any
 @pytest.fixture(scope="module")
 def allowed(bases: Path, alone: dict[str, Outcome]) -> dict[str, Drift]:
     """What ranks may differ from one process by: FACTOR times what one process differs from itself by, when it rounds
-    otherwise. Single numbers are lucky or not, so for them all cases in float32 are taken together."""
+    otherwise. Single values are lucky or not, so for them all cases in float32 are taken together."""
     own = {name: drift(run(otherwise_rounded(case), bases, SingleRank()), alone[name]) for name, case in CASES.items()}
     exact = [one for name, one in own.items() if name != BFLOAT16]
     metrics, weight = max(one.metrics for one in exact), max(one.weight for one in exact)
@@ -208,10 +208,10 @@ def test_the_cases_learn_something_and_stop_where_they_should(alone):
 
 @pytest.mark.parametrize("name", ["grpo", "ppo, critic, adapters"])
 def test_each_rank_keeps_about_half_of_a_sharded_policy(alone, two, name):
-    total = alone[name].local_numbers
-    parts = [results[name].local_numbers for results in two[0]]
+    total = alone[name].num_local
+    parts = [results[name].num_local for results in two[0]]
     assert sum(parts) == total and max(parts) < 0.55 * total
-    assert [results["grpo, none"].local_numbers for results in two[0]] == [alone["grpo, none"].local_numbers] * 2
+    assert [results["grpo, none"].num_local for results in two[0]] == [alone["grpo, none"].num_local] * 2
 
 
 def test_passes_in_bfloat16_stay_near_and_leave_the_weights_in_float32(alone, two):
@@ -278,8 +278,8 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(two):
         assert results["refusals"].startswith("sharding in groups of 3: the 2 learner ranks can't be divided")
 
 
-def test_work_is_spread_and_everybody_has_all_of_it(two):
-    assert [results["spread"] for results in two[0]] == [(["A", "B", "C"], True, False)] * 2
+def test_work_is_distributed_and_all_ranks_have_all_results(two):
+    assert [results["distribute"] for results in two[0]] == [(["A", "B", "C"], True, False)] * 2
 
 
 def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four, allowed):
@@ -289,8 +289,8 @@ def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four,
         assert metric_gap(rank["grpo, resumed"].metrics, alone["grpo"].metrics[1:]) <= allowed["grpo"].metrics
     assert_near(results[0]["grpo"], alone["grpo"], allowed["grpo"])
     assert_near(results[0]["grpo, resumed"], later(alone["grpo"]), allowed["grpo"])
-    total = alone["grpo"].local_numbers
-    assert all(rank["grpo"].local_numbers < 0.55 * total for rank in results)
-    assert sum(rank["grpo"].local_numbers for rank in results) == 2 * total
+    total = alone["grpo"].num_local
+    assert all(rank["grpo"].num_local < 0.55 * total for rank in results)
+    assert sum(rank["grpo"].num_local for rank in results) == 2 * total
     exported = dict(load_policy(folder / "grpo" / "final").named_parameters())
     assert furthest({n: p.detach() for n, p in exported.items()}, results[0]["grpo"].weights) == 0.0

@@ -38,7 +38,7 @@ class Model:
     ) -> float:
         """What the policy computes equals the original's up to rounding, whose bound is returned.
 
-        `scale` holds the numbers that were rounded on the way, where the result is their small difference.
+        `scale` holds the values that were rounded on the way, where the result is their small difference.
         """
         ours, exact = compute(self.policy), compute(self.exact)
         bound = rounding(ours, exact, theirs if scale is None else scale)
@@ -187,7 +187,7 @@ def check_entropy_and_sampling(model: Model, expected: Arrays) -> None:
         probs /= probs.sum(-1, keepdims=True)
         entropy = -(probs * np.log(probs)).sum(-1)
         assert_close(distribution.token_entropy(logits, temperature), entropy, 1e-3)
-        # The middle of each of the likeliest bins' shares of [0, 1], where no rounding tips a sample into the next.
+        # The middle of each of the most likely bins' parts of [0, 1], where no rounding moves a sample into the next.
         for chosen in np.argsort(probs, axis=-1)[..., -3:].transpose(2, 0, 1):
             below = np.take_along_axis(probs.cumsum(-1) - probs, chosen[..., None], -1)[..., 0]
             width = np.take_along_axis(probs, chosen[..., None], -1)[..., 0]
@@ -316,7 +316,7 @@ def libero_processor(images: ImagePipeline, size: int) -> Processor:
 
 
 def check_resized(expected: Arrays) -> None:
-    """The README of the golden data asks for 2 grey levels on 85% of the pixels and 20 at most; ours come closer."""
+    """The README of the golden data requires 2 grey levels on 85% of the pixels and 20 at most; ours come closer."""
     _assert_rendered(expected, "resized", ImagePipeline(jpeg=True, resize="lanczos3"))
 
 

@@ -150,7 +150,7 @@ def test_every_golden_array_is_compared(golden, trajectory):
     assert unnoticed(golden, [partial(check, trajectory=trajectory) for check in CHECKS]) == []
 
 
-def test_zero_spread_is_zero_advantage_in_the_golden_arrays_and_nothing_in_ours(golden, trajectory, configure):
+def test_equal_returns_have_zero_advantage_in_the_golden_arrays_and_are_removed_in_ours(golden, trajectory, configure):
     """Groups of one are left out: they have nothing to be compared with."""
     rewards, ids, theirs = golden["outcome_rewards"], golden["group_ids"], golden["grpo_advantages"]
     rows = [np.flatnonzero(ids == group) for group in np.unique(ids)]

@@ -196,7 +196,7 @@ def test_a_long_list_is_cut_and_json_has_all_of_it(capsys, tmp_path):
 def test_a_missing_projector_of_proprio_is_a_problem(capsys, tmp_path):
     load_policy("builtin:tiny-oft").save(tmp_path)
     (tmp_path / "proprio_projector.safetensors").unlink()
-    assert "weights     problem: no proprio_projector file, which its config asks for\n" in say(
+    assert "weights     problem: no proprio_projector file, which its config requires\n" in say(
         capsys, "--model", tmp_path, code=1
     )
 
@@ -212,7 +212,7 @@ def test_what_can_not_be_described_says_why(capsys, tmp_path, hub):
     hub.stop()
     message = failed(capsys, "--model", "nowhere/at-all")
     assert message.startswith(
-        f"error: nowhere/at-all is no folder here, and can't be taken from the hub: {hub.url} can't be reached"
+        f"error: nowhere/at-all is not a directory here and can't be downloaded from the hub: {hub.url} can't be reached"
     )
     folder = shutil.copytree(GOLDEN / "openvla-tiny", tmp_path / "cut")
     weights = folder / "model.safetensors"

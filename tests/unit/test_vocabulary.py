@@ -27,8 +27,12 @@ class Word:
 
 
 WORDS = (
-    Word(r"[Ff]ilm(s|ed|ing)?", "video, record", fine=r"FiLM|use_film|film_dim|openvla/film|openvla\.film|import film"),
-    Word(r"[Pp]ictures?", "image, frame", fine=r"benchmarks/pictures\.py"),
+    Word(
+        r"[Ff]ilm(s|ed|ing)?",
+        "video, record",
+        fine=r"FiLM|use_film|has_film|film_state|film_dim|.film.: config|openvla/film|openvla\.film|import film",
+    ),
+    Word(r"[Pp]ictures?", "image, frame"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
     Word(r"anew|[Rr]edone|torn|mend(s|ed)?", "again, retried, partial, fix", fine=r'["`]redone["`]'),
@@ -37,7 +41,7 @@ WORDS = (
     Word(r"pay(s|ing)?|paid", "assign (a reward)"),
     Word(r"learnt|teach(es|ing)?|taught|lessons?", "is trained on, has a learning signal"),
     Word(r"(go|goes|going|gone|went) on", "resume, continue"),
-    Word(r"[Tt]hings?", "object"),
+    Word(r"[Tt]hings?", "object", fine=r"objects thing item"),  # a word of the tiny tokenizer
     Word(r"[Rr]ooms?", "resources, capacity"),
     Word(r"[Ss]ight", "attention mask"),
     Word(r"[Ss]pread(s|ing)?", "distribute; std"),

@@ -1,4 +1,4 @@
-"""Algorithms: how experience becomes a gradient. Pure functions first, then one screen for each algorithm."""
+"""Algorithms: advantages and losses. Pure functions first, then one short class for each algorithm."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 def build_algorithm(
     config: AlgorithmConfig, temperature: float, kl: KlConfig | None = None, policy: Policy | None = None
 ) -> Algorithm:
-    """The configured algorithm; `temperature` is the one that the rollout samples with.
+    """The configured algorithm; `temperature` is the sampling temperature of the rollout.
 
-    `policy` tells how tokens make actions, which action-level ratios and action reconstruction have to know.
+    `policy` defines how tokens form actions, which action-level ratios and action reconstruction need.
     """
     kl = KlConfig() if kl is None else kl
     if policy is None:
@@ -41,7 +41,7 @@ def build_algorithm(
 
 
 def bin_values(policy: Policy) -> torch.Tensor:
-    """[num_bins] the normalised number that each place of the policy's action support decodes to."""
+    """[num_bins] the normalised value of each of the policy's action bins."""
     codec = policy.codec
     ids = np.arange(codec.first_id, codec.first_id + codec.num_bins)
     return torch.from_numpy(codec.decode(np.repeat(ids[:, None], policy.action_dim, axis=1))[:, 0, 0].copy())

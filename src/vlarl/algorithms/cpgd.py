@@ -1,8 +1,8 @@
 """CPGD (arXiv:2505.12504): GRPO's advantages, but the gradient of the log-prob instead of the ratio's.
 
-A ratio that explodes can't make the gradient explode, and a drift term keeps the policy near the one that acted. The
-paper weights a group's centred returns by their deviation (`normalize_std`) or equally. Its third weight, the inverse
-share of groups that have any spread, comes by itself here: groups without spread leave the denominators.
+A ratio that explodes can't make the gradient explode, and a drift term keeps the policy near the behaviour policy. The
+paper weights a group's centred returns by their std (`normalize_std`) or equally. Its third weight, the inverse
+fraction of groups whose returns differ, is implicit here: the denominators exclude groups with equal returns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlarl.types import TrainBatch
 def clipped_gradient(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: AlgorithmContext
 ) -> Surrogate:
-    """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the policy that acted."""
+    """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the behaviour policy."""
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
     loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, *clip_range(options))
     if options.policy_drift_coef > 0:

@@ -1,6 +1,6 @@
 """Group norm: GRPO's advantage (arXiv:2402.03300) as a reward for the last step, discounted back by `gamma`.
 
-An action late in a good episode gets more of the credit than an early one. With `gamma: 1` this is GRPO.
+In a good episode a late action gets more credit than an early one. With `gamma: 1` this is GRPO.
 """
 
 from __future__ import annotations

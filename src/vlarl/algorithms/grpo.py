@@ -1,8 +1,8 @@
-"""GRPO (arXiv:2402.03300): an episode is as good as it beat the others of its group. No critic.
+"""GRPO (arXiv:2402.03300): an episode's advantage is its return relative to the others of its group. No critic.
 
-A group that always succeeds or always fails says nothing about which actions were better: it is left out, and out of
-the denominators too. With `ratio_level: sequence` and `aggregate: sequence_mean` this is GSPO (arXiv:2507.18071), with
-`normalize_std: false` it is Dr. GRPO's advantage (arXiv:2503.20783).
+A group that always succeeds or always fails has no learning signal: it is left out, also of the denominators. With
+`ratio_level: sequence` and `aggregate: sequence_mean` this is GSPO (arXiv:2507.18071), with `normalize_std: false` it
+is Dr. GRPO's advantage (arXiv:2503.20783).
 """
 
 from __future__ import annotations

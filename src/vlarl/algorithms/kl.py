@@ -1,4 +1,4 @@
-"""KL divergence between a policy and its reference: estimators from samples, and what its coefficient does."""
+"""KL divergence between a policy and its reference: estimators from samples, and control of its coefficient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from vlarl.algorithms.losses import LARGEST_LOG_RATIO
 from vlarl.config.schema import KlConfig
 
-LARGEST_ERROR = 0.2  # fraction of the target that counts at most: one odd iteration doesn't throw the coefficient
+LARGEST_ERROR = 0.2  # of the target: limits the effect of one outlier iteration on the coefficient
 LARGEST_K3 = 10.0  # beyond it a token has no gradient
 
 
@@ -20,15 +20,15 @@ def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Half the squared log-ratio: biased a little, never negative; its gradient is the KL's own."""
+    """Half the squared log-ratio: slightly biased, never negative; its gradient is the KL's own."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, largest: float = LARGEST_K3) -> torch.Tensor:
     """Per-token KL(policy || reference): unbiased and never negative (http://joschu.net/blog/kl-approx.html).
 
-    It grows exponentially where the reference finds a token likelier, so that one token could outweigh a minibatch:
-    the log-ratio and the result are clamped, as in verl. `largest` is infinite where the gradient must not end.
+    It grows exponentially where the reference gives a token a higher probability, so that one token could outweigh a
+    minibatch: the log-ratio and the result are clamped, as in verl. An infinite `largest` never cuts the gradient.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return (torch.expm1(log_ratio) - log_ratio).clamp(max=largest)
@@ -38,13 +38,13 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"
 
 
 class FixedKl:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float, num_episodes: int) -> None:
-        """Take note of an iteration's KL."""
+        """Report an iteration's KL, which a fixed coefficient ignores."""
 
 
 class AdaptiveKl(FixedKl):
@@ -56,10 +56,10 @@ class AdaptiveKl(FixedKl):
         self.horizon = horizon
 
     def update(self, kl: float, num_episodes: int) -> None:
-        """Move by the error's fraction of the target; over `horizon` episodes at a constant error, by about e to it.
+        """Change by the relative error; over `horizon` episodes at a constant error, by a factor of about e to it.
 
-        A KL that is not finite says nothing and is ignored. However many episodes an update has, they count as
-        `horizon` at most: the coefficient stays positive.
+        A KL that is not finite is ignored. The episodes of an update count as `horizon` at most, so that the
+        coefficient stays positive.
         """
         if not math.isfinite(kl):
             return
@@ -68,7 +68,7 @@ class AdaptiveKl(FixedKl):
 
 
 def build_kl_controller(config: KlConfig) -> FixedKl:
-    """The coefficient's keeper: adaptive with a target, else fixed. `coef` is all of its state."""
+    """The controller of the coefficient: adaptive with a target, else fixed. `coef` is its only state."""
     if config.target is None:
         return FixedKl(config.coef)
     return AdaptiveKl(config.coef, config.target, config.horizon)

@@ -1,4 +1,4 @@
-"""Loss terms, element by element: reductions belong to the caller, who knows what each token counts."""
+"""Elementwise loss terms: the caller reduces them with its token weights."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ RatioLevel = Literal["token", "action", "chunk", "sequence"]
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped to plus and minus this before `exp`, as verl does: float32 overflows at 88, which the sum over
-the tokens of a chunk reaches, and 0 * inf would send NaN backwards. A ratio this large (0.36 a token in a chunk of 56)
-estimates nothing any more: it has no gradient until the next update starts from 1 again."""
+the tokens of a chunk reaches, and 0 * inf would backpropagate NaN. A ratio this large (0.36 a token in a chunk of 56)
+is no longer a useful estimate: it has no gradient until the next update starts from 1 again."""
 
 
 def probability_ratio(
     log_ratio: torch.Tensor, level: RatioLevel, action_dim: int | None, sequence_log_ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[N, T] how much likelier the policy has become to do what it did, from log-ratios [N, T] that are 0 where masked.
+    """[N, T] the ratio of new to old probabilities, from log-ratios [N, T] that are 0 where masked.
 
-    Beyond `LARGEST_LOG_RATIO` the ratio is constant, hence without a gradient; a sequence's keeps its tokens' own.
+    Beyond `LARGEST_LOG_RATIO` the ratio is constant and has no gradient; a sequence's keeps its tokens' own.
 
-    The ratio is that of a token; of an action or a chunk as a whole, which all their tokens share; or the
+    The ratio is that of a token; of an action or a chunk as a whole, shared by all of its tokens; or the
     length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071), given as the mean log-ratio [N] of each
     row's trajectory. That one is GSPO-token: its value is the trajectory's, its gradient the token's, so that
-    microbatches need to know nothing of each other.
+    microbatches are independent of each other.
     """
     if level == "token":
         return bounded_exp(log_ratio)
@@ -48,7 +48,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def clipped_policy_loss(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347), bounds apart (DAPO, arXiv:2503.14476); and where it was clipped."""
+    """PPO's clipped surrogate (arXiv:1707.06347) with two bounds (DAPO, arXiv:2503.14476); and where it clipped."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
@@ -57,7 +57,7 @@ def clipped_policy_loss(
 def dual_clip(loss: torch.Tensor, advantages: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds the surrogate of bad actions at `bound` times their advantage (arXiv:1912.09729); and where it did.
 
-    PPO's clip leaves the ratio of an action with a negative advantage free to grow.
+    PPO's clip does not bound the ratio of an action with a negative advantage from above.
     """
     limit = -advantages * bound
     beyond = (advantages < 0) & (loss > limit)
@@ -69,8 +69,8 @@ def cpgd_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CPGD's clipped policy gradient (arXiv:2505.12504), and where it was clipped.
 
-    The gradient is that of the log-prob, not of a ratio that could explode; it ends where the ratio leaves the bounds
-    in the direction that the advantage pushes it to. A ratio is never below 0, so `clip_low` of 1 or more is no bound.
+    The gradient is that of the log-prob, not of a ratio that could explode; it is zero where the ratio exceeds the
+    bound in the direction of the advantage. A ratio is never below 0, so `clip_low` of 1 or more has no effect.
     """
     low = old_logprobs + (math.log1p(-clip_low) if clip_low < 1 else -math.inf)
     high = old_logprobs + math.log1p(clip_high)
@@ -90,25 +90,25 @@ def value_loss(
 
 
 def reconstruction_loss(
-    logits: torch.Tensor, places: torch.Tensor, bins: torch.Tensor, temperature: float
+    logits: torch.Tensor, indices: torch.Tensor, bins: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """[N, T] squared distance of the action that the policy expects (its mean over the bins) to the one it took.
+    """[N, T] squared distance between the policy's expected action (its mean over the bins) and the one it took.
 
-    `bins` [num_bins] are the normalised numbers that the places stand for.
+    `bins` [num_bins] are the normalised values of the action-bin indices.
     """
     bins = bins.to(logits.dtype)
-    return ((logits / temperature).softmax(dim=-1) @ bins - bins[places]) ** 2
+    return ((logits / temperature).softmax(dim=-1) @ bins - bins[indices]) ** 2
 
 
-def high_entropy_tokens(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
-    """[N, T] bool: the share of the marked tokens whose entropy is highest (arXiv:2506.01939); ties are all in."""
+def high_entropy_tokens(entropies: torch.Tensor, mask: torch.Tensor, fraction: float) -> torch.Tensor:
+    """[N, T] bool: the fraction of masked-in tokens with the highest entropy (arXiv:2506.01939), including all ties."""
     among = entropies[mask]
     if not len(among):
         return mask
-    threshold = among.topk(math.ceil(share * len(among))).values[-1]
+    threshold = among.topk(math.ceil(fraction * len(among))).values[-1]
     return mask & (entropies >= threshold)
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum over the marked elements; what is not marked may be anything, even not finite."""
+    """Sum over the elements where the mask is True; the others may have any value, even NaN."""
     return torch.where(mask, x, 0.0).sum()

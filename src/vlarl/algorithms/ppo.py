@@ -41,11 +41,11 @@ class PPO(Algorithm):
     def loss(
         self, scores: Scores, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
     ) -> Loss:
-        """The policy's loss plus the value loss; while the critic warms up, the value loss alone."""
+        """The policy's loss plus the value loss; while the critic warms up, only the value loss."""
         if scores.values is None or batch.old_values is None or batch.returns is None:
             raise ValueError("PPO needs a policy with a value head")
         policy = policy_loss(scores, batch, self.setting, kl_coef)
-        counts = batch.value_mask  # values of steps that never ran are no targets; zeroed first, as masked tokens are
+        counts = batch.value_mask  # steps that never ran have no value target; zeroed first, like masked tokens
         values, old_values, returns = (
             x.masked_fill(~counts, 0.0) for x in (scores.values, batch.old_values, batch.returns)
         )

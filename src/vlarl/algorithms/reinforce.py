@@ -1,6 +1,6 @@
-"""The REINFORCE family (Williams 1992): returns as they are, against a baseline, or normalised over the batch.
+"""The REINFORCE family (Williams 1992): plain returns, returns minus a baseline, or normalised over the batch.
 
-All three keep PPO's clip, without which several steps on one batch would go astray. None needs groups or a critic.
+All three keep PPO's clip, without which several steps on one batch would diverge. None needs groups or a critic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vlarl.types import FloatArray, Trajectory, group_members
 
 
 class Reinforce(CriticFree):
-    """REINFORCE: the discounted rewards that followed."""
+    """REINFORCE: the discounted rewards to go."""
 
     @classmethod
     def discount(cls, options: AlgorithmConfig) -> float:
@@ -27,14 +27,14 @@ class Reinforce(CriticFree):
 
 
 class ReinforcePlusPlus(Reinforce):
-    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, KL in the rewards where there is one."""
+    """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, a KL penalty in the rewards."""
 
     normalization = "batch"
     lost_degrees = 1
 
 
 class ReinforceBaseline(CriticFree):
-    """REINFORCE++ with baseline (arXiv:2501.03262): outcomes against their mean, normalised over the whole batch."""
+    """REINFORCE++ with baseline (arXiv:2501.03262): returns minus their mean, normalised over the whole batch."""
 
     compares_groups = True
     normalization = "batch"

@@ -1,4 +1,4 @@
-"""RLOO (arXiv:2402.14740): an episode against the mean of the others of its group, an unbiased baseline. No critic."""
+"""RLOO (arXiv:2402.14740): the mean of the others of its group is an episode's unbiased baseline. No critic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlarl.types import FloatArray, Trajectory
 
 
 class RLOO(CriticFree):
-    """REINFORCE, leaving one out."""
+    """REINFORCE leave-one-out."""
 
     compares_groups = True
 

@@ -1,4 +1,4 @@
-"""The policy's part of the loss, shared by all algorithms; and what those without a critic have in common."""
+"""The policy loss, shared by all algorithms; and the base class of those without a critic."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from vlarl.types import TrainBatch
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What the policy gradient is taken of, token by token."""
+    """The per-token objective of the policy gradient."""
 
     loss: torch.Tensor  # [N, K*D]
-    ratio: torch.Tensor  # [N, K*D] of the policy that learns to the one that acted
+    ratio: torch.Tensor  # [N, K*D] of the trained policy to the behaviour policy
     events: dict[str, torch.Tensor]  # metric -> [N, K*D] bool, where it happened
 
 
@@ -40,7 +40,7 @@ def clipped_ratio(
 ) -> Surrogate:
     """PPO's clipped surrogate, of the ratio at the configured level.
 
-    Tokens that are not selected take part in the value of a ratio that several tokens share, not in its gradient.
+    Tokens that are not selected contribute to the value of a ratio that several tokens share, not to its gradient.
     """
     options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
     if batch.selected is not None:
@@ -58,11 +58,11 @@ def clipped_ratio(
 def policy_loss(
     scores: Scores, batch: TrainBatch, setting: AlgorithmContext, kl_coef: float, objective: Objective = clipped_ratio
 ) -> Loss:
-    """The surrogate, minus the entropy bonus, plus what the options ask for: executed tokens only, by their weights."""
+    """The surrogate minus the entropy bonus, plus the optional terms: over executed tokens, by their weights."""
     options, mask, weights = setting.options, batch.mask, batch.weights
     if weights is None:
-        raise ValueError("the batch has no token weights: cut it into minibatches first")
-    # Masked before anything is computed: whatever overflowed in a masked token would send 0 * inf = NaN backwards.
+        raise ValueError("the batch has no token weights: split it into minibatches first")
+    # Mask before computing anything: an overflow in a masked token would backpropagate 0 * inf = NaN.
     logits = scores.logits.masked_fill(~mask.unsqueeze(-1), 0.0)
     logprobs = token_logprobs(logits, batch.places, setting.temperature)
     unmoved = logprobs.detach()
@@ -93,7 +93,7 @@ def policy_loss(
 
 
 class CriticFree(Algorithm):
-    """An algorithm whose loss is the policy's alone."""
+    """An algorithm whose loss is only the policy's."""
 
     objective: Objective = staticmethod(clipped_ratio)
 

@@ -1,1 +1,1 @@
-"""Checkpoints that leave: to the hub."""
+"""Export of checkpoints: merging adapters, model cards, pushing to the hub."""

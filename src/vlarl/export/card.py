@@ -1,6 +1,6 @@
-"""The model card of a pushed checkpoint: what it is, how it was made, how well it does, how to load it.
+"""The model card of a pushed checkpoint: what it is, how it was trained, its success rates, how to load it.
 
-Everything is read from the checkpoint's folder and from its run. What is not known is left out, never guessed. Paths of
+Everything is read from the checkpoint's folder and from its run. Unknown facts are left out, never guessed. Paths of
 this machine are shortened to their last part.
 """
 
@@ -29,13 +29,13 @@ from vlarl.policies.locate import BUILTIN
 from vlarl.policies.openvla.adapters import base_of, is_adapter
 
 AVERAGE, BEST = "ema", "best_return"  # checkpoints of the averaged weights, and of the best training return
-LEFT_OUT = ("logging", "distributed")  # sections that say where a run ran, not what was trained
+LEFT_OUT = ("logging", "distributed")  # sections about where a run ran, not about what was trained
 PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.headers_env")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to be pushed, and what is known of it."""
+    """A checkpoint to be pushed, and what is known about it."""
 
     folder: Path
     run: RunData | None  # the run that it belongs to
@@ -45,21 +45,21 @@ class Source:
 
     @classmethod
     def of(cls, folder: Path, records: Sequence[EvalRecord] = ()) -> Source:
-        """Read what a checkpoint's folder and its run say."""
+        """Read a checkpoint's folder and its run."""
         path = run_of(str(folder))
         run = None if path is None else load_run(path)
         return cls(folder, run, training_data_of(folder), _base(folder, run), tuple(records))
 
     @property
     def iterations(self) -> int | None:
-        """The iterations that are behind these weights; None: not known."""
+        """The iterations that these weights were trained for; None: not known."""
         if self.folder.name == AVERAGE:
             return _count(self.folder / "metadata.json", "training_step")
         return _count(self.folder / "trainer.json", "iteration")
 
     @property
     def updates(self) -> int | None:
-        """The updates of the policy by reinforcement learning that are behind these weights; None: not known."""
+        """The policy updates by reinforcement learning that these weights had; None: not known."""
         if self.run is None:
             return None
         counters = "metadata.json" if self.folder.name in (AVERAGE, BEST) else "trainer.json"
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What to say before a push: of weights that no update has changed, of an adapter whose base others lack."""
+        """Warnings before a push: weights that no update has changed, an adapter whose base is not public."""
         found = [] if self.updates != 0 else [f"{_unchanged(self)}. The model card says so."]
         if is_adapter(self.folder) and self.base is not None and not _is_public(self.base):
             found.append(
@@ -116,7 +116,7 @@ def _introduction(source: Source) -> str:
 
 
 def _unchanged(source: Source) -> str:
-    """What to say of weights that no update has changed."""
+    """The text for weights that no update has changed."""
     base = f", {_shown(source.base)}" if source.base else ""
     return f"this checkpoint is the base policy{base}: no update was made"
 
@@ -171,7 +171,7 @@ def _loop_warnings(source: Source) -> tuple[str, ...]:
 
 
 def _own_evaluation(source: Source) -> Evaluation | None:
-    """The run's evaluation of exactly these weights; None where it has made none."""
+    """The run's evaluation of exactly these weights; None if there is none."""
     run = source.run
     if run is None or (source.folder.name == AVERAGE) != bool(run.option("eval", "use_ema")):
         return None
@@ -241,7 +241,7 @@ def _training(source: Source) -> str:
 
 
 def _done(source: Source) -> str:
-    """How much of that was done when the checkpoint was saved, as a sentence; empty where it is not known."""
+    """How much of it was done when the checkpoint was saved, as a sentence; empty if it is not known."""
     parts = [(source.iterations, "iteration"), (source.updates, "update")]
     known = [counted(count, noun) for count, noun in parts if count is not None]
     return f" This is the policy after {' and '.join(known)}." if known else ""
@@ -271,18 +271,18 @@ def _base(folder: Path, run: RunData | None) -> str | None:
 
 
 def _count(path: Path, name: str) -> int | None:
-    """A count in a file; None where there is none."""
+    """A count in a file; None if there is none."""
     value = read_object(path).get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _is_public(name: str) -> bool:
-    """Whether others have it: a model of the hub, or one that vlarl brings."""
+    """Whether others can load it: a model on the hub, or one built into vlarl."""
     return name in BUILTIN or name.startswith("init:") or _hub_name(name) is not None
 
 
 def _hub_name(name: str) -> str | None:
-    """`organisation/name` of a model on the hub; None for a folder of this machine."""
+    """`organisation/name` of a model on the hub; None for a folder on this machine."""
     match = HUB_ID.fullmatch(name)
     if match is None or Path(name).expanduser().exists():
         return None
@@ -290,6 +290,6 @@ def _hub_name(name: str) -> str | None:
 
 
 def _shown(name: str) -> str:
-    """A name without the folders of this machine before it."""
+    """A name without this machine's folders in front of it."""
     is_path = name.startswith(("/", "~", "./", "../")) or ("/" in name and Path(name).expanduser().exists())
     return Path(name).name if is_path else name

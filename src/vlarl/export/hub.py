@@ -12,14 +12,14 @@ from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.errors import UsageError
 from vlarl.policies.locate import LOGIN
 
-# A run's own files, of no use to others: the optimizer's state, twice as large as the model; a critic; notes.
+# A run's own files, useless to others: the optimizer's state, twice as large as the model; a critic; notes.
 KEPT_BACK = ["trainer.*", "critic/*", "sharded/*", "metadata.json"]
 
 CARD = "README.md"
 
 
 def push_folder(folder: Path, repo_id: str, private: bool, card: str | None = None) -> str:
-    """Upload a folder's files to the model repository `organisation/name`, made when absent; returns its address.
+    """Upload a folder's files to the model repository `organisation/name`, created if absent; returns its address.
 
     `card` is the text of the repository's README.md, for a folder that has none.
     """
@@ -41,7 +41,7 @@ def push_folder(folder: Path, repo_id: str, private: bool, card: str | None = No
                 path_in_repo=CARD,
                 commit_message="Model card by vlarl",
             )
-    except Exception as error:  # what the transport raises has no name that all versions of the library share
+    except Exception as error:  # the transport's exceptions have different names in different versions of the library
         raise UsageError(f"{repo_id} can't be pushed to: {_reason(error)}") from error
     return str(address)
 
@@ -53,22 +53,22 @@ def pushed_files(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds no policy."""
+    """Refuse a folder that contains no policy."""
     if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return
-    parts = " It holds parts of the weights only: take `final` of the run." if (folder / "sharded").is_dir() else ""
+    parts = " It holds parts of the weights only: use `final` of the run." if (folder / "sharded").is_dir() else ""
     raise UsageError(f"{folder} is not pushed: it holds no config.json. Give a checkpoint or adapter folder.{parts}")
 
 
 def check_name(repo_id: str) -> None:
-    """Refuse a name that is no model repository's."""
+    """Refuse a name that is not a valid model repository name."""
     hub_id = HUB_ID.fullmatch(repo_id)
     if hub_id is None or hub_id["revision"] is not None:
-        raise UsageError(f"{repo_id!r} is no name of a model on the hub: give organisation/name")
+        raise UsageError(f"{repo_id!r} is not the name of a model on the hub: give organisation/name")
 
 
 def check_destination(repo_id: str) -> None:
-    """Refuse a name that is none, or a push without a login, before any work is done for it."""
+    """Refuse an invalid name, or a push without a login, before any work is done for it."""
     check_name(repo_id)
     if get_token() is None:
         raise UsageError(f"{repo_id} can't be pushed to: you are not logged in to {constants.ENDPOINT}; {LOGIN}.")
@@ -77,7 +77,7 @@ def check_destination(repo_id: str) -> None:
 def _reason(error: Exception) -> str:
     said = " ".join(str(error).split())
     if not isinstance(error, HfHubHTTPError):
-        return f"{said}. Check the network and {constants.ENDPOINT}; a second push goes on where the first one stopped."
+        return f"{said}. Check the network and {constants.ENDPOINT}; a second push resumes where the first one stopped."
     if error.response.status_code in (401, 403):
-        return f"the hub refuses the token ({said}). Take one that may write to this organisation: {LOGIN}."
+        return f"the hub refuses the token ({said}). Use one that may write to this organisation: {LOGIN}."
     return f"{said}."

@@ -31,24 +31,24 @@ ENOUGH_KEPT = 0.95  # of an adapter; below that a merge warns
 TOLERANCE = 1e-4  # of a float32 logit, between adapter and merged model
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
-# Files of a base that belong to its model and that no weights are in: the original's code among them.
+# Files of a base that belong to its model and contain no weights, including the original's code.
 COPIED = ("*.json", "*.py", "*.txt", "*.jinja", "tokenizer.model", "action_head--*.pt", "proprio_projector--*.pt")
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge did."""
+    """The result of a merge."""
 
     out: Path
     base: str
     dtype: str
     logit_error: float  # largest difference between adapter and merged model, both float32
-    rounding_error: float  # what storing in a smaller type adds to that; 0 for float32
+    rounding_error: float  # what storing in a lower precision adds to that; 0 for float32
     fraction_kept: float  # of the adapter's weights, after storing in that type
 
     @property
     def warning(self) -> str | None:
-        """What to say of an adapter that the type of the merged weights can't hold; None where it can."""
+        """The warning about an adapter that the type of the merged weights can't represent; None if it can."""
         if self.fraction_kept >= ENOUGH_KEPT:
             return None
         return (
@@ -66,9 +66,9 @@ def merge(
     device: torch.device | str = "cpu",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> MergeResult:
-    """Fold an adapter into its base and write the whole model to the new folder `out`.
+    """Merge an adapter into its base and write the whole model to the new folder `out`.
 
-    `base` is needed where the adapter's own note of it no longer holds; `dtype` is the base's unless given.
+    `base` is needed if the path recorded in the adapter is no longer valid; `dtype` defaults to the base's.
     """
     target = Path(out).resolve()
     refuse_used(target)
@@ -96,10 +96,10 @@ def merge(
         copy_files(origin.folder, fresh)
         policy.save(fresh, chosen, max_shard_bytes=max_shard_bytes)
         write_heads((folder, origin.folder), fresh)
-        settle_config(fresh, origin.path, _name(chosen))
+        update_config(fresh, origin.path, _name(chosen))
         round_weights(policy, chosen)
         stored = logits_of(policy, probe, tokens)
-        del policy  # two float32 models of this size need not fit
+        del policy  # two float32 models may not fit in memory
         reread = load_policy(fresh, device=device).eval()
         check_equal(stored, logits_of(reread, probe, tokens), f"reading back {target}", TOLERANCE)
         rounding = float((stored - merged).abs().max())
@@ -115,13 +115,13 @@ def merge(
 
 
 def refuse_used(folder: Path) -> None:
-    """Refuse a folder that holds something: a merge never overwrites."""
+    """Refuse a folder that is not empty: a merge never overwrites."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty, and nothing is overwritten: name a new folder.")
 
 
 def probe_input(policy: OpenVLAPolicy) -> tuple[PolicyInput, torch.Tensor]:
-    """Two made-up decisions, alike for every model of a size: ragged prompts, noise for pixels, any tokens."""
+    """Two synthetic decisions, the same for all models of a size: ragged prompts, noise for pixels, any tokens."""
     config, generator = policy.config, torch.Generator().manual_seed(0)
     size, length = config.image_size, 12
     ids = torch.randint(10, config.first_action_id, (2, length), generator=generator)
@@ -136,20 +136,20 @@ def probe_input(policy: OpenVLAPolicy) -> tuple[PolicyInput, torch.Tensor]:
 
 @torch.no_grad()
 def logits_of(policy: OpenVLAPolicy, probe: PolicyInput, tokens: torch.Tensor) -> torch.Tensor:
-    """[2, K*D, num_bins] what the model says of the probe, on the host."""
+    """[2, K*D, num_bins] the model's logits for the probe, on the host."""
     return policy.score(probe, tokens).logits.cpu()
 
 
 def round_weights(policy: OpenVLAPolicy, dtype: torch.dtype) -> None:
-    """Give the model's weights the values that they have once stored in this type."""
+    """Round the model's weights to the values that they have when stored in this type."""
     for parameter in policy.model.parameters():
         parameter.data = parameter.data.to(dtype).float()
 
 
 def check_equal(before: torch.Tensor, after: torch.Tensor, what: str, tolerance: float) -> float:
-    """The largest difference of two sets of logits; more than the tolerance ends the merge."""
+    """The largest difference of two sets of logits; more than the tolerance aborts the merge."""
     error = float((before - after).abs().max())
-    if not error <= tolerance:  # a NaN ends it, too
+    if not error <= tolerance:  # a NaN aborts it, too
         raise VlarlError(
             f"{what} changes the logits by {error:.1e}, more than {tolerance:.0e}: nothing was written. Check that the "
             "adapter's weights are finite and of the size that training leaves."
@@ -158,7 +158,7 @@ def check_equal(before: torch.Tensor, after: torch.Tensor, what: str, tolerance:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy what describes the base: processor, tokenizer, statistics, code, heads; its weights are written anew."""
+    """Copy the base's processor, tokenizer, statistics, code and heads, but not its weights, which the merge writes."""
     skipped = {METADATA, "model.safetensors.index.json", "trainer.json", "metadata.json"}
     for pattern in COPIED:
         for path in source.glob(pattern):
@@ -167,8 +167,8 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def write_heads(folders: Sequence[Path], target: Path) -> None:
-    """Bring the heads into OFT's own files, from the first folder that has them: other programs take every safetensors
-    file for a part of the model. The critic, which belongs to training, stays behind."""
+    """Write the heads to OFT's own files, from the first folder that has them: other programs treat every safetensors
+    file as a part of the model. The critic, which belongs to training, is not copied."""
     for name in ("proprio_projector", "action_head"):
         holder = next((folder for folder in folders if has_component(folder, name)), None)
         if holder is None or (holder == folders[-1] and any(target.glob(f"{name}--*_checkpoint.pt"))):
@@ -181,15 +181,15 @@ def write_heads(folders: Sequence[Path], target: Path) -> None:
         (target / f"{name}.safetensors").unlink(missing_ok=True)
 
 
-def settle_config(folder: Path, base: str, dtype: str) -> None:
-    """Make config.json say the precision of the weights, and where the code of a hub's base is, which is not copied."""
+def update_config(folder: Path, base: str, dtype: str) -> None:
+    """Set the precision of the weights in config.json, and the location of the code of a hub's base, if not copied."""
     config = read_json(folder / "config.json")
     config["torch_dtype"] = dtype
     hub_id = HUB_ID.fullmatch(base)
-    for name, place in config.get("auto_map", {}).items():
-        module = f"{place.rpartition('--')[2].partition('.')[0]}.py"
+    for name, reference in config.get("auto_map", {}).items():
+        module = f"{reference.rpartition('--')[2].partition('.')[0]}.py"
         if hub_id is not None and not (folder / module).is_file():
-            config["auto_map"][name] = f"{hub_id['repo']}--{place.rpartition('--')[2]}"
+            config["auto_map"][name] = f"{hub_id['repo']}--{reference.rpartition('--')[2]}"
     write_json(folder / "config.json", config)
 
 

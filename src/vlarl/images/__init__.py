@@ -1,1 +1,1 @@
-"""Image operations, to the pixel as the original data pipelines do them."""
+"""Image operations that match the original data pipelines pixel for pixel."""

@@ -9,12 +9,13 @@ import numpy as np
 from vlarl.types import FloatArray, IntArray, UInt8Array
 
 CROP_AREA = 0.9
-FLOAT_TO_BYTE = np.float32(255.5)  # TensorFlow cuts off the fraction of this product, which is not quite rounding
+FLOAT_TO_BYTE = np.float32(255.5)  # TensorFlow truncates this product, which is not quite rounding
 
 
 def center_crop(image: UInt8Array, area: float = CROP_AREA) -> UInt8Array:
-    """The middle of a square image, a share `area` of its pixels, resized back as TensorFlow's crop_and_resize does."""
-    low, high, fraction = _crop_places(image.shape[0], area)
+    """The middle of a square image, the fraction `area` of its pixels, resized back like TensorFlow's
+    crop_and_resize."""
+    low, high, fraction = _crop_coordinates(image.shape[0], area)
     channels = np.ascontiguousarray(image.transpose(2, 0, 1), dtype=np.float32) * np.float32(1 / 255)
     left = channels.take(low, axis=2)
     mixed = left + (channels.take(high, axis=2) - left) * fraction
@@ -24,10 +25,10 @@ def center_crop(image: UInt8Array, area: float = CROP_AREA) -> UInt8Array:
 
 
 @lru_cache(maxsize=64)
-def _crop_places(size: int, area: float) -> tuple[IntArray, IntArray, FloatArray]:
-    """For each pixel of the crop: the pixels on either side, and how far between them it lies. Corners are aligned."""
+def _crop_coordinates(size: int, area: float) -> tuple[IntArray, IntArray, FloatArray]:
+    """For each pixel of the crop: the pixels on either side, and its fraction between them. Corners are aligned."""
     side = np.sqrt(np.float32(area))
     start = (np.float32(1) - side) / 2
-    places = start * (size - 1) + np.arange(size, dtype=np.float32) * side
-    low = np.floor(places)
-    return low.astype(np.int64), np.ceil(places).astype(np.int64), (places - low).astype(np.float32)
+    coordinates = start * (size - 1) + np.arange(size, dtype=np.float32) * side
+    low = np.floor(coordinates)
+    return low.astype(np.int64), np.ceil(coordinates).astype(np.int64), (coordinates - low).astype(np.float32)

@@ -1,8 +1,8 @@
-"""JPEG as TensorFlow reads and writes it, without TensorFlow: what RLDS data and OpenVLA's LIBERO frames went through.
+"""JPEG as TensorFlow reads and writes it, without TensorFlow: as applied to RLDS data and OpenVLA's LIBERO frames.
 
 TensorFlow decodes with libjpeg's fast inverse DCT, several grey levels off the exact one, and interpolates chroma.
 Pillow has either the fast DCT or the interpolation, so interpolation and colours are computed here, with libjpeg's
-integers: equal to the last bit.
+integers: bit-exact.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def encode_jpeg(image: UInt8Array) -> bytes:
 
 
 def decode_image(data: bytes) -> UInt8Array:
-    """[H, W, 3] of a JPEG or PNG as TensorFlow's decode_image gives it; without halved chroma as Pillow does."""
+    """[H, W, 3] of a JPEG or PNG as TensorFlow's decode_image returns it; without halved chroma as Pillow does."""
     if not data.startswith(JPEG_START):
         return np.asarray(Image.open(BytesIO(data), formats=("PNG",)).convert("RGB"))
-    picture = JpegImagePlugin.JpegImageFile(BytesIO(data))  # Image.open would look for the format first
-    sampling = [layer[1:3] for layer in picture.layer]
+    jpeg = JpegImagePlugin.JpegImageFile(BytesIO(data))  # Image.open would detect the format first
+    sampling = [layer[1:3] for layer in jpeg.layer]
     if sampling != HALVED_CHROMA:
-        return np.asarray(picture.convert("RGB"))
-    picture.draft("YCbCr", picture.size)
-    picture.decoderconfig = (1, 1)  # the fast DCT, and chroma values repeated instead of interpolated
-    planes = np.asarray(picture)  # [H, W, 3] luma, blue, red
+        return np.asarray(jpeg.convert("RGB"))
+    jpeg.draft("YCbCr", jpeg.size)
+    jpeg.decoderconfig = (1, 1)  # the fast DCT, and chroma values repeated instead of interpolated
+    planes = np.asarray(jpeg)  # [H, W, 3] luma, blue, red
     height, width = planes.shape[:2]
     blue, red = _interpolated(planes[::2, ::2, 1:])[:, :height, :width].astype(np.int32)
     return _to_rgb(planes[:, :, 0], blue, red)
@@ -74,7 +74,7 @@ def _interpolated(chroma: UInt8Array) -> Int16Array:
 
 
 def _to_rgb(luma: UInt8Array, blue: NDArray[np.int32], red: NDArray[np.int32]) -> UInt8Array:
-    picture = np.empty((*luma.shape, 3), np.uint8)
+    rgb = np.empty((*luma.shape, 3), np.uint8)
     rounded = luma.astype(np.int32)
     rounded <<= 16
     rounded += HALF
@@ -83,5 +83,5 @@ def _to_rgb(luma: UInt8Array, blue: NDArray[np.int32], red: NDArray[np.int32]) -
         weighted += rounded
         weighted >>= 16
         np.maximum(weighted, 0, out=weighted)
-        picture[:, :, channel] = np.minimum(weighted, 255, out=weighted)
-    return picture
+        rgb[:, :, channel] = np.minimum(weighted, 255, out=weighted)
+    return rgb

@@ -1,4 +1,4 @@
-"""Lanczos3 with antialias, as TensorFlow resizes: what OpenVLA's LIBERO frames went through."""
+"""Antialiased Lanczos3 resizing like TensorFlow's, as applied to OpenVLA's LIBERO frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LANCZOS_RADIUS = 3
 
 
 def lanczos_resize(image: UInt8Array, size: int) -> UInt8Array:
-    """Lanczos3 with antialias to a square, as TensorFlow's resize: rounded once, at the end."""
+    """Antialiased Lanczos3 resizing to a square like TensorFlow's resize: rounded once, at the end."""
     shrunk = _resampled(image.astype(np.float32), size).transpose(1, 0, 2)
     return _to_uint8(_resampled(shrunk, size).transpose(1, 0, 2))
 
@@ -23,22 +23,22 @@ def _to_uint8(values: np.ndarray) -> UInt8Array:
 
 
 def _resampled(image: FloatArray, size: int) -> FloatArray:
-    """[H, W, C] -> [size, W, C]. No matrix product, whose threads would get in the way of those that share pictures."""
+    """[H, W, C] -> [size, W, C]. No matrix product: its threads would compete with those that resize other images."""
     lines = np.ascontiguousarray(image).reshape(len(image), -1)
     sums = np.zeros((size, lines.shape[1]), np.float32)
     near = np.empty_like(sums)
-    for places, shares in zip(*_lanczos_taps(len(image), size), strict=True):
-        np.take(lines, places, axis=0, out=near, mode="clip")
-        near *= shares[:, None]
+    for indices, weights in zip(*_lanczos_taps(len(image), size), strict=True):
+        np.take(lines, indices, axis=0, out=near, mode="clip")
+        near *= weights[:, None]
         sums += near
     return sums.reshape(size, *image.shape[1:])
 
 
 @lru_cache(maxsize=64)
 def _lanczos_taps(source: int, target: int) -> tuple[IntArray, FloatArray]:
-    """[taps, target] the lines that each new one is made of, and their shares in it, which add up to 1.
+    """[taps, target] the source lines of each new line, and their weights, which sum to 1.
 
-    Shrinking widens the kernel, which is the antialias. Lines beyond the edge have no share.
+    Shrinking widens the kernel, which is the antialiasing. Lines beyond the edge have weight 0.
     """
     step = source / target
     scale = max(step, 1.0)

@@ -1,8 +1,8 @@
 """checksums.json: size and CRC-32 of a checkpoint's weight files, written with them and compared when they are read.
 
-A bit that a disk or a copy has lost leaves most weights finite, and a policy that is only worse. It costs about 0.3 s
-per GiB. Files that the list does not name are not looked at, so that configuration and statistics may be edited.
-`is_wanted` chooses among names of files, so that several processes can each read a part of them.
+A bit flipped by a disk or a copy usually leaves the weights finite and the policy silently worse. The check takes about
+0.3 s per GiB. Files that the list does not name are not checked, so configuration and statistics may be edited.
+`is_wanted` selects file names, so that several processes can each check a part of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ READ_BYTES = 1 << 22  # at a time
 
 
 def checksums(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, list[int]]:
-    """Size and CRC-32 of the weight files of a folder, and of those in it."""
+    """Size and CRC-32 of the weight files in a folder and its subfolders."""
     files = (path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     names = (path.relative_to(folder).as_posix() for path in files)
     return {name: _checksum(folder / name) for name in names if is_wanted(name)}
 
 
 def write_checksums(folder: Path, listed: Mapping[str, list[int]]) -> None:
-    """Write the list of a folder, where it has weight files."""
+    """Write the list into a folder, unless it is empty."""
     if listed:
         text = json.dumps(dict(sorted(listed.items())), indent=2)
         (folder / FILE_NAME).write_text(f"{text}\n", encoding="utf-8")
 
 
 def verify_checksums(folder: Path, is_wanted: Callable[[str], bool]) -> None:
-    """ValueError for a file that is not as it was written; a folder without a list is believed."""
+    """Raise ValueError for a file that has changed since it was written; a folder without a list is not checked."""
     if not (folder / FILE_NAME).is_file():
         return
     try:
@@ -50,7 +50,7 @@ def verify_checksums(folder: Path, is_wanted: Callable[[str], bool]) -> None:
                 f"{FILE_NAME} if you removed it yourself"
             )
         if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
-            continue  # a folder is refused where it is read, and a link may lead into a cache
+            continue  # a folder is refused when it is read, and a link may point into a cache
         if path.stat().st_size != expected[0] or _checksum(path) != list(expected):
             raise ValueError(
                 f"{path} is not what was written, by its checksum in {FILE_NAME}. Copy it again, or take another "

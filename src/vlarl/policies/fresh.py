@@ -1,6 +1,6 @@
-"""Models with fresh weights, `init:tiny-oft` and `init:tiny-openvla`: to imitate with, or to try a configuration out.
+"""Models with fresh weights, `init:tiny-oft` and `init:tiny-openvla`: for imitation, or to try out a configuration.
 
-They are written to the cache once and read like any checkpoint, so that adapters trained on them find their base again.
+They are written to the cache once and read like any checkpoint, so that adapters trained on them find their base later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FRESH: dict[str, DecoderName] = {"init:tiny-oft": "parallel", "init:tiny-openvla
 
 
 def fresh_checkpoint(path: str, chunk_length: int | None, num_images: int | None, use_proprio: bool | None) -> Path:
-    """The folder of a fresh model with these sizes, which is the same model every time."""
+    """The folder of a fresh model with these sizes; the same sizes always give the same model."""
     sizes = (chunk_length, num_images or 1, use_proprio is not False)
     policy = init_tiny(FRESH[path], 0, chunk_length=sizes[0], num_images=sizes[1], use_proprio=sizes[2])
     first = next(policy.parameters()).detach().flatten()[:64]
@@ -30,5 +30,5 @@ def fresh_checkpoint(path: str, chunk_length: int | None, num_images: int | None
 
 
 def cache() -> Path:
-    """Where vlarl keeps what it can make again."""
+    """Where vlarl keeps files that it can create again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlarl" / "fresh"

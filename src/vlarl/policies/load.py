@@ -1,4 +1,4 @@
-"""From a checkpoint, by whatever name, to a policy."""
+"""Load a policy from a checkpoint: a path, a run, a built-in name or a hub id."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def load_policy(
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     base: str | None = None,
 ) -> OpenVLAPolicy:
-    """Load a checkpoint or adapter folder, a run, a built-in or fresh model, or a hub id; None: the checkpoint's.
+    """Load a checkpoint or adapter folder, a run, a built-in or fresh model, or a hub id; None: the checkpoint's value.
 
     A run's name or folder means its `checkpoints/final`, or its newest checkpoint if there is no final.
 
-    `base` is the model under an adapter, where it is not what the adapter says. The other options are those of the
-    section `policy` in docs/configuration.md.
+    `base` is the base model of an adapter, if it is not the one that the adapter names. The other options are those of
+    the section `policy` in docs/configuration.md.
 
     >>> import numpy as np, vlarl
     >>> policy = vlarl.load_policy("builtin:tiny-oft")
     >>> image, state = np.zeros((64, 64, 3), np.uint8), np.zeros(8, np.float32)
-    >>> policy.predict_action(image, "open the drawer", state).shape  # four actions of seven numbers
+    >>> policy.predict_action(image, "open the drawer", state).shape  # four actions of seven dimensions
     (4, 7)
     """
     _check_values(
@@ -109,7 +109,7 @@ def load_policy(
 
 
 def _check_values(**given: object) -> None:
-    """Refuse values that the options of the section `policy` don't take; None is left to the checkpoint."""
+    """Refuse values that the options of the section `policy` don't allow; None means the checkpoint's value."""
     try:
         PolicyConfig.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -128,7 +128,7 @@ def load_configured(
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto",
     actions: Literal["tokens", "hybrid", "l1"] = "tokens",
 ) -> OpenVLAPolicy:
-    """Load a policy as the options of a configuration say."""
+    """Load a policy with the options of a configuration."""
     return load_policy(
         path,
         decoder=decoder,
@@ -148,7 +148,7 @@ def load_configured(
 
 
 def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device) -> OpenVLAPolicy:
-    """The policy as configured, to act; on the device `meta` it has no weights, and reads observations all the same."""
+    """The configured policy, for acting; on the device `meta` it has no weights and only processes observations."""
     settings = config.policy
     path = checkpoint or settings.path
     policy = load_configured(settings, path, device, settings.decoder, settings.actions)

@@ -1,4 +1,4 @@
-"""Where checkpoints are: built-in names, folders and hub ids -> the folder on this machine."""
+"""Locate checkpoints: built-in names, folders and hub ids -> the folder on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vlarl.errors import UsageError
 BUILTIN = {f"builtin:{name}": name for name in BUILTIN_DECODERS}
 """Checkpoints that ship with vlarl, and their folders in the package."""
 
-# What a checkpoint is made of. Neither pickled weights nor the repository's code is ever fetched.
+# The files of a checkpoint. Neither pickled weights nor the repository's code is ever downloaded.
 WANTED = ["*.json", "*.safetensors", "*_checkpoint.pt", "tokenizer.model", "*.txt"]
 UNWANTED = ["*/*"]  # subfolders: other formats, adapters that are merged already, logs
 
@@ -36,7 +36,7 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The folder behind a built-in name, a path, a run or a hub id, which is downloaded into the hub's cache."""
+    """The folder of a built-in name, a path, a run or a hub id; the latter is downloaded into the hub's cache."""
     name = locate_checkpoint(path).path
     folder = checkpoint_here(name)
     if folder is None:
@@ -47,8 +47,8 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def hub_training_data(path: str) -> TrainingData | None:
-    """What a checkpoint of the hub says that it was trained on, before its weights are downloaded; None for a name that
-    is no hub id, and for a checkpoint that does not say."""
+    """What a checkpoint on the hub says it was trained on, before its weights are downloaded; None for a name that is
+    not a hub id, and for a checkpoint that does not say."""
     hub_id = as_hub_id(path)
     if hub_id is None:
         return None
@@ -60,9 +60,9 @@ def hub_training_data(path: str) -> TrainingData | None:
 def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=UNWANTED))
-    except Exception as error:  # what the transport raises has no name that all versions of the library share
+    except Exception as error:  # the transport's exceptions have different names in different versions of the library
         reason = _reason(error, repo, revision)
-        raise UsageError(f"{repo} is no folder here, and can't be taken from the hub: {reason}") from error
+        raise UsageError(f"{repo} is not a directory here and can't be downloaded from the hub: {reason}") from error
 
 
 def _reason(error: Exception, repo: str, revision: str | None) -> str:

@@ -69,7 +69,7 @@ def build_tiny_tokenizer() -> Tokenizer:
     vocab: dict[str, float] = dict.fromkeys(SPECIAL_TOKENS, 0.0)
     vocab |= {f"<0x{byte:02X}>": -20.0 for byte in range(256)}
     vocab |= {PROMPT_PREFIX: 0.0, PROMPT_SUFFIX: 0.0}
-    # A piece costs its score: a whole word beats its parts, an ending beats its letters, letters beat bytes.
+    # Scores rank the pieces: a whole word beats its parts, an ending beats its letters, letters beat bytes.
     vocab |= {character: -6.0 for character in ("▁", *CHARACTERS)}
     vocab |= {piece: -5.0 for piece in PIECES if piece not in vocab}
     vocab |= {f"▁{word}": -3.0 for word in WORDS.split()}
@@ -98,9 +98,9 @@ def tiny_config(
     proprio_high: Sequence[float] = (1.0,) * PROPRIO_DIM,
     norm_stats: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> OpenVLAConfig:
-    """The configuration of the built-in model; proprio bounds are those of the robot it acts for.
+    """The configuration of the built-in model; proprio bounds are those of its robot.
 
-    `norm_stats` are other statistics by their keys, for robots and suites beside the tabletop.
+    `norm_stats` are more statistics by key, for robots and suites other than the tabletop.
     """
     vocab_size = TEXT_VOCAB_SIZE + NUM_ACTION_BINS + PAD_TO_MULTIPLE_OF
     raw: dict[str, Any] = {
@@ -180,8 +180,8 @@ def _initialize_linear(name: str, module: nn.Linear | nn.Conv2d, generator: torc
     std = 0.02 if name.endswith("lm_head") else (0.3 if branch_end else 1.0) * module.weight[0].numel() ** -0.5
     _fill_normal(module.weight, std, generator)
     if isinstance(module, nn.Conv2d):
-        # A patch's mean colour, alike all over an image, drowns what differs between patches: with it a learning rate
-        # of 1e-3 never learns to see, without it 400 updates find a cube to the pixel.
+        # The mean colour is nearly equal in all patches and hides how they differ: with it a learning rate of 1e-3
+        # never learns to see, without it 400 updates locate a cube to the pixel.
         module.weight.sub_(0.9 * module.weight.mean(dim=(2, 3), keepdim=True))
     if module.bias is not None:
         module.bias.zero_()
@@ -192,7 +192,7 @@ def _fill_normal(parameter: torch.Tensor, std: float, generator: torch.Generator
 
 
 def unit_statistics(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """Statistics of a robot whose actions are normalised already, the gripper too; its proprio has these bounds."""
+    """Statistics of a robot whose actions are already normalised, including the gripper; proprio has these bounds."""
     return {
         "action": {
             "q01": [-1.0] * ACTION_DIM,

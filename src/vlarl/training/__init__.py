@@ -1,1 +1,1 @@
-"""Training: estimates in, better weights out."""
+"""Training: from batches of trajectories to updated weights, and checkpoints."""

@@ -1,4 +1,4 @@
-"""Which of the policies that a run went through earned the best training returns."""
+"""Tracks which of a run's policies had the best training returns."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from vlarl.training.state import TrainerState
 from vlarl.types import Trajectory
 
-FORGOTTEN = 1e-12  # what is left of an episode's weight when it is too old to say anything
+NEGLIGIBLE = 1e-12  # episodes whose weight falls below it no longer matter
 
 
 class BestReturn:
-    """Notices when the moving averages of episodic returns have risen enough to keep the policy.
+    """Detects when the moving averages of episodic returns have risen enough to keep the policy.
 
-    Each task has an average of its own, in which an episode weighs `alpha ** age`, its age counted in episodes of all
+    Each task has its own average, in which an episode has the weight `alpha ** age`, its age counted in episodes of all
     tasks. The weights are divided by their sum, as Adam divides by 1 - beta^n: an average that started at the first
-    return instead would be that episode's for about 1 / (1 - alpha) episodes, and a run whose first episode succeeds
-    would keep the policy of iteration 1 for good.
+    return instead would be dominated by it for about 1 / (1 - alpha) episodes, and a run whose first episode succeeds
+    would keep the policy of iteration 1 forever.
 
-    Two policies are compared task by task, and tasks count alike. A mean over all episodes would follow the mixture of
-    tasks: under an adaptive curriculum, which moves to tasks that are hard, it falls while the policy improves on every
-    one of them. The kept policy's average of a task that it was never measured on is taken to be the first one seen;
-    that of a task which is not sampled any more is as it was then, and adds nothing to the difference.
+    Two policies are compared task by task, with equal weights. A mean over all episodes would follow the mixture of
+    tasks: under an adaptive curriculum, which moves to hard tasks, it falls while the policy improves on every task.
+    If the kept policy was never measured on a task, the first average of that task stands in for it; a task that is no
+    longer sampled keeps its average and adds nothing to the difference.
 
-    Example with alpha 0.5: returns 1, 0 of task 3 and then 1 of task 4 leave the averages
+    Example with alpha 0.5: returns 1, 0 of task 3 and then 1 of task 4 give the averages
     (1 x 0.25 + 0 x 0.5) / 0.75 = 1/3 of task 3 and 1 of task 4, hence `ema_return` 2/3.
     """
 
@@ -33,9 +33,9 @@ class BestReturn:
         self.patience = patience
 
     def improved(self, state: TrainerState, trajectories: Iterable[Trajectory], iteration: int) -> bool:
-        """Take an iteration's episodes into the averages, one by one; True when its policy should be kept.
+        """Add an iteration's episodes to the averages, one by one; True if its policy should be kept.
 
-        Episodes that crashed or that could not be scored are left out: they say nothing about the policy.
+        Episodes that crashed or could not be scored are left out: they carry no information about the policy.
         """
         scored = [(str(t.task.task_id), t.env_return) for t in trajectories if t.status == "ok"]
         if not scored:
@@ -43,7 +43,7 @@ class BestReturn:
         averages = self._averages(state, scored)
         state.ema_return = sum(averages.values()) / len(averages)
         first = state.best_iteration is None
-        state.best_returns = averages | state.best_returns  # what the kept policy is known for stays
+        state.best_returns = averages | state.best_returns  # the kept policy's averages stay
         gains = [average - state.best_returns[task] for task, average in averages.items()]
         if state.best_iteration is not None and iteration - state.best_iteration <= self.patience:
             return False
@@ -53,7 +53,7 @@ class BestReturn:
         return True
 
     def _averages(self, state: TrainerState, scored: list[tuple[str, float]]) -> dict[str, float]:
-        """Each task's average after these episodes; `state` keeps what the next ones are added to."""
+        """Each task's average after these episodes; `state` keeps the sums that the next ones are added to."""
         sums, weights = dict(state.return_sums), dict(state.return_weights)
         for task, value in scored:
             for known in sums:
@@ -61,7 +61,7 @@ class BestReturn:
                 weights[known] *= self.alpha
             sums[task] = sums.get(task, 0.0) + (1 - self.alpha) * value
             weights[task] = weights.get(task, 0.0) + (1 - self.alpha)
-        kept = [task for task, weight in weights.items() if weight > FORGOTTEN * (1 - self.alpha)]
+        kept = [task for task, weight in weights.items() if weight > NEGLIGIBLE * (1 - self.alpha)]
         state.return_sums = {task: sums[task] for task in kept}
         state.return_weights = {task: weights[task] for task in kept}
         return {task: sums[task] / weights[task] for task in kept}

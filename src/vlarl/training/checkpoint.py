@@ -1,13 +1,13 @@
-"""Checkpoints: written to a temporary folder, synced, then renamed, so that a crash leaves the old one whole.
+"""Checkpoints: written to a temporary folder, synced, then renamed, so that a crash leaves the old one intact.
 
 A checkpoint is the policy in its original layout (usable by itself) plus `trainer.safetensors` (optimizer state,
 averages of the weights, random states of all ranks), `trainer.json` (counters) and, with a separate critic, `critic/`
-(what is trained of it). Nothing in it is pickled. The averages are a policy of their own beside it. Weights that are
-not finite, or of an absurd size, are never saved.
+(its trained weights). Nothing in it is pickled. The averages are also saved as a policy of their own beside it. Weights
+that are not finite, or absurdly large, are never saved.
 
-A learner whose weights are spread over ranks writes them in parts (`sharded/`, see shards.py) in place of the files of
-the trainer and the critic; its periodic checkpoints leave the policy out, which takes gathering. Either kind is read by
-any number of ranks. All ranks call the store together; rank 0 writes whatever is whole, and renames.
+A learner whose weights are sharded over ranks writes them in parts (`sharded/`, see shards.py) instead of the files of
+the trainer and the critic; its periodic checkpoints omit the policy, which would have to be gathered. Any number of
+ranks can read either kind. All ranks call the store together; rank 0 writes all that is not sharded, and renames.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Entry = TypeVar("Entry")
 TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
-LARGEST_WEIGHT = 1e6  # beyond it an update has gone wrong, though it is finite
-PERIODIC = "step_"  # how names of checkpoints begin that are kept for a while only
+LARGEST_WEIGHT = 1e6  # beyond it training has diverged, even if the weights are finite
+PERIODIC = "step_"  # prefix of the names of checkpoints that are kept only for a while
 
 
 class CheckpointStore:
@@ -97,7 +97,7 @@ class CheckpointStore:
             with consolidated(learner.policy, self.ranks) if exported else nullcontext():
                 on_first(self.ranks, lambda: write_whole(folder))
 
-        # The average comes first: once the checkpoint stands, a run that was killed here counts as finished.
+        # The average comes first: once the checkpoint exists, a run that is killed here counts as finished.
         if learner.average is not None and exported:
             counts = {"training_step": state.iteration, "policy_updates": learner.policy_updates}
             note = {"beta": learner.average.beta, "checkpoint": name, **counts}
@@ -110,7 +110,7 @@ class CheckpointStore:
     def save_policy(
         self, name: str, policy: Policy, metadata: dict[str, Any], dtype: torch.dtype | None = None
     ) -> Path:
-        """Write the policy alone, with a note of what it is."""
+        """Write only the policy, with a note that describes it."""
 
         def write_whole(folder: Path) -> None:
             policy.save(folder, dtype)
@@ -123,22 +123,22 @@ class CheckpointStore:
         return self._replace(name, write)
 
     def restore(self, learner: Learner, checkpoint: Path) -> TrainerState:
-        """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
+        """Restore a learner (whose policy was loaded from `policy_folder`) to the state of the checkpoint."""
         return restore(learner, checkpoint, self.generators)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that training can go on from, None before the first."""
+        """The newest checkpoint that training can resume from, None before the first."""
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
         return max(found, key=lambda path: _read_counters(path)["iteration"], default=None)
 
     def _refuse_diverged(self, learner: Learner) -> None:
-        """All ranks must call: each looks at its parts."""
+        """Refuse diverged weights. All ranks must call: each checks its own parts."""
         faults = ((name, _fault(parameter)) for name, parameter, _ in learner.named_trained())
         name, fault = next(((name, fault) for name, fault in faults if fault), ("", ""))
         if self.ranks.any(bool(fault)):
             raise DivergedError(
                 f"the weights are {fault or 'not finite or absurd'} ({name or 'on another rank'}), so they are not "
-                f"saved; checkpoints that were written before are in {self.folder}. Lower optim.lr (now "
+                f"saved; earlier checkpoints are in {self.folder}. Lower optim.lr (now "
                 f"{learner.config.optim.lr}) and resume."
             )
 
@@ -146,7 +146,7 @@ class CheckpointStore:
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
 
         def begin() -> None:
-            self._settle(name)  # a save that failed in this process may have left the old one set aside
+            self._settle(name)  # a failed save in this process may have left the old one renamed
             fresh.mkdir()
 
         def finish(listed: dict[str, list[int]]) -> None:
@@ -167,14 +167,14 @@ class CheckpointStore:
         return final
 
     def _recover(self) -> None:
-        """Finish what a crash interrupted, for every name that it has left something of."""
+        """Finish the saves that a crash interrupted, for every name with leftover files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         leftovers = [*self.folder.glob(".old-*"), *self.folder.glob(".new-*")]
         for name in {path.name[len(".old-") :] for path in leftovers}:
             self._settle(name)
 
     def _settle(self, name: str) -> None:
-        """Remove what an interrupted save has left; put an old checkpoint back when no new one took its place."""
+        """Remove the leftovers of an interrupted save; restore the old checkpoint if no new one replaced it."""
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
         if old.exists() and not final.exists():
             old.rename(final)
@@ -183,7 +183,7 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
 
     def _retire(self) -> None:
-        """Keep the newest periodic checkpoints only."""
+        """Delete all but the newest periodic checkpoints."""
         periodic = sorted(self.folder.glob(f"{PERIODIC}*"))
         for path in periodic[: -self.keep]:
             shutil.rmtree(path)
@@ -201,18 +201,18 @@ def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    """All weights that an optimizer moves, a separate critic's among them."""
+    """All weights that an optimizer updates, including a separate critic's."""
     return {f"{WEIGHTS}.{name}": parameter.detach() for name, parameter, _ in learner.named_trained()}
 
 
 def policy_folder(checkpoint: Path) -> Path | None:
-    """The checkpoint where it holds the policy; None: `restore` brings what was trained, to load on what the run began
-    with."""
+    """The checkpoint, if it contains the policy; None: `restore` loads the trained weights into the policy that the run
+    started from."""
     return checkpoint if (checkpoint / "config.json").is_file() else None
 
 
 def _fault(parameter: torch.Tensor) -> str:
-    """What is wrong with weights that can't be those of a model any more; empty where nothing is."""
+    """What is wrong with weights that have diverged; empty if nothing is."""
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
     if local.numel() == 0:
         return ""
@@ -223,7 +223,7 @@ def _fault(parameter: torch.Tensor) -> str:
 
 
 def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """What one process keeps beside the policy."""
+    """Write the state that one process keeps beside the policy."""
     if learner.critic is not None:
         (folder / CRITIC_FOLDER).mkdir()
         write_tensors(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
@@ -231,7 +231,7 @@ def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder
 
 
 def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
-    """What is trained of a separate critic; the rest is the policy's."""
+    """The trained weights of a separate critic; the rest are the policy's."""
     return {name: parameter for name, parameter in critic.named_parameters() if parameter.requires_grad}
 
 
@@ -240,7 +240,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def restore(learner: Learner, folder: Path, generators: Generators = default_generators) -> TrainerState:
-    """Put a learner (whose policy was loaded from `policy_folder`) back where the checkpoint was written."""
+    """Restore a learner (whose policy was loaded from `policy_folder`) to the state of the checkpoint."""
     counters = _read_counters(folder)
     own = generators(learner.device)
     try:
@@ -250,23 +250,23 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         learner.version = _count(counters.pop("version"), "version")
         learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
         kl_coef = counters.pop("kl_coef", None)
-        if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: begin with the configured
+        if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: keep the configured one
             learner.kl.coef = kl_coef
         # Older checkpoints don't count the average's updates: it was updated at each optimizer step.
         ema_updates = _count(counters.pop("ema_updates", counters.get("optimizer_steps", 0)), "ema_updates")
         if learner.average is not None and averaged:
             learner.average.num_updates = ema_updates
-        elif learner.average is not None:  # the run kept none so far
+        elif learner.average is not None:  # the run had no average so far
             learner.average.begin()
         learner.reference_at_start()
-        restore_random_states(own, states, learner.ranks.rank, learner.config.run.seed)  # last: loading may draw
+        restore_random_states(own, states, learner.ranks.rank, learner.config.run.seed)  # last: loading may sample
         return _state(counters)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UsageError(damaged(folder, error)) from error
 
 
 def _verify(folder: Path, ranks: Ranks) -> None:
-    """ValueError, the same on all ranks, where one of them finds that a file of its own is not as it was written."""
+    """Raise the same ValueError on all ranks if one of them finds that a file of its own has changed."""
 
     def find_damage() -> str:
         try:
@@ -280,7 +280,7 @@ def _verify(folder: Path, ranks: Ranks) -> None:
 
 
 Restored = tuple[dict[str, torch.Tensor], bool]
-"""The random states of this rank by key, and whether averages of the weights were there."""
+"""The random states of this rank by key, and whether the checkpoint has averages of the weights."""
 
 
 def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
@@ -291,9 +291,9 @@ def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator
     if learner.average is not None and averages:
         _fill(learner.average.weights, averages)
     trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    moments = _with_prefix(tensors, OPTIMIZER)
-    _check_moments(moments, {name: parameter for name, (parameter, _) in trained.items()})
-    for full_name, tensor in moments.items():
+    stored = _with_prefix(tensors, OPTIMIZER)
+    _check_optimizer_state(stored, {name: parameter for name, (parameter, _) in trained.items()})
+    for full_name, tensor in stored.items():
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = trained[name]
         optimizer.state[parameter][key] = part_like(tensor, parameter)
@@ -303,10 +303,10 @@ def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator
     return states, bool(averages)
 
 
-def _check_moments(moments: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
-    """Refuse optimizer state of another shape or type than its parameter's, or of which a part is missing."""
+def _check_optimizer_state(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
+    """Refuse optimizer state whose shape or type differs from its parameter's, or of which a part is missing."""
     found: dict[str, set[str]] = {}
-    for full_name, tensor in moments.items():
+    for full_name, tensor in stored.items():
         name, _, key = full_name.rpartition(".")
         if name not in trained:
             raise ValueError(f"{TENSORS} holds optimizer state of {name}, which this run does not train")
@@ -353,7 +353,7 @@ def _refuse_other_critic(learner: Learner, folder: Path) -> None:
     if wanted != found:
         raise UsageError(
             f"critic.kind = {wanted!r}: the checkpoint {folder} was written with {found!r}, and a run keeps its "
-            f"critic: go on with critic.kind {found}, or start a new run from the checkpoint."
+            f"critic: continue with critic.kind {found}, or start a new run from the checkpoint."
         )
 
 
@@ -386,7 +386,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _state(counters: dict[str, Any]) -> TrainerState:
-    """The counters of a run; of another kind than they were written with, they are refused."""
+    """The counters of a run; those of the wrong type are refused."""
     state = TrainerState(**counters)
     for name in ("iteration", "env_steps", "episodes", "optimizer_steps"):
         _count(getattr(state, name), name)
@@ -403,22 +403,22 @@ def _state(counters: dict[str, Any]) -> TrainerState:
 def damaged(folder: Path, error: Exception) -> str:
     """The message for a checkpoint that can't be resumed from."""
     reason = str(error) or type(error).__name__
-    return f"the checkpoint {folder} is damaged ({reason}): move it away to go on from the one before it."
+    return f"the checkpoint {folder} is damaged ({reason}): move it away to resume from the one before it."
 
 
 @contextmanager
 def _safetensors_errors(path: Path) -> Iterator[None]:
-    """safetensors reports a disk that failed it as an error of its own."""
+    """Turn safetensors' own errors about a failing disk into ours."""
     try:
         yield
     except SafetensorError as error:
         if "os error 28" in str(error):  # as Rust writes ENOSPC
             raise VlarlError(full_disk(path)) from error
-        raise VlarlError(f"cannot write {path}: {error}: check the disk, then go on with --resume") from error
+        raise VlarlError(f"cannot write {path}: {error}: check the disk, then continue with --resume") from error
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder and all in it to the disk: without this a power cut may keep a rename and lose the content."""
+    """Flush a folder and its content to disk: otherwise a power cut may keep a rename and lose the content."""
     for path in folder.rglob("*"):
         if path.is_dir():
             _sync_folder(path)

@@ -1,4 +1,4 @@
-"""The critic: a head on the policy's states, or a network of its own that shares whatever the policy leaves frozen."""
+"""The critic: a head on the policy's states, or a separate network that shares the policy's frozen weights."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vlarl.config.schema import Config
 from vlarl.policies.base import Policy
 from vlarl.rollout.tasks import derive_seed
 
-ADAPTER_SEED = 3  # apart from the seeds of tasks, episodes and evaluations
+ADAPTER_SEED = 3  # distinct from the seeds of tasks, episodes and evaluations
 
 
 def build_critic(policy: Policy, algorithm: Algorithm, config: Config) -> Policy | None:
-    """Give the policy a value head; or return a separate critic, and take the head that the policy may have away."""
+    """Give the policy a value head; or return a separate critic and remove the policy's value head, if any."""
     if not algorithm.needs_critic:
         return None
     hidden, num_values = config.algorithm.critic_hidden, values_per_decision(policy, config)
@@ -29,7 +29,7 @@ def build_critic(policy: Policy, algorithm: Algorithm, config: Config) -> Policy
 
 
 def values_per_decision(policy: Policy, config: Config) -> int:
-    """How many values the advantage estimate wants of a decision."""
+    """How many values per decision the advantage estimate needs."""
     chunk, action = policy.chunk_length, policy.action_dim
     return {"chunk": 1, "step": chunk, "token": chunk * action}[config.algorithm.gae_level]
 

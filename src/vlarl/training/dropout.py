@@ -1,4 +1,4 @@
-"""No dropout in RL: it compares log-probs of the same tokens before and after a step, which must be of one network."""
+"""No dropout in RL: it compares log-probs of the same tokens before and after a step, which need the same network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def remove_dropout(network: nn.Module) -> None:
-    """Replace all dropout of a network by nothing; such as that of an adapter folder which was trained with it."""
+    """Remove all dropout from a network, such as that of an adapter that was trained with it."""
     found = [
         (parent, name, child.p)
         for parent in network.modules()

@@ -1,12 +1,12 @@
-"""A policy whose weights are spread over ranks: FSDP2's `fully_shard`, layer by layer.
+"""A policy whose weights are sharded over ranks: FSDP2's `fully_shard`, layer by layer.
 
-full     every rank keeps a part of each weight, of its gradient and of its moments
-hybrid   the same within groups of `group_size` ranks (a machine, say), each group with a copy of its own
-none     every rank keeps everything; gradients are added up once a minibatch
+full     every rank keeps a part of each weight, of its gradient and of its optimizer state
+hybrid   the same within groups of `group_size` ranks (such as a machine), each group with its own copy
+none     every rank keeps everything; gradients are summed once a minibatch
 
-A weight is a DTensor then: the same name, a part of the numbers. Around each pass a layer's weights are gathered, and
-dropped again, the root's too: outside of a pass `named_parameters` are always the parts. Gradients are summed, not
-averaged, since the loss counts each token's share in the minibatch of all ranks.
+A sharded weight is a DTensor: the same name, a part of the values. A layer's weights are gathered for each pass and
+dropped afterwards, the root's too: outside of a pass `named_parameters` are always the parts. Gradients are summed, not
+averaged, since the loss already weights each token within the minibatch of all ranks.
 
 A policy is loaded on the host and sharded from there, one layer at a time: the device never holds more of it than this
 rank's part and the layers of the pass.
@@ -41,24 +41,24 @@ from vlarl.policies.openvla.model import Projector
 from vlarl.policies.openvla.vision import Block, VisionTower
 from vlarl.training.ranks import Ranks
 
-# What is gathered at once. The embedding, the last norm and the head are read from outside the language model's own
-# forward, so they stay with the root. The language model's layers come on top: their module loads transformers.
+# Units that are gathered at once. The embedding, the last norm and the head are used outside the language model's own
+# forward, so they stay with the root. The language model's layers are added later: their module imports transformers.
 UNITS = (Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
 FLOAT32_HEADS = (ValueHead, L1ActionHead)  # computed in their own type, whatever the policy's
-PASSES = ("score", "values", "decode", "regress")  # a policy's ways in; FSDP knows of `forward` alone
-BUCKET_BYTES = 64 << 20  # gradients that are added up in one call
+PASSES = ("score", "values", "decode", "regress")  # a policy's entry points; FSDP hooks only `forward`
+BUCKET_BYTES = 64 << 20  # gradients that are summed in one call
 
-# FSDP gathers the root's weights again when a gradient comes to what a pass has returned, and must find tensors in it.
+# FSDP gathers the root's weights again when a gradient reaches the output of a pass, and must find tensors in it.
 _pytree.register_dataclass(Scores)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a policy's weights are spread over the ranks."""
+    """How a policy's weights are distributed over the ranks."""
 
     mode: Literal["none", "full", "hybrid"] = "none"
     group_size: int | None = None  # hybrid: ranks that share one copy
-    cpu_offload: bool = False  # this rank's part waits on the host, where the optimizer steps, too
+    cpu_offload: bool = False  # keep this rank's part on the host, where the optimizer runs, too
     compute_dtype: torch.dtype | None = None  # of gathered weights; None: as they were loaded
 
     def mesh(self, ranks: Ranks, device: torch.device) -> DeviceMesh:
@@ -76,7 +76,7 @@ class Sharding:
 
 
 def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
-    """Spread a policy over the mesh, in place; it may live on the host, and goes to the mesh's device in parts."""
+    """Shard a policy over the mesh, in place; it may be on the host, and is moved to the mesh's device in parts."""
     from vlarl.policies.openvla.layers import DecoderLayer
 
     _refuse_quantized(policy)
@@ -97,14 +97,14 @@ def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
     for name in PASSES:
         if hasattr(policy, name):
             register_fsdp_forward_method(policy, name)
-    # FSDP looks at what is trained when it first runs, which may be a pass of the reference, without the adapters.
+    # FSDP determines what is trained in its first pass, which may be the reference's, without the adapters.
     cast(Any, policy)._get_fsdp_state()._lazy_init()
-    # What it warns of, writing into a layer's answer, is done nowhere here.
+    # It warns about in-place changes of a layer's output, which don't occur here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def _compute_dtype(policy: Policy, sharding: Sharding) -> torch.dtype | None:
-    """The type that weights are gathered in: adapters, which are kept in float32, join a base in a smaller type."""
+    """The type that weights are gathered in: float32 adapters are cast to the base's lower precision."""
     if sharding.compute_dtype is not None:
         return sharding.compute_dtype
     frozen = {p.dtype for p in policy.parameters() if not p.requires_grad and p.is_floating_point()}
@@ -115,40 +115,41 @@ def _refuse_quantized(policy: Policy) -> None:
     packed = next((name for name, p in policy.named_parameters() if not p.is_floating_point()), None)
     if packed is not None:
         raise UsageError(
-            f"policy.quantize: packed weights ({packed}) can't be sharded; use distributed.sharding none, or "
+            f"policy.quantize: quantised weights ({packed}) can't be sharded; use distributed.sharding none, or "
             "policy.dtype bfloat16 with lora.enabled."
         )
 
 
 def _part_from_others(policy: Policy) -> None:
-    """Frozen weights may be a critic's, too: moved to the device as they are, they would stay there whole for it."""
+    """Frozen weights may be shared with a critic: moved to the device as they are, they would stay there unsharded."""
     aliases: dict[int, nn.Parameter] = {}
     for module in policy.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad:
-                own = parameter.detach().contiguous()  # beside an adapter that has run, it is part of a wider one
+                own = parameter.detach().contiguous()  # after an adapter has run, it is a view of a wider tensor
                 alias = aliases.setdefault(id(parameter), nn.Parameter(own, requires_grad=False))
                 module._parameters[name] = alias
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be spread over ranks, all of which must ask for it."""
+    """A full tensor from one that may be sharded over ranks; all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, spread as the example is; as it is, on the example's device, for others."""
+    """This rank's part of a full tensor, sharded like the example; if the example is not sharded, the tensor itself on
+    the example's device."""
     if not isinstance(example, DTensor):
         return tensor.to(example.device)
     local = example.to_local().device
     if tensor.ndim == 0:  # the optimizer's count of steps: the same everywhere
         return tensor.to(local)
-    spread_out = distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)
-    return spread_out.to(local) if spread_out.to_local().device != local else spread_out
+    sharded = distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)
+    return sharded.to(local) if sharded.to_local().device != local else sharded
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Shorten the gradient of all these parameters to the limit; returns its norm, the same on all ranks."""
+    """Clip the gradient norm of all these parameters to the limit; returns the norm, the same on all ranks."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = whole(nn.utils.get_total_norm(gradients))
     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -156,7 +157,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float) -> float:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """Add up what the ranks have accumulated, where each has all weights; sharded ones are summed in each pass."""
+    """Sum the ranks' accumulated gradients if each rank has all weights; sharded ones are summed in each pass."""
     if ranks.world_size == 1:
         return
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
@@ -167,7 +168,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors in a row of one type, together no more than fits into one call, or one that is larger."""
+    """Runs of consecutive tensors of one type that fit into one call, or a single larger tensor."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         size = sum(t.nbytes for t in bucket) + tensor.nbytes
@@ -181,12 +182,12 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def consolidated(policy: Policy, ranks: Ranks) -> Iterator[None]:
-    """Inside the block, which all ranks enter, rank 0's policy has whole weights on its host: it can be saved.
+    """Inside the block, which all ranks enter, rank 0's policy has full weights on its host: it can be saved.
 
-    Only what a save writes is put together: everything, or, beside adapters, what is not the base's. Nobody may run
-    the policy meanwhile.
+    Only the weights that a save writes are gathered: all of them or, with adapters, those that are not the base's. The
+    policy must not be run meanwhile.
     """
-    places = [
+    sharded = [
         (module, name, parameter)
         for module in policy.modules()
         for name, parameter in module._parameters.items()
@@ -194,11 +195,11 @@ def consolidated(policy: Policy, ranks: Ranks) -> Iterator[None]:
         if parameter.requires_grad or not policy.has_adapter
     ]
     try:
-        for module, name, parameter in places:
+        for module, name, parameter in sharded:
             complete = whole(parameter.detach())
             if ranks.rank == 0:
                 module._parameters[name] = nn.Parameter(complete.cpu(), parameter.requires_grad)
         yield
     finally:
-        for module, name, parameter in places:
+        for module, name, parameter in sharded:
             module._parameters[name] = parameter

@@ -45,7 +45,7 @@ from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
-from vlarl.training.ranks import Ranks, SingleRank, spread
+from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.reference import reference_at_start, reference_here, with_logprobs
 from vlarl.training.swap import CRITIC
 from vlarl.training.update_metrics import (
@@ -182,7 +182,7 @@ class Learner:
         """What `work` makes of all items, as many at a time as a pass takes; every rank does its share."""
         size = self.config.optim.microbatch_size
         pieces = [items[start : start + size] for start in range(0, len(items), size)]
-        return spread(pieces, items[:1], work, self.ranks)
+        return distribute(pieces, items[:1], work, self.ranks)
 
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has learnt since."""
@@ -341,7 +341,7 @@ class Learner:
             part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
             return work((part.pinned() if self.device.type == "cuda" else part).to(self.device))
 
-        return list(zip(pieces, spread(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
+        return list(zip(pieces, distribute(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
 
     def _accumulate(self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, first: bool) -> list[MetricSums]:
         """Gradients of one minibatch, microbatch by microbatch; returns what all of them came to, on every rank."""

@@ -15,7 +15,7 @@ from vlarl.config.schema import Schedule
 def build_adamw(
     parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
-    """AdamW whose decay leaves biases, norms and all other vectors alone."""
+    """AdamW without weight decay for biases, norms and all other vectors."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
@@ -27,13 +27,13 @@ def build_adamw(
 
 
 def _count_changes(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Fused kernels change weights past the counters that tell whoever keeps a copy that it is out of date."""
+    """Fused kernels change weights without incrementing the version counters that invalidate cached copies."""
     for group in optimizer.param_groups:
         torch.autograd.graph.increment_version(group["params"])
 
 
 def lr_factor(updates_done: int, total_updates: int, schedule: Schedule, warmup: int) -> float:
-    """What the learning rate is multiplied with in the next update: linear warm-up, then the schedule."""
+    """The factor of the learning rate in the next update: linear warm-up, then the schedule."""
     if updates_done < warmup:
         return (updates_done + 1) / (warmup + 1)
     progress = min((updates_done - warmup) / max(total_updates - warmup, 1), 1.0)
@@ -45,13 +45,13 @@ def lr_factor(updates_done: int, total_updates: int, schedule: Schedule, warmup:
 
 
 def warmup_cosine(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Factor of the learning rate at a step counted from 1: up in a line, down in half a cosine to zero."""
+    """Factor of the learning rate at a step counted from 1: linear warm-up, then half a cosine down to zero."""
     if step <= warmup_steps:
         return step / warmup_steps
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)))
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this learning rate from now on."""
+    """Set the learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr

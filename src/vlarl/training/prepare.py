@@ -1,4 +1,4 @@
-"""A policy that is ready to be trained."""
+"""Loads a policy and prepares it for training."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def load_trained_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
-    """The policy as configured, ready to train; `checkpoint` holds weights to go on from."""
+    """The configured policy, ready to train; `checkpoint` has the weights to resume from."""
     settings = config.policy
     policy = load_acting_policy(config, checkpoint, device)
-    # A checkpoint to go on from brings its adapters, whatever adapters the run began with.
+    # A checkpoint to resume from has its own adapters, whatever adapters the run started with.
     lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
     policy.prepare_training(settings, lora, config.run.seed)
     policy.training_data = policy.training_data.plus([by_training(config.env, config.gym)])
@@ -32,7 +32,7 @@ def load_trained_policy(config: Config, checkpoint: Path | None, device: torch.d
 
 
 def refuse_untrainable(policy: Policy, config: Config) -> None:
-    """Refuse a policy of which nothing but the critic would learn."""
+    """Refuse a policy of which only the critic would be trained."""
     if not trained_weights(policy):
         raise UsageError(
             f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."

@@ -1,14 +1,14 @@
 """The processes that train one policy together, and how they share work.
 
-Every rank runs the same program on the same batch. Work comes in pieces, microbatches mostly, which are dealt out in
-turn; whoever has none left works on an idle piece, since a sharded model needs all ranks in every pass. Then everybody
-gets all results, in the order that one process would have made them in:
+Every rank runs the same program on the same batch. Work comes in pieces, mostly microbatches, which are assigned to the
+ranks in turn; a rank without a piece works on an idle one, since a sharded model needs all ranks in every pass. Then
+all ranks get all results, in the order in which one process would have computed them:
 
     pieces   0  1  2  3  4         rank 0:  0  2  4
                                    rank 1:  1  3  idle      gather ─► 0 1 2 3 4 on both
 
-Whatever is decided (an early stop, a step that is refused) is decided from such results, hence alike everywhere. A rank
-waits for the others in every call below, and for no longer than the deadline that it joined with.
+Every decision (an early stop, a refused step) is made from such results, and so is the same on all ranks. A rank waits
+for the others in every call below, but no longer than the deadline that it joined with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """What one of the processes knows of all of them. Every call must be made by all ranks, in the same order."""
+    """Collective operations of one of the processes. All ranks must make every call, in the same order."""
 
     rank: int
     world_size: int
@@ -67,7 +67,7 @@ class SingleRank:
         return flag
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """There are no other ranks to wait for."""
 
 
 class ProcessGroup:
@@ -85,14 +85,14 @@ class ProcessGroup:
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            backend = "cpu:gloo,cuda:nccl"  # objects, counters and offloaded shards travel between hosts' memories
+            backend = "cpu:gloo,cuda:nccl"  # objects, counters and offloaded shards are sent between hosts' memories
         dist.init_process_group(
             backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size, timeout=deadline
         )
         return cls()
 
     def leave(self) -> None:
-        """Part from the others; nothing can be asked of them afterwards."""
+        """Leave the group; no collective call is possible afterwards."""
         dist.destroy_process_group()
 
     def gather(self, own: Result) -> list[Result]:
@@ -116,10 +116,10 @@ class ProcessGroup:
         self.any(False)
 
 
-def spread(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result], ranks: Ranks) -> list[Result]:
-    """What `work` makes of each piece, in order, on every rank; each piece is worked on by one of them.
+def distribute(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result], ranks: Ranks) -> list[Result]:
+    """The results of `work` on all pieces, in order, on every rank; each piece is processed by one of them.
 
-    All ranks call `work` equally often: those that have no piece left do so on `idle`, whose result is dropped.
+    All ranks call `work` equally often: those without a piece left call it with `idle` and drop the result.
     """
     own = []
     for first in range(0, len(pieces), ranks.world_size):
@@ -130,22 +130,22 @@ def spread(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result]
 
 
 def on_first(ranks: Ranks, work: Callable[[], None]) -> None:
-    """Let rank 0 do something while the others wait; where it fails, it fails on all of them."""
+    """Let rank 0 do the work while the others wait; if it fails, all ranks fail."""
     on_each(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
 def on_each(ranks: Ranks, work: Callable[[], Result]) -> list[Result]:
-    """What the work of each rank came to, in the order of ranks, on every rank; where one fails, all of them do."""
+    """The result of each rank's work, in the order of ranks, on every rank; if one fails, all ranks fail."""
     problem: Exception | None = None
     own: list[Result] = []
     try:
         own.append(work())
-    except Exception as error:  # a process border: the others must not wait for what will never come
+    except Exception as error:  # a process boundary: the others must not wait for a result that never comes
         problem = error
-    told = ranks.gather((own, None if problem is None else f"{problem or type(problem).__name__}"))
+    outcomes = ranks.gather((own, None if problem is None else f"{problem or type(problem).__name__}"))
     if problem is not None:
         raise problem
-    for rank, (_, reason) in enumerate(told):
+    for rank, (_, reason) in enumerate(outcomes):
         if reason is not None:
             raise VlarlError(f"rank {rank} failed: {reason}")
-    return [result for results, _ in told for result in results]
+    return [result for results, _ in outcomes for result in results]

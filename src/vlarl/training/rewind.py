@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint of a run: what was saved after it is set aside."""
+"""Resuming from an earlier checkpoint of a run: the later ones are moved to a folder of their own."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ NOTE = "metadata.json"
 
 
 def set_later_aside(folder: Path, chosen: Path, state: TrainerState) -> list[str]:
-    """Move what was saved after a checkpoint into `set_aside`, so that the next resume finds the chosen one; the names.
+    """Move the checkpoints saved after the chosen one into `set_aside`, so that the next resume finds the chosen one.
 
-    One that can't be read counts as later.
+    Returns their names. A checkpoint that can't be read counts as later.
     """
     later = [path for path in sorted(folder.glob("[!.]*")) if path.name != SET_ASIDE and _is_later(path, chosen, state)]
     for path in later:
-        place = folder / SET_ASIDE / path.name
-        number = 1
-        while place.exists():
-            number += 1
-            place = folder / SET_ASIDE / f"{path.name}-{number}"
-        place.parent.mkdir(exist_ok=True)
-        path.rename(place)
+        target = folder / SET_ASIDE / path.name
+        copy = 1
+        while target.exists():
+            copy += 1
+            target = folder / SET_ASIDE / f"{path.name}-{copy}"
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
     return [path.name for path in later]
 
 
@@ -37,13 +37,13 @@ def _is_later(path: Path, chosen: Path, state: TrainerState) -> bool:
         return _exceeds(read_object(path / COUNTERS), "iteration", state.iteration)
     if not (path / NOTE).is_file():
         return False
-    noted = read_object(path / NOTE)  # of a policy alone: the averages, or the best so far
+    noted = read_object(path / NOTE)  # of a checkpoint with only a policy: the averages, or the best so far
     if "global_step" in noted:
         return _exceeds(noted, "global_step", state.env_steps)
     return _exceeds(noted, "training_step", state.iteration)
 
 
 def _exceeds(counters: dict[str, Any], name: str, limit: int) -> bool:
-    """Whether a counter is beyond the limit; one that is missing or no number counts as beyond."""
+    """Whether a counter exceeds the limit; one that is missing or not numeric counts as exceeding it."""
     value = counters.get(name)
     return not (isinstance(value, int | float) and value <= limit)

@@ -1,5 +1,5 @@
-"""Reads the index of a checkpoint in parts. torch.distributed.checkpoint keeps it as a pickle, which can run any code
-when it is loaded; here nothing but the library's own records of tensors is made from it.
+"""Reads the index of a sharded checkpoint. torch.distributed.checkpoint stores it as a pickle, which can run any code
+when it is loaded; here only the library's own records of tensors are created from it.
 
 Stored objects that are not tensors are refused too: the library would load them as pickles.
 """
@@ -22,10 +22,10 @@ _STORAGE = "torch.distributed.checkpoint.filesystem"
 _BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # sets the attributes of an object
 
 
-class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place to look at what attributes are set
-    """An unpickler that knows the records of an index, torch's names of types, and nothing else.
+class IndexUnpickler(pickle._Unpickler):  # in Python: the C version has no hook for setting attributes
+    """An unpickler that allows the records of an index, torch's names of types, and nothing else.
 
-    It fills in the fields of records, and sets no other attribute: one of a class would hold for the whole process.
+    It sets the fields of records and no other attribute: an attribute of a class would affect the whole process.
     """
 
     stack: list[Any]
@@ -52,14 +52,14 @@ class IndexUnpickler(pickle._Unpickler):  # in Python: the one in C has no place
         """The named record or type; anything else is refused by its name."""
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if module == "pathlib._local":  # as Python 3.13 spells it, and no other version has it
+        if module == "pathlib._local":  # the name in Python 3.13 only
             module = "pathlib"
         if name not in self.ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it would call {module}.{name}, which no index needs: it is not loaded")
         return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
-        """Give a record its fields."""
+        """Set the fields of a record."""
         state, record = self.stack[-1], self.stack[-2]
         if isinstance(record, type) or not is_dataclass(record):
             name = getattr(record, "__qualname__", type(record).__name__)
@@ -77,7 +77,7 @@ class ShardReader(FileSystemReader):
     """The library's reader of a folder, with an index that can't run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index; UnpicklingError where it holds anything but tensors in files of this folder."""
+        """The index; UnpicklingError if it refers to anything but tensors in files of this folder."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             index = read_index(file)
         index.storage_meta = index.storage_meta or StorageMeta()
@@ -86,7 +86,7 @@ class ShardReader(FileSystemReader):
 
 
 def read_index(file: Any) -> Metadata:
-    """The index in an open file, if it tells of tensors beside it and of nothing else."""
+    """The index in an open file; refused unless it refers only to tensors in its folder."""
     try:
         index = IndexUnpickler(file).load()
     except (LookupError, OverflowError, MemoryError, RuntimeError, struct.error) as error:

@@ -10,7 +10,7 @@ from typing import Any
 class TrainerState:
     """What a run needs beside weights and optimizer state to resume as if it had never stopped.
 
-    Its dicts are replaced, never changed in place: a checkpoint may hold an earlier state than the loop is at.
+    Its dicts are replaced, never changed in place: a checkpoint may still refer to an earlier state than the loop's.
     """
 
     iteration: int = 0
@@ -20,7 +20,7 @@ class TrainerState:
     ema_return: float | None = None  # mean over tasks of the average returns below
     best_ema_return: float | None = None  # the same when the policy was last kept
     best_iteration: int | None = None
-    sampler: dict[str, Any] = field(default_factory=dict)  # what the task sampler goes on from
+    sampler: dict[str, Any] = field(default_factory=dict)  # the state that the task sampler resumes from
     return_sums: dict[str, float] = field(default_factory=dict)  # by task: sum of weight x return (best_return.py)
     return_weights: dict[str, float] = field(default_factory=dict)  # by task: sum of the same weights
     best_returns: dict[str, float] = field(default_factory=dict)  # by task: the average that a better policy must beat

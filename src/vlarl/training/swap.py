@@ -1,4 +1,4 @@
-"""Other weights in the place of a policy's own for a while: its average's, or those that training started from."""
+"""Temporarily replaces a policy's weights: by their average, or by those that training started from."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ CRITIC = "value_head."  # prefix of the critic's parameters
 
 
 def trained_weights(policy: Policy) -> dict[str, nn.Parameter]:
-    """What training changes of a policy, by name; the critic is no part of it."""
+    """The trained weights of a policy, by name, without the critic's."""
     return {n: p for n, p in policy.named_parameters() if p.requires_grad and not n.startswith(CRITIC)}
 
 
 @contextmanager
 def swapped(policy: Policy, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside the block the policy has these weights, and `weights` holds the policy's; afterwards all is as before."""
+    """Inside the block the policy has these weights, and `weights` has the policy's; afterwards they swap back."""
     exchanged: list[str] = []
     try:
         _exchange(policy, weights, weights, exchanged)
         yield
     finally:
-        _exchange(policy, weights, exchanged, [])  # where memory ran out on the way in, those that had changed places
+        _exchange(policy, weights, exchanged, [])  # only those swapped so far, if memory ran out
 
 
 @torch.no_grad()
 def _exchange(policy: Policy, weights: Mapping[str, torch.Tensor], names: Iterable[str], exchanged: list[str]) -> None:
-    """Values change places, memory does not: engines may have noted where the weights are. `exchanged` gets the names
-    of those that have, one by one."""
+    """Swap values, not memory: engines may hold pointers to the weights. The names of those swapped are appended to
+    `exchanged` one by one."""
     parameters = dict(policy.named_parameters())
     for name in names:
         own = parameters[name].detach().clone()

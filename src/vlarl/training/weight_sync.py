@@ -1,4 +1,4 @@
-"""Bringing an engine to the learner's weights."""
+"""Syncs the learner's weights to an engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlarl.training.base import Trainer
 
 
 def publish_weights(learner: Trainer, engine: Engine) -> None:
-    """Give the engine the learner's current weights under their version; a colocated engine copies nothing."""
+    """Send the engine the learner's current weights and their version; a colocated engine copies nothing."""
     learner.publish(engine)
     if engine.version != learner.version:
         raise RuntimeError(f"the engine runs version {engine.version} after a sync to version {learner.version}")
@@ -18,7 +18,7 @@ def publish_weights(learner: Trainer, engine: Engine) -> None:
 
 @contextmanager
 def evaluated_weights(learner: Trainer, engine: Engine) -> Iterator[None]:
-    """Inside the block the engine has the weights that evaluations are made with: the newest, or their average."""
+    """Inside the block the engine has the weights used for evaluations: the newest, or their average."""
     if learner.average is None or not learner.config.eval.use_ema:
         yield
         return

@@ -35,7 +35,7 @@ def load(path: Path, name: str) -> ModuleType:
 
 
 class Backbone(nn.Module):
-    """What the wrapper asks of the original's vision backbone."""
+    """The part of the original's vision backbone that the wrapper uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def averaged_by_predict_action(checkout: Path, embedding: nn.Embedding, ids: tor
         original.predict_action(model, ids, pixel_values=None, attention_mask=mask, use_film=True)
     except StopIteration:
         return seen[0].mean(dim=1)[0]
-    raise RuntimeError("the original never asked for vision features")
+    raise RuntimeError("the original never called the vision backbone")
 
 
 @torch.no_grad()
@@ -105,8 +105,8 @@ def main(checkout: Path, folder: Path) -> None:
     backbone = vla.vision_backbone.eval()
     for name, parameter in sorted(backbone.named_parameters()):
         centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        spread = 0.05 if "patch_embed" in name else 0.2
-        parameter.copy_((centre + spread * torch.randn(parameter.shape, generator=generator)).bfloat16())
+        std = 0.05 if "patch_embed" in name else 0.2
+        parameter.copy_((centre + std * torch.randn(parameter.shape, generator=generator)).bfloat16())
     pixels = torch.randn(ROWS, 6 * IMAGES, SIZES["img_size"], SIZES["img_size"], generator=generator)
     language = torch.randn(ROWS, 5, LLM_DIM, generator=generator)
     state = {f"state/{k}": v.bfloat16().view(torch.uint16).numpy() for k, v in backbone.state_dict().items()}

@@ -69,7 +69,7 @@ VISION = [
         result(lambda pixels: pixels[..., ::-1].copy()),
     ),
     Mutation(
-        "each tower's own mean and deviation",
+        "each tower's own mean and std",
         openvla(golden.check_pixels),
         VisionTower,
         "normalize",
@@ -127,7 +127,7 @@ VISION = [
 
 
 def columns(order: Callable[[int, int], list[int]]) -> Callable[[Any], Any]:
-    """The prefix with its columns in another order, or some left out, by the numbers (head, columns)."""
+    """The prefix with its columns in another order, or some left out, by the indices (head, columns)."""
 
     def change(prefix: Prefix) -> Prefix:
         chosen = order(prefix.head, prefix.embeds.shape[1])

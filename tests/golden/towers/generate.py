@@ -32,8 +32,8 @@ def randomize(model: torch.nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            spread = 0.003 if name in ("patch_embed.proj.weight", "pos_embed", "cls_token") else 0.15
-            parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
+            std = 0.003 if name in ("patch_embed.proj.weight", "pos_embed", "cls_token") else 0.15
+            parameter.copy_(centre + std * torch.randn(parameter.shape, generator=generator))
 
 
 @torch.no_grad()

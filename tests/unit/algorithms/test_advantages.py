@@ -1,4 +1,4 @@
-"""Advantages: answers worked out by hand and textbook recursions."""
+"""Advantages: results worked out by hand and textbook recursions."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def algorithm(name="grpo", **options):
     return build_algorithm(config.algorithm, 1.0, config.kl)
 
 
-def test_a_group_is_divided_by_its_unbiased_deviation():
+def test_a_group_is_divided_by_its_unbiased_std():
     np.testing.assert_allclose(group_relative(np.float32([1, 0]), True), [0.70710578, -0.70710578], atol=1e-6)
     np.testing.assert_allclose(group_relative(np.float32([3, 1, 2]), False), [1, -1, 0])
     tiny = group_relative(np.float32([2e-6, 0]), True)  # 1e-6 / (1.414e-6 + 1e-6)
@@ -57,13 +57,13 @@ def test_a_baseline_is_the_groups_mean_and_for_single_episodes_the_batchs():
     np.testing.assert_allclose(advantages, [1, 2, -1])  # the batch's mean is 3
 
 
-def test_a_group_of_one_has_mean_zero_and_deviation_one():
+def test_a_group_of_one_has_mean_zero_and_std_one():
     np.testing.assert_array_equal(group_relative(np.float32([0.25]), True), [0.25])
     np.testing.assert_array_equal(leave_one_out(np.float32([0.25])), [0.25])
     assert returns_differ(np.float32([0.0]))
 
 
-def test_rounding_is_no_spread():
+def test_returns_that_differ_by_rounding_are_equal():
     assert not returns_differ(np.float32([0.7, 0.7, 0.7]))
     assert not returns_differ(np.float32([0.7, 0.7000001]))
     assert returns_differ(np.float32([0.7, 0.701]))
@@ -194,8 +194,8 @@ def test_cpgd_has_grpos_advantages(trajectory):
     group = flat((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
     equal = algorithm("cpgd", normalize_std=False).estimate(group, None)
     assert [float(e.advantages[0, 0]) for e in equal] == [1, -1, 0]
-    by_deviation = algorithm("cpgd").estimate(group, None)
-    np.testing.assert_allclose([e.advantages[0, 0] for e in by_deviation], [1, -1, 0], atol=1e-5)
+    by_std = algorithm("cpgd").estimate(group, None)
+    np.testing.assert_allclose([e.advantages[0, 0] for e in by_std], [1, -1, 0], atol=1e-5)
 
 
 def test_group_norm_discounts_the_outcome_back(trajectory):
@@ -205,7 +205,7 @@ def test_group_norm_discounts_the_outcome_back(trajectory):
     np.testing.assert_allclose(bad.advantages, [[-0.25, -0.5]])
 
 
-def test_reinforce_pays_each_step_what_followed(trajectory):
+def test_reinforce_assigns_to_each_step_its_rewards_to_go(trajectory):
     episode = trajectory([[1, 2], [4, 0]], num_executed=[2, 1])
     np.testing.assert_allclose(returns_to_go(episode, 0.5), [[1 + 1 + 1, 2 + 2], [4, 0]])
     (estimate,) = algorithm("reinforce", gamma=0.5).estimate([episode], None)
@@ -215,14 +215,14 @@ def test_reinforce_pays_each_step_what_followed(trajectory):
 def test_reinforce_pp_normalises_what_followed_over_the_batch(trajectory):
     group = flat((trajectory([[0, 1]]), trajectory([[0, 7]], num_executed=[1])))
     first, second = algorithm("reinforce_pp", gamma=1.0).estimate(group, None)
-    # Executed steps hold 1, 1 and 0: mean 2/3, unbiased deviation sqrt(1/3).
+    # Executed steps hold 1, 1 and 0: mean 2/3, unbiased std sqrt(1/3).
     np.testing.assert_allclose(first.advantages, [[1 / 3 * 3**0.5] * 2], rtol=1e-5)
     np.testing.assert_allclose(second.advantages, [[-2 / 3 * 3**0.5, 0]], rtol=1e-5)
 
 
 def test_a_discounted_outcome_counts_executed_steps(trajectory):
     late = trajectory([[0.0, 0.0], [0.0, 1.0]])
-    cut = trajectory([[0.0, 0.0], [1.0, 7.0]], num_executed=[2, 1])  # what was not executed is not paid
+    cut = trajectory([[0.0, 0.0], [1.0, 7.0]], num_executed=[2, 1])  # steps that were not executed get no reward
     assert discounted_return(late, 0.5) == pytest.approx(0.125)
     assert discounted_return(cut, 0.5) == pytest.approx(0.25)
     assert discounted_return(late, 1.0) == 1.0
@@ -233,7 +233,7 @@ def test_with_a_discount_the_sooner_success_is_the_better_one(trajectory):
     group = flat((trajectory([[0.0, 1.0]]), trajectory([[0.0, 0.0], [0.0, 1.0]])))
     assert algorithm(verifier_gamma=1.0).with_learning_signal(group) == []
     sooner, later = algorithm(verifier_gamma=0.9).estimate(group, None)
-    half = 0.5**0.5  # two values lie half their distance from their mean, and their deviation is that times sqrt 2
+    half = 0.5**0.5  # two values lie half their distance from their mean, and their std is that times sqrt 2
     np.testing.assert_allclose(sooner.advantages, [[half]], rtol=1e-4)
     np.testing.assert_allclose(later.advantages, [[-half], [-half]], rtol=1e-4)
 
@@ -356,12 +356,12 @@ def test_whitening_counts_nothing_that_was_not_executed():
     assert part.tolist() == [[0], [0]]
 
 
-def test_whitening_of_equal_numbers_is_zero_and_not_infinite():
+def test_whitening_of_equal_values_is_zero_and_not_infinite():
     (part,) = whiten([np.float32([[3], [3]])], [np.array([[1], [1]])], shift_mean=True)
     assert part.tolist() == [[0], [0]]
 
 
-def test_advantages_are_normalised_and_bounded_as_asked(trajectory):
+def test_advantages_are_normalised_and_bounded_as_configured(trajectory):
     group = flat((trajectory([[3]]), trajectory([[1]]), trajectory([[2]])))
 
     def of(**options):

@@ -6,7 +6,7 @@ import torch
 from vlarl.algorithms.aggregate import token_weights
 
 MASK = torch.tensor([[True, True], [True, False], [True, False], [False, False]])
-TRAJECTORY = torch.tensor([7, 7, 2, 5])  # numbers of the whole batch, of which a minibatch holds some
+TRAJECTORY = torch.tensor([7, 7, 2, 5])  # indices in the whole batch, of which a minibatch has some
 
 
 def test_with_token_mean_every_executed_token_counts_the_same():

@@ -61,7 +61,7 @@ def in_double_precision(monkeypatch):
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_gradients_by_central_differences(case, estimator, in_double_precision):
-    """Of logits and values, in double precision; the ratio of a trajectory is computed anew at every point."""
+    """Of logits and values, in double precision; the ratio of a trajectory is recomputed at every point."""
     config = configured(case, estimator)
     logits, batch, values = problem(case)
 
@@ -114,7 +114,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(case, sizes):
 @settings(max_examples=60)
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_garbage_where_nothing_was_executed_changes_nothing(case, data):
-    """NaN, infinities and huge numbers in every masked place leave loss, gradients and metrics as they are."""
+    """NaN, infinities and huge values in every masked element don't change loss, gradients and metrics."""
     config = configured(case)
     logits, batch, values = problem(case)
     garbage = data.draw(st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30, -1e30]))
@@ -205,7 +205,7 @@ def test_the_clip_range_of_an_algorithm_reaches_its_loss(name):
 
 @pytest.mark.parametrize("mean", MEANS)
 def test_the_loss_by_hand(mean):
-    """Token by token in plain numbers: surrogate, entropy, KL, reconstruction, and what is reported of them."""
+    """Token by token in plain Python: surrogate, entropy, KL, reconstruction, and their metrics."""
     logits, batch = make(mean)
     config = configured({"name": "grpo", "aggregate": mean, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.1})
     loss = compute(config, logits, batch, kl_coef=0.5)
@@ -273,7 +273,7 @@ def test_a_kl_in_the_reward_is_reported_and_not_in_the_loss():
     assert "kl_ref" not in without.token_sums
 
 
-def test_a_policys_own_loss_is_passed_through_by_the_microbatchs_share():
+def test_a_policys_own_loss_is_weighted_by_the_microbatchs_fraction():
     logits, batch = make()
     config = Config.model_validate({"algorithm": {"aux_loss_coef": 0.1}})
     algorithm = build_algorithm(config.algorithm, TEMPERATURE)

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(b"weights" * 300)
         (folder / "trainer.json").write_text(json.dumps({"iteration": iteration, "policy_updates": iteration}))
-        (folder / "trainer.safetensors").write_bytes(b"moments")
+        (folder / "trainer.safetensors").write_bytes(b"optimizer state")
         on = TrainedOn(
             by="train", suite="libero_goal", protocol="disjoint", task_ids=(0, 1, 2), states=tuple(range(30))
         )
@@ -235,4 +235,4 @@ def test_parts_of_weights_are_not_pushed(run, hub, capsys):
     (folder / "config.json").unlink()
     (folder / "sharded").mkdir()
     assert main(["push", str(folder), "me/better", "--dry-run"]) == 2
-    assert "take `final` of the run" in capsys.readouterr().err
+    assert "use `final` of the run" in capsys.readouterr().err

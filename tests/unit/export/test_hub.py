@@ -18,7 +18,7 @@ def folder(tmp_path):
     (folder / "config.json").write_text('{"model_type": "openvla"}')
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     (folder / "sub/notes.txt").write_text("hello")
-    (folder / "trainer.safetensors").write_bytes(b"moments")
+    (folder / "trainer.safetensors").write_bytes(b"optimizer state")
     return folder
 
 
@@ -76,9 +76,9 @@ def test_a_dead_hub_is_named(hub, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["vla", "me/vla/more", "me/vla@main", "", "me/"])
-def test_names_that_are_no_models_are_refused(hub, folder, name, monkeypatch):
+def test_names_that_are_not_models_are_refused(hub, folder, name, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITER)
-    with pytest.raises(UsageError, match="no name of a model on the hub: give organisation/name"):
+    with pytest.raises(UsageError, match="not the name of a model on the hub: give organisation/name"):
         push_folder(folder, name, private=False)
     assert hub.requests == []
 

@@ -11,7 +11,7 @@ from fakes.float_error import logit_judge
 from vlarl.cli import main
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
-from vlarl.export.merge import logits_of, merge, probe_input, settle_config
+from vlarl.export.merge import logits_of, merge, probe_input, update_config
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
@@ -49,7 +49,7 @@ def test_merged_logits_equal_the_adapters(adapter, tmp_path):
     assert (plain - logits_of(adapted, probe, tokens)).abs().max() > 1e-2, "the adapter does something"
 
 
-def test_precision_is_the_bases_unless_asked_for(adapter, tmp_path):
+def test_precision_is_the_bases_unless_given(adapter, tmp_path):
     assert merge(adapter, tmp_path / "same").dtype == "bfloat16"
     assert stored_dtype(tmp_path / "same") == torch.bfloat16
     merge(adapter, tmp_path / "full", dtype="float32")
@@ -137,14 +137,14 @@ def test_config_says_the_precision_that_was_written(adapter, tmp_path):
 def test_code_of_a_hub_base_is_pointed_at(tmp_path):
     config = {"auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settle_config(tmp_path, "openvla/openvla-7b@main", "bfloat16")
+    update_config(tmp_path, "openvla/openvla-7b@main", "bfloat16")
     found = json.loads((tmp_path / "config.json").read_text())["auto_map"]["AutoConfig"]
     assert found == "openvla/openvla-7b--configuration_prismatic.OpenVLAConfig"
 
 
 def test_a_bad_destination_is_refused_before_the_merge(adapter, tmp_path, capsys):
     assert main(["merge", str(adapter), str(tmp_path / "out"), "--push-to-hub", "nameless"]) == 2
-    assert "no name of a model on the hub" in capsys.readouterr().err
+    assert "not the name of a model on the hub" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

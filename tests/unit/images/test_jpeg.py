@@ -11,8 +11,8 @@ from vlarl.images.jpeg import decode_image, encode_jpeg
 
 def smooth(height: int, width: int) -> np.ndarray:
     rows, columns = np.mgrid[0:height, 0:width]
-    picture = np.stack([rows * 4, columns * 4, 255 - rows * 2 - columns], axis=2)
-    return np.clip(picture, 0, 255).astype(np.uint8)
+    image = np.stack([rows * 4, columns * 4, 255 - rows * 2 - columns], axis=2)
+    return np.clip(image, 0, 255).astype(np.uint8)
 
 
 @pytest.mark.parametrize("size", [(32, 48), (31, 47), (17, 16), (1, 1), (2, 3)])

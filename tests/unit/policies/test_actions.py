@@ -44,7 +44,7 @@ def test_ids_outside_the_support_and_bad_actions_are_refused(codec):
         codec.decode(np.array([32000]))
     with pytest.raises(ValueError, match="NaN"):
         codec.encode(np.array([[np.nan]]))
-    with pytest.raises(ValueError, match="2 numbers"):
+    with pytest.raises(ValueError, match="2 dimensions"):
         codec.encode(np.zeros((1, 2)))
 
 

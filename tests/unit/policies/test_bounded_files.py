@@ -60,18 +60,18 @@ def edit(path: Path, change) -> None:
         (lambda c: c.update(n_action_bins=10**12), "n_action_bins is '1000000000000', which must be"),
         (lambda c: c.update(image_sizes=[10**6] * 2), "image_sizes is '1000000', which must be"),
         (lambda c: c.update(norm_stats=[1]), "norm_stats is a list"),
-        (lambda c: c["text_config"].update(num_hidden_layers=10**6), "config.json asks for 1,000,010 layers"),
+        (lambda c: c["text_config"].update(num_hidden_layers=10**6), "config.json describes 1,000,010 layers"),
         (lambda c: c["text_config"].update(hidden_size=10**7), "parameters or more, but the weight files of"),
         (lambda c: c["text_config"].update(hidden_size="wide"), "text_config can't be read"),
         (lambda c: c["text_config"].update(hidden_size=0), "hidden_size of text_config is '0'"),
         (lambda c: c["text_config"].update(head_dim=10**17), "a model that can't be built"),
-        (lambda c: c["timm_model_kwargs"][0].update(depth=10**6), "config.json asks for 1,000,008 layers"),
+        (lambda c: c["timm_model_kwargs"][0].update(depth=10**6), "config.json describes 1,000,008 layers"),
         (lambda c: c["timm_model_kwargs"][0].update(num_heads=0), "num_heads of vit_large"),
         (lambda c: c["timm_model_kwargs"][0].update(mlp_ratio="x"), "mlp_ratio of vit_large"),
-        (lambda c: c["timm_model_kwargs"][0].update(num_heads=3), "embed_dim 128 of vit_large.* is no multiple of"),
+        (lambda c: c["timm_model_kwargs"][0].update(num_heads=3), "embed_dim 128 of vit_large.* is not a multiple of"),
     ],
 )
-def test_a_config_asks_for_no_more_than_the_files_hold(folder, change, reason):
+def test_a_config_far_larger_than_its_files_is_refused(folder, change, reason):
     edit(folder / "config.json", change)
     message = refusal(folder)
     assert re.search(reason, message), message
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_named_as_such(folder):
 
 def test_a_component_file_without_tensors_is_refused(tmp_path):
     torch.save({}, tmp_path / "action_head--5_checkpoint.pt")
-    with pytest.raises(ValueError, match="is no file of named tensors: it is empty"):
+    with pytest.raises(ValueError, match="does not contain named tensors: it is empty"):
         read_component(tmp_path, "action_head")
 
 
@@ -139,8 +139,8 @@ def test_a_component_file_without_tensors_is_refused(tmp_path):
     ("content", "reason"),
     [
         ({"means": [[0.5] * 3] * 2, "stds": [[0.0] * 3] * 2}, "stds above 0, got"),
-        ({"means": [[float("nan")] * 3] * 2, "stds": [[0.5] * 3] * 2}, "must be numbers"),
-        ({"means": [[None] * 3] * 2, "stds": [[0.5] * 3] * 2}, "must be numbers"),
+        ({"means": [[float("nan")] * 3] * 2, "stds": [[0.5] * 3] * 2}, "must be numeric"),
+        ({"means": [[None] * 3] * 2, "stds": [[0.5] * 3] * 2}, "must be numeric"),
         ({"means": 7, "stds": [1]}, "must be lists"),
     ],
 )
@@ -164,8 +164,8 @@ def statistics(**action) -> dict:
         ({"q01": [*[-1.0] * 5, float("nan"), -1.0]}, "q01 is nan and q99 is 1.0 in dimension 5"),
         ({"q99": [*[1.0] * 3, -2.0, *[1.0] * 3]}, r"q99 \(-2.0\) is not larger than q01 \(-1.0\) in dimension 3"),
         ({"q99": [-1.0, *[1.0] * 6]}, r"q99 \(-1.0\) is not larger than q01 \(-1.0\) in dimension 0"),
-        ({"q01": ["a"] * 7}, "holds more than numbers"),
-        ({"mask": ["no"] * 7}, "holds more than numbers"),
+        ({"q01": ["a"] * 7}, "contains a value that is not numeric"),
+        ({"mask": ["no"] * 7}, "contains a value that is not numeric"),
     ],
 )
 def test_statistics_that_give_no_units_are_refused_with_file_key_and_dimension(folder, action, reason):
@@ -174,7 +174,7 @@ def test_statistics_that_give_no_units_are_refused_with_file_key_and_dimension(f
     with pytest.raises(UsageError, match=reason) as refused:
         policy.use_statistics("mine", "tabletop_easy")
     assert "'mine'" in str(refused.value)
-    if "numbers" not in reason:
+    if "numeric" not in reason:
         assert str(folder / "dataset_statistics.json") in str(refused.value)
 
 

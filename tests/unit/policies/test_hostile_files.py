@@ -89,7 +89,7 @@ def test_a_component_file_that_would_run_code_is_refused(tmp_path, payload, writ
 )
 def test_a_component_file_of_something_else_is_refused(tmp_path, content, what):
     torch.save(content, tmp_path / "action_head--5_checkpoint.pt")
-    with pytest.raises(ValueError, match=rf"action_head--5_checkpoint\.pt is no file of named tensors: .*{what}"):
+    with pytest.raises(ValueError, match=rf"action_head--5_checkpoint\.pt does not contain named tensors: .*{what}"):
         read_component(tmp_path, "action_head")
 
 
@@ -180,7 +180,7 @@ def test_a_reward_models_pickle_is_not_read(tmp_path, payload):
         load_reward_model(str(tmp_path / "judge"), torch.device("cpu"), "outcome", 4)
 
 
-def test_a_reward_models_code_is_not_run_and_not_asked_about(tmp_path, monkeypatch):
+def test_a_reward_models_code_is_not_run_and_no_prompt_is_shown(tmp_path, monkeypatch):
     judge = tmp_path / "judge"
     judge.mkdir()
     (judge / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}')

@@ -13,7 +13,7 @@ from vlarl.policies.openvla.checkpoint import read_policy
 
 @pytest.fixture
 def published(hub: FakeHub, checkpoint: Path) -> Path:
-    """The fixture's checkpoint on the hub as open/vla, with files beside it that nobody wants."""
+    """The fixture's checkpoint on the hub as open/vla, with files beside it that are not needed."""
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     extra = {
         "pytorch_model.bin": b"pickle",
@@ -52,7 +52,7 @@ def test_a_revision_is_taken_by_name_and_by_commit(hub, published):
         folder = checkpoint_folder(f"open/vla@{revision}")
         assert folder.name == repo.commit("v1.0")
         assert (folder / "dataset_statistics.json").read_bytes() == b"{}"
-    with pytest.raises(UsageError, match=r"open/vla is no folder here.*no revision 'v2'.*/open/vla/tree/main"):
+    with pytest.raises(UsageError, match=r"open/vla is not a directory here.*no revision 'v2'.*/open/vla/tree/main"):
         checkpoint_folder("open/vla@v2")
 
 

@@ -114,8 +114,8 @@ def test_any_queries_see_the_same(columns, padded, causal, flash_attn):
     q = torch.randn(2, 4, stop - start, 8, generator=generator)
     k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(2))
     seen = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], dtype=torch.bool) if padded else None
-    sight = AttentionMask(start, stop, 6, seen, causal)
-    eager = prepare("eager", sight, q.device)
+    mask = AttentionMask(start, stop, 6, seen, causal)
+    eager = prepare("eager", mask, q.device)
     real = torch.ones(2, stop - start, dtype=torch.bool) if seen is None else seen[:, start:stop]
 
     def mixed(attend, *tensors: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def test_any_queries_see_the_same(columns, padded, causal, flash_attn):
         exact = mixed(eager, q.double(), k.double(), v.double())
     judge = FloatJudge.of(exact, mixed(eager, q, k, v), scale=float(v.abs().max()))
     for name in ("sdpa", "flash_attention_2"):
-        judge.check(mixed(prepare(name, sight, q.device), q, k, v))
+        judge.check(mixed(prepare(name, mask, q.device), q, k, v))
 
 
 def test_flash_is_differentiable(flash_attn):

@@ -1,4 +1,4 @@
-"""Layers computed again in the backward pass: the same numbers, less remembered."""
+"""Layers recomputed in the backward pass: the same values, fewer saved activations."""
 
 import pytest
 import torch

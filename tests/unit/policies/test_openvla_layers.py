@@ -82,7 +82,7 @@ def test_padded_rows_equal_the_librarys(family):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("read", [slice(0, 7), slice(3, 6), slice(4, 7), slice(6, 7)])
 @pytest.mark.parametrize("padded", [True, False])
-def test_reading_some_columns_equals_the_librarys_answer_there(family, causal, read, padded):
+def test_reading_some_columns_equals_the_librarys_output_there(family, causal, read, padded):
     fast, library = fast_and_library(FAMILIES[family])
     embeds = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0))
     seen = torch.tensor([[1, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool) if padded else None

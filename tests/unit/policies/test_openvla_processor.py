@@ -132,7 +132,7 @@ def test_the_pipeline_runs_its_steps_in_order():
     np.testing.assert_array_equal(cropped, center_crop(bicubic_resize(image, 56, "resize-naive", (0, 0, 0))))
 
 
-def test_threads_share_the_pictures_and_change_nothing(observe):
+def test_threads_divide_the_images_and_change_nothing(observe):
     policy = init_tiny()
     policy.processor.images = ImagePipeline(jpeg=True, resize="lanczos3", center_crop=True)
     observations = [observe(seed, size=70 + seed) for seed in range(9)]
@@ -151,7 +151,7 @@ def test_threads_share_the_pictures_and_change_nothing(observe):
     used.clear()
     policy.processor.images = ImagePipeline()
     policy.process([observe(seed, size=56) for seed in range(9)])
-    assert used == {get_ident()}, "pictures that are drawn as the model reads them are not worth a thread"
+    assert used == {get_ident()}, "images that already have the model's size are not worth a thread"
 
 
 def test_lanczos_and_crop_keep_what_they_must():
@@ -183,7 +183,7 @@ def test_bad_observations_are_refused(observe):
         two.process([])
     observation = observe(0)
     observation = type(observation)(observation.images, observation.proprio[:5], "x")
-    with pytest.raises(ValueError, match="5 numbers, this policy reads 8"):
+    with pytest.raises(ValueError, match="5 values, this policy reads 8"):
         init_tiny().process([observation])
     floats = type(observation)(observation.images / 255.0, observation.proprio, "x")
     with pytest.raises(ValueError, match="must be uint8"):

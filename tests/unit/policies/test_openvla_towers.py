@@ -74,7 +74,7 @@ def test_pixel_statistics_of_the_preprocessor_win(tmp_path):
     (tower,) = read_config(tmp_path).towers
     assert (tower.mean, tower.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"means": [[0.1]], "stds": [[0.4]]}))
-    with pytest.raises(ValueError, match="preprocessor_config.json: means and stds must be three numbers"):
+    with pytest.raises(ValueError, match="preprocessor_config.json: means and stds must be three values"):
         read_config(tmp_path)
 
 

@@ -354,7 +354,7 @@ def test_views_and_transposes_are_written(tmp_path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-def test_files_have_the_mode_that_the_umask_asks_for(umask, mode, tmp_path):
+def test_files_have_the_mode_that_the_umask_sets(umask, mode, tmp_path):
     previous = os.umask(umask)
     try:
         for _ in range(2):  # new, and in place of an old one

@@ -182,7 +182,7 @@ def test_adapters_on_top_learn_and_leave_the_base_alone(folder, bits, prepare, o
 def test_a_missing_package_and_other_bits_are_told(monkeypatch):
     with torch.device("meta"):
         model = OpenVLAModel(tiny_config())
-    with pytest.raises(ValueError, match="a base in 3 bits is not possible: take 4 or 8"):
+    with pytest.raises(ValueError, match="a base in 3 bits is not possible: use 4 or 8"):
         quantize_linears(model, 3)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)

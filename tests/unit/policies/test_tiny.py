@@ -63,7 +63,7 @@ def test_every_trainable_weight_gets_a_gradient(decoder, observe):
     assert {n.split(".")[3] for n in unused} == {"blocks", "norm", "attn_pool"}
 
 
-def test_fresh_image_tokens_differ_by_place_more_than_they_share():
+def test_fresh_image_tokens_differ_by_position_more_than_they_agree():
     policy = init_tiny("parallel")
     pixels = torch.full((1, 1, 3, 56, 56), 90, dtype=torch.uint8)
     tokens = policy.model.embed_images(pixels)[0]

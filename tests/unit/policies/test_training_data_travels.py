@@ -105,7 +105,7 @@ def published(hub: FakeHub, base: Path) -> FakeHub:
     return hub
 
 
-def test_the_hub_is_asked_before_the_weights_are_downloaded(published, tmp_path, monkeypatch, capsys):
+def test_the_hub_is_queried_before_the_weights_are_downloaded(published, tmp_path, monkeypatch, capsys):
     data = hub_training_data("open/vla")
     assert data == TrainingData((BASE,), ("some/hub-id",)) and data.said_by == "open/vla/training_data.json"
     assert not [request for request in published.requests if "safetensors" in request]

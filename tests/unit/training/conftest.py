@@ -28,8 +28,8 @@ def build() -> Callable[[OpenVLAPolicy, Config], Learner]:
 
 
 @pytest.fixture
-def lesson() -> Callable[[Learner, Sequence[Trajectory]], TrainBatch]:
-    """lesson(learner, episodes): a batch with random advantages, and value targets where the algorithm has a critic."""
+def learner_batch() -> Callable[[Learner, Sequence[Trajectory]], TrainBatch]:
+    """learner_batch(learner, episodes): a batch with random advantages, and value targets if there is a critic."""
 
     def make(learner: Learner, episodes: Sequence[Trajectory]) -> TrainBatch:
         rng = np.random.default_rng(1)

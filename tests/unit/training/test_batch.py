@@ -81,7 +81,7 @@ def test_microbatches_keep_order_and_lose_nothing():
 
 @pytest.fixture
 def three_episodes(policy, trajectory):
-    """Episodes of 3, 1 and 2 decisions with 6, 1 and 4 executed steps; numbers say where they come from."""
+    """Episodes of 3, 1 and 2 decisions with 6, 1 and 4 executed steps; values encode where they come from."""
     episodes = [
         trajectory([[0] * 3] * 3, num_executed=[3, 1, 2], seed=1),
         trajectory([[0] * 3], num_executed=[1], seed=2),
@@ -90,8 +90,8 @@ def three_episodes(policy, trajectory):
 
     def build(columns: int):
         counts = [len(e.transitions) for e in episodes]
-        numbers = [np.float32([[10 * t + v for v in range(columns)] for t in range(count)]) for count in counts]
-        return build_batch([Estimate(e, n, n, n) for e, n in zip(episodes, numbers, strict=True)], policy)
+        values = [np.float32([[10 * t + v for v in range(columns)] for t in range(count)]) for count in counts]
+        return build_batch([Estimate(e, v, v, v) for e, v in zip(episodes, values, strict=True)], policy)
 
     return build
 

@@ -125,9 +125,9 @@ def test_the_newest_checkpoint_is_the_one_furthest_on(tmp_path, learner):
     assert store.latest() == tmp_path / "step_000008"
 
 
-def test_a_restored_learner_goes_on_to_the_bit(tmp_path, learner, config, act, teach):
-    """Weights, critic, moments, counters and random numbers."""
-    batches = [teach(learner.policy, act(learner.policy)) for _ in range(1)]
+def test_a_restored_learner_continues_bit_for_bit(tmp_path, learner, config, act, policy_batch):
+    """Weights, critic, optimizer state, counters and random numbers."""
+    batches = [policy_batch(learner.policy, act(learner.policy)) for _ in range(1)]
     learner.update(batches[0], 1, nothing)
     torch.manual_seed(7)
     torch.rand(3)
@@ -153,7 +153,7 @@ def test_a_restored_learner_goes_on_to_the_bit(tmp_path, learner, config, act, t
             assert all(torch.equal(mine.state[p][key], yours.state[q][key]) for key in mine.state[p])
 
 
-def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, build, lesson, act):
+def test_critic_average_and_coefficient_continue_bit_for_bit(tmp_path, configure, build, learner_batch, act):
     """A separate critic, an average of the weights, an adaptive KL coefficient and the reference it is measured by."""
     init_tiny("parallel", seed=3).save(tmp_path / "base")
     config = configure(
@@ -168,7 +168,7 @@ def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, bu
     episodes = act(learner.policy)
 
     def advance(learner: Learner, iteration: int):
-        return learner.update(lesson(learner, learner.with_reference(episodes)), iteration, nothing)
+        return learner.update(learner_batch(learner, learner.with_reference(episodes)), iteration, nothing)
 
     advance(learner, 1)
     store = store_at(tmp_path / "checkpoints")
@@ -187,7 +187,7 @@ def test_critic_average_and_coefficient_go_on_to_the_bit(tmp_path, configure, bu
 
     other = build(load_policy(folder), config)
     restore(other, folder)
-    assert torch.equal(torch.get_rng_state(), drawn), "loading the reference draws nothing that counts"
+    assert torch.equal(torch.get_rng_state(), drawn), "loading the reference does not advance the generators"
     assert advance(other, 2) == expected
     assert other.average.num_updates == 4
     assert other.kl.coef == learner.kl.coef
@@ -230,11 +230,11 @@ def as_written_before(folder: Path) -> None:
     save_file(tensors, folder / TENSORS)
 
 
-def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, lesson, act):
+def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, learner_batch, act):
     """Its average counts as one of as many updates as the run had optimizer steps."""
     config = configure(ema={"beta": 0.9}, optim={"lr": 1e-3, "minibatches": 2}, algorithm={"epochs": 1})
     learner = build(init_tiny("parallel", seed=3), config)
-    learner.update(lesson(learner, act(learner.policy)), 1, nothing)
+    learner.update(learner_batch(learner, act(learner.policy)), 1, nothing)
     torch.manual_seed(7)
     state = TrainerState(iteration=1, optimizer_steps=2, ema_return=0.5, best_ema_return=0.5, best_iteration=1)
     folder = store_at(tmp_path).save("step_000001", learner, state)
@@ -249,7 +249,7 @@ def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, lesson, act)
 
 
 class FakeGenerator:
-    """A device's generator: its state is two numbers."""
+    """A device's generator: its state is two values."""
 
     def __init__(self, state: tuple[int, int]) -> None:
         self.state = list(state)
@@ -316,8 +316,8 @@ def test_weights_that_are_not_finite_or_absurd_are_never_saved(tmp_path, learner
     load_policy(kept)
 
 
-def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, teach):
-    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, policy_batch):
+    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
     folder = store_at(tmp_path).save("final", learner, TrainerState(iteration=1))
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
@@ -340,8 +340,8 @@ def test_damaged_counters_are_named(tmp_path, learner, text):
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 2000])
-def test_truncated_moments_are_named(tmp_path, learner, act, teach, keep_bytes):
-    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+def test_truncated_optimizer_state_is_named(tmp_path, learner, act, policy_batch, keep_bytes):
+    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
     folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
     path = folder / TENSORS
     path.write_bytes(path.read_bytes()[:keep_bytes])
@@ -389,8 +389,8 @@ def first(tensors: dict[str, torch.Tensor], ending: str) -> str:
         (lambda t: t.update({"rng.cpu.0": torch.zeros(4)}), r"rng.cpu.0 is float32\[4\], and this run needs uint8"),
     ],
 )
-def test_moments_that_do_not_fit_are_named(tmp_path, learner, act, teach, change, reason):
-    learner.update(teach(learner.policy, act(learner.policy)), 1, nothing)
+def test_optimizer_state_that_does_not_fit_is_named(tmp_path, learner, act, policy_batch, change, reason):
+    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
     folder = rewritten(store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1)), change)
     with pytest.raises(UsageError, match=rf"step_000001 is damaged \(.*{reason}.*move it away"):
         restore(learner, folder)
@@ -440,7 +440,7 @@ def test_a_list_of_checksums_that_is_not_one_is_named(tmp_path, learner):
             load_policy(folder)
 
 
-def test_weights_that_are_written_anew_into_a_folder_have_no_old_checksums(tmp_path, learner):
+def test_weights_that_are_written_again_into_a_folder_have_no_old_checksums(tmp_path, learner):
     folder = store_at(tmp_path).save("final", learner, TrainerState(iteration=1))
     learner.policy.save(folder)
     assert not (folder / "checksums.json").exists()

@@ -143,7 +143,7 @@ def test_a_power_cut_never_leaves_a_checkpoint_that_is_newer_than_its_average(tm
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_rename_that_fails_does_not_cost_the_old_one_when_the_next_save_begins(tmp_path, monkeypatch, failing):
-    """The process goes on after the error: a run that fails saves once more."""
+    """The process continues after the error: a run that fails saves once more."""
     store, rename, calls = CheckpointStore(with_old_one(tmp_path), 2), os.rename, []
 
     def refused(*arguments, **named):

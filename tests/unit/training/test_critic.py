@@ -38,12 +38,12 @@ def adapted(tmp_path):
 
 @pytest.mark.parametrize("kind", ["head", "separate"])
 @pytest.mark.parametrize(("level", "count"), [("chunk", 1), ("step", 4), ("token", 28)])
-def test_values_come_as_the_level_wants_them(act, lesson, configure, build, kind, level, count):
+def test_values_come_as_the_level_wants_them(act, learner_batch, configure, build, kind, level, count):
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(algorithm=PPO | {"gae_level": level}, critic={"kind": kind}))
     episodes = act(policy)
     assert [v.shape for v in learner.values(episodes)] == [(3, count), (4, count), (2, count)]
-    result = learner.update(lesson(learner, episodes), 1, nothing)
+    result = learner.update(learner_batch(learner, episodes), 1, nothing)
     assert result.num_optimizer_steps == 1 and result.metrics["value_loss"] > 0
 
 
@@ -64,13 +64,13 @@ def test_a_critic_of_another_level_is_replaced_and_said_to_be(tmp_path, configur
     assert load_policy(tmp_path / "new").value_head.num_values == 4
 
 
-def test_value_loss_counts_executed_steps_alone(act, lesson, configure, build):
+def test_value_loss_counts_executed_steps_alone(act, learner_batch, configure, build):
     """Targets of steps that never ran may be anything."""
     outcomes = []
     for garbage in (0.0, 1e6):
         policy = init_tiny("parallel", seed=3)
         learner = build(policy, configure(algorithm=PPO | {"gae_level": "step"}, critic={"lr": 1e-2}))
-        batch = lesson(learner, act(policy))
+        batch = learner_batch(learner, act(policy))
         assert not batch.value_mask.all()
         batch = replace(batch, returns=batch.returns.masked_fill(~batch.value_mask, garbage))
         metrics = learner.update(batch, 1, nothing).metrics
@@ -79,12 +79,12 @@ def test_value_loss_counts_executed_steps_alone(act, lesson, configure, build):
     assert all(torch.equal(outcomes[0][2][name], outcomes[1][2][name]) for name in outcomes[0][2])
 
 
-def test_a_warm_up_of_the_head_sends_nothing_through_the_trunk(policy, act, lesson, configure, build):
+def test_a_warm_up_of_the_head_sends_nothing_through_the_trunk(policy, act, learner_batch, configure, build):
     learner = build(policy, configure(algorithm=PPO | {"value_init_steps": 1}, critic={"lr": 1e-2}))
     reached = []
     for parameter in trained_weights(policy).values():
         parameter.register_hook(lambda gradient: reached.append(1))
-    before, batch = snapshot(policy), lesson(learner, act(policy))
+    before, batch = snapshot(policy), learner_batch(learner, act(policy))
     learner.update(batch, 1, nothing)
     assert not reached and all(p.grad is None for p in trained_weights(policy).values())
     assert changed(policy, before) and all(name.startswith("value_head.") for name in changed(policy, before))
@@ -92,7 +92,7 @@ def test_a_warm_up_of_the_head_sends_nothing_through_the_trunk(policy, act, less
     assert reached, "afterwards the value loss reaches the trunk again"
 
 
-def test_a_frozen_base_is_shared_and_adapters_are_not(adapted, act, lesson, configure, build):
+def test_a_frozen_base_is_shared_and_adapters_are_not(adapted, act, learner_batch, configure, build):
     learner = build(adapted, configure(algorithm=PPO, critic={"kind": "separate", "lr": 1e-3}, optim={"lr": 1e-3}))
     critic, own = learner.critic, dict(adapted.named_parameters())
     for name, parameter in critic.named_parameters():
@@ -105,14 +105,14 @@ def test_a_frozen_base_is_shared_and_adapters_are_not(adapted, act, lesson, conf
             assert parameter is own[name]
     assert any(not torch.equal(p, own[n]) for n, p in critic.named_parameters() if "lora_A" in n)
     policy_before, critic_before = snapshot(adapted), snapshot(critic)
-    learner.update(lesson(learner, act(adapted)), 1, nothing)
+    learner.update(learner_batch(learner, act(adapted)), 1, nothing)
     assert changed(adapted, policy_before) and all(".lora_" in name for name in changed(adapted, policy_before))
     moved = changed(critic, critic_before)
     assert any(".lora_" in name for name in moved) and any(name.startswith("value_head.") for name in moved)
     assert all(".lora_" in name or name.startswith("value_head.") for name in moved)
 
 
-def test_adapters_that_learnt_before_are_no_part_of_the_critic(adapted, observation, configure, build):
+def test_adapters_that_were_trained_before_are_not_in_the_critic(adapted, observation, configure, build):
     plain = adapted.process([observation(0)])
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -125,7 +125,7 @@ def test_adapters_that_learnt_before_are_no_part_of_the_critic(adapted, observat
     judge.check(learner.critic.score(plain, ids).logits)
 
 
-def test_fully_trained_networks_share_nothing_that_is_trained(policy, act, lesson, configure, build):
+def test_fully_trained_networks_share_nothing_that_is_trained(policy, act, learner_batch, configure, build):
     policy.freeze("vision")
     config = configure(
         algorithm=PPO | {"value_init_steps": 1}, critic={"kind": "separate", "lr": 1e-3}, optim={"lr": 1e-3}
@@ -134,7 +134,11 @@ def test_fully_trained_networks_share_nothing_that_is_trained(policy, act, lesso
     own = dict(policy.named_parameters())
     shared = {name for name, p in learner.critic.named_parameters() if name in own and p is own[name]}
     assert shared and all("vision_backbone" in name for name in shared)
-    batch, policy_before, critic_before = lesson(learner, act(policy)), snapshot(policy), snapshot(learner.critic)
+    batch, policy_before, critic_before = (
+        learner_batch(learner, act(policy)),
+        snapshot(policy),
+        snapshot(learner.critic),
+    )
     learner.update(batch, 1, nothing)
     assert changed(policy, policy_before) == set() and not learner.optimizer.state
     assert all(p.grad is None for p in policy.parameters())
@@ -144,7 +148,7 @@ def test_fully_trained_networks_share_nothing_that_is_trained(policy, act, lesso
     assert any(name.startswith("model.") for name in changed(policy, policy_before))
 
 
-def test_the_critic_has_a_learning_rate_schedule_and_warm_up_of_its_own(policy, act, lesson, configure, build):
+def test_the_critic_has_a_learning_rate_schedule_and_warm_up_of_its_own(policy, act, learner_batch, configure, build):
     config = configure(
         run={"iterations": 6},
         algorithm=PPO | {"value_init_steps": 2},
@@ -170,9 +174,9 @@ def test_by_default_the_critic_follows_the_policys_schedule(policy, configure, b
 
 
 @pytest.mark.parametrize("broken", ["policy", "critic"])
-def test_a_broken_gradient_of_either_network_stops_both(policy, act, lesson, configure, build, broken):
+def test_a_broken_gradient_of_either_network_stops_both(policy, act, learner_batch, configure, build, broken):
     learner = build(policy, configure(algorithm=PPO, critic={"kind": "separate"}, optim={"lr": 1e-3}))
-    batch = lesson(learner, act(policy))
+    batch = learner_batch(learner, act(policy))
     column = "advantages" if broken == "policy" else "returns"
     bad = replace(batch, **{column: getattr(batch, column) * float("nan")})
     policy_before, critic_before = snapshot(policy), snapshot(learner.critic)
@@ -184,7 +188,7 @@ def test_a_broken_gradient_of_either_network_stops_both(policy, act, lesson, con
     assert good.metrics["grad_norm"] > 0 and good.metrics["critic_grad_norm"] > 0
 
 
-def test_a_separate_critic_learns_its_targets(act, lesson, configure, build):
+def test_a_separate_critic_learns_its_targets(act, learner_batch, configure, build):
     policy = init_tiny("parallel", seed=3)
     config = configure(
         run={"iterations": 100},
@@ -192,6 +196,6 @@ def test_a_separate_critic_learns_its_targets(act, lesson, configure, build):
         critic={"kind": "separate", "lr": 1e-3},
     )
     learner = build(policy, config)
-    batch = lesson(learner, act(policy))
+    batch = learner_batch(learner, act(policy))
     losses = [learner.update(batch, n, nothing).metrics["value_loss"] for n in range(1, 13)]
     assert losses[-1] < 0.1 * losses[0]

@@ -25,7 +25,9 @@ def dropped(tmp_path):
     return tmp_path / "adapter"
 
 
-def test_an_adapter_that_was_trained_with_dropout_goes_on_without_it(dropped, act, teach, configure, build, caplog):
+def test_an_adapter_that_was_trained_with_dropout_continues_without_it(
+    dropped, act, policy_batch, configure, build, caplog
+):
     policy = load_policy(dropped)
     policy.prepare_training(PolicyConfig(), LoraConfig(), seed=1)
     policy.train()
@@ -33,7 +35,7 @@ def test_an_adapter_that_was_trained_with_dropout_goes_on_without_it(dropped, ac
     with caplog.at_level(logging.WARNING):
         learner = build(policy, configure(algorithm={"epochs": 1}))
     assert "trained with dropout (0.5), which RL does not use" in caplog.text
-    result = learner.update(teach(policy, act(policy)), 1, lambda done, planned: None)
+    result = learner.update(policy_batch(policy, act(policy)), 1, lambda done, planned: None)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
     assert not any(isinstance(m, nn.Dropout) for m in policy.modules())
 

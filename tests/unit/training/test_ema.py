@@ -57,8 +57,8 @@ def test_the_first_weights_are_no_part_of_the_average_once_others_were_seen():
         torch.testing.assert_close(averaged, torch.full_like(averaged, expected), atol=1e-5, rtol=0)
 
 
-def test_a_learner_averages_after_every_step_that_it_takes(policy, act, lesson, configure, build):
-    """Each of four steps counts twice the one before; frozen weights and the critic are no part of it."""
+def test_a_learner_averages_after_every_step_that_it_takes(policy, act, learner_batch, configure, build):
+    """Each of four steps counts twice the one before; frozen weights and the critic are excluded."""
     policy.freeze("vision")
     config = configure(
         algorithm={"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1},
@@ -67,7 +67,7 @@ def test_a_learner_averages_after_every_step_that_it_takes(policy, act, lesson, 
     )
     learner = build(policy, config)
     assert not any("vision" in n or n.startswith("value_head") for n in learner.average.weights)
-    batch, start = lesson(learner, act(policy)), weights(policy)
+    batch, start = learner_batch(learner, act(policy)), weights(policy)
     learner.update(batch, 1, nothing)
     for name, average in learner.average.weights.items():
         assert torch.equal(average, start[name]), "a critic's warm-up doesn't count"
@@ -103,7 +103,7 @@ def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observat
     assert all(torch.equal(average, averages[name]) for name, average in learner.average.weights.items())
 
 
-def test_without_being_asked_the_newest_weights_are_evaluated(configure, build):
+def test_by_default_the_newest_weights_are_evaluated(configure, build):
     policy = init_tiny("parallel", seed=1)
     learner = build(policy, configure(ema={"beta": 0.9}))
     for average in learner.average.weights.values():

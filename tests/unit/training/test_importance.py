@@ -117,11 +117,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_is_the_weighted_one_of_the_log_probs(act, lesson, configure, build, case):
+def test_the_gradient_is_the_weighted_one_of_the_log_probs(act, learner_batch, configure, build, case):
     """At a ratio of 1 it is -A w times the gradient of log pi, with weights by hand; the cap is hit by every fourth."""
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(algorithm=CASES[case] | TRUNCATED, critic={"kind": "separate"}))
-    batch, weights = made_stale(policy, lesson(learner, act(policy)))
+    batch, weights = made_stale(policy, learner_batch(learner, act(policy)))
     assert not batch.mask.all()
     if case == "chunk":  # tokens that share a ratio share the mean of their weights
         weights = torch.where(batch.mask, weights, 0.0).sum(dim=1, keepdim=True)  # each of as many: their mean
@@ -133,8 +133,8 @@ def test_the_gradient_is_the_weighted_one_of_the_log_probs(act, lesson, configur
     assert float((gradient - expected).norm()) < 1e-5 * float(expected.norm())
 
 
-def test_the_update_says_how_stale_tokens_were_weighted(policy, act, teach, configure, build):
-    batch, weights = made_stale(policy, teach(policy, act(policy)))
+def test_the_update_reports_how_stale_tokens_were_weighted(policy, act, policy_batch, configure, build):
+    batch, weights = made_stale(policy, policy_batch(policy, act(policy)))
     config = configure(algorithm=TRUNCATED | {"epochs": 1}, optim={"microbatch_size": 4})
     metrics = build(policy, config).update(batch, 1, nothing).metrics
     executed = weights[batch.mask]
@@ -147,12 +147,12 @@ def test_the_update_says_how_stale_tokens_were_weighted(policy, act, teach, conf
 
 
 @pytest.mark.parametrize("importance", ["none", "auto"])
-def test_without_the_correction_the_engines_log_probs_change_nothing(act, teach, configure, build, importance):
+def test_without_the_correction_the_engines_log_probs_change_nothing(act, policy_batch, configure, build, importance):
     """To the last bit; and `auto` is none where rollouts wait for updates."""
     after = []
     for stale in (False, True):
         policy = init_tiny("parallel", seed=3)
-        batch = teach(policy, act(policy))
+        batch = policy_batch(policy, act(policy))
         batch = made_stale(policy, batch)[0] if stale else batch
         config = configure(algorithm={"importance": importance}, optim={"lr": 1e-3, "minibatches": 2})
         metrics = build(policy, config).update(batch, 1, nothing).metrics
@@ -165,9 +165,9 @@ def test_without_the_correction_the_engines_log_probs_change_nothing(act, teach,
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_what_the_policy_itself_sampled_has_weight_one(policy, act, teach, configure, build, temperature):
+def test_what_the_policy_itself_sampled_has_weight_one(policy, act, policy_batch, configure, build, temperature):
     config = configure(rollout={"temperature": temperature}, algorithm=TRUNCATED)
-    batch = teach(policy, act(policy, temperature))
+    batch = policy_batch(policy, act(policy, temperature))
     metrics, learner = WeightedMeans(), build(policy, config)
     weighted = learner._with_old_logprobs(batch, [torch.arange(len(batch))], metrics)
     torch.testing.assert_close(weighted.advantages, batch.advantages, rtol=1e-5, atol=0)
@@ -188,7 +188,7 @@ def test_the_expected_gradient_on_stale_data_comes_back_to_the_one_on_policy(
 ):
     """Expectations are exact: tokens of a parallel policy are independent, so one row for each bin holds them all.
 
-    `num_capped`: bounds of the share of tokens at the cap; `remaining`: of the distance that the correction may leave.
+    `num_capped`: bounds of the fraction of tokens at the cap; `remaining`: of the distance that the correction may leave.
     """
     sampler = init_tiny("parallel", seed=3, chunk_length=1)
     policy = copy.deepcopy(sampler).requires_grad_(False)

@@ -29,12 +29,12 @@ def changed(policy: OpenVLAPolicy, before: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 @pytest.mark.parametrize("sharpness", [1.0, 10.0])
-def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, temperature, sharpness, build):
+def test_the_ratio_is_one_on_the_first_minibatch(policy, act, policy_batch, configure, temperature, sharpness, build):
     """Also for a policy that is sure of itself, whose logits are ten times larger."""
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(sharpness)
     config = configure(rollout={"temperature": temperature}, optim={"lr": 1e-3, "microbatch_size": 4})
-    batch = teach(policy, act(policy, temperature))
+    batch = policy_batch(policy, act(policy, temperature))
     assert not batch.inputs.attention_mask.all(), "prompts must be ragged"
     allowed = logprob_judge(policy, batch.inputs, batch.token_ids, temperature).apart(LOGPROB_FACTOR)
     result = build(policy, config).update(batch, 1, nothing)
@@ -45,8 +45,8 @@ def test_the_ratio_is_one_on_the_first_minibatch(policy, act, teach, configure, 
     assert result.metrics["ratio_max"] > 1 + 1e-4, "the second epoch has moved"
 
 
-def test_each_decision_is_scored_once_before_the_first_step_however_few_there_are(act, teach, configure, build):
-    """With fewer rows than minibatches, the second epoch is no part of the first."""
+def test_each_decision_is_scored_once_before_the_first_step_however_few_there_are(act, policy_batch, configure, build):
+    """With fewer rows than minibatches, the second epoch is not part of the first."""
     from vlarl.policies.tiny import init_tiny
 
     class Counting:
@@ -54,7 +54,7 @@ def test_each_decision_is_scored_once_before_the_first_step_however_few_there_ar
 
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(optim={"minibatches": 8}, algorithm={"epochs": 2}))
-    batch = teach(policy, act(policy, lengths=(2,)))
+    batch = policy_batch(policy, act(policy, lengths=(2,)))
     with_old, seen = learner._with_old_logprobs, Counting()
 
     def counted(batch, first_epoch, metrics):
@@ -67,16 +67,16 @@ def test_each_decision_is_scored_once_before_the_first_step_however_few_there_ar
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
-def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, teach, configure, temperature, build):
+def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, policy_batch, configure, temperature, build):
     config = configure(rollout={"temperature": temperature}, algorithm={"old_logprobs": "engine"})
-    batch = teach(policy, act(policy, temperature))
+    batch = policy_batch(policy, act(policy, temperature))
     allowed = logprob_judge(policy, batch.inputs, batch.token_ids, temperature).apart(LOGPROB_FACTOR)
     result = build(policy, config).update(batch, 1, nothing)
     assert result.metrics["ratio_first_minibatch_error"] <= allowed + EPS
 
 
-def test_another_temperature_in_the_learner_would_show(policy, act, teach, configure, build):
-    batch = teach(policy, act(policy, temperature=1.6))
+def test_another_temperature_in_the_learner_would_show(policy, act, policy_batch, configure, build):
+    batch = policy_batch(policy, act(policy, temperature=1.6))
     start = copy.deepcopy(policy)
     config = configure(rollout={"temperature": 1.0}, algorithm={"old_logprobs": "engine"})
     assert build(policy, config).update(batch, 1, nothing).metrics["ratio_first_minibatch_error"] > 1e-3
@@ -99,7 +99,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(("loss", "critic"), [*((loss, "head") for loss in LOSSES), ("ppo, tokens", "separate")])
-def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, configure, build, loss, critic):
+def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, learner_batch, configure, build, loss, critic):
     def built(size: int) -> Learner:
         config = configure(
             algorithm=LOSSES[loss],
@@ -109,7 +109,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, c
         return build(copy.deepcopy(policy), config)
 
     acting = built(100)
-    batch = lesson(acting, act(acting.policy))
+    batch = learner_batch(acting, act(acting.policy))
     assert len(set(batch.mask.sum(dim=1).tolist())) == (2 if policy.chunk_length > 1 else 1)
     rows = torch.tensor([0, 1, 5, 4, 3, 2])
     strayed = 0.02 * torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0))
@@ -131,13 +131,13 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, lesson, c
         check_gradients(gradients(size), exact, plain)
 
 
-def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure, build):
+def test_tokens_past_the_end_do_not_move_the_weights(act, policy_batch, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     outcomes = []
     for garbage in (None, float("nan")):
         policy = init_tiny("parallel", seed=3)
-        batch = teach(policy, act(policy))
+        batch = policy_batch(policy, act(policy))
         if garbage is not None:
             batch = replace(batch, old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, garbage))
         result = build(policy, configure(optim={"lr": 1e-3})).update(batch, 1, nothing)
@@ -148,8 +148,8 @@ def test_tokens_past_the_end_do_not_move_the_weights(act, teach, configure, buil
     assert all(torch.equal(clean[name], dirty[name]) for name in clean)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach, configure, build):
-    batch = teach(policy, act(policy))
+def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, policy_batch, configure, build):
+    batch = policy_batch(policy, act(policy))
     broken = replace(batch, advantages=batch.advantages.masked_fill(batch.mask, float("nan")))
     learner, before = build(policy, configure(optim={"lr": 1e-3})), weights(policy)
     result = learner.update(broken, 1, nothing)
@@ -161,11 +161,11 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, teach
     assert changed(policy, before)
 
 
-def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure, build):
+def test_one_broken_minibatch_does_not_stop_the_others(act, policy_batch, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
-    batch = teach(policy, act(policy))
+    batch = policy_batch(policy, act(policy))
     advantages = batch.advantages.clone()
     advantages[0] = float("inf")
     learner = build(policy, configure(optim={"minibatches": 2}, algorithm={"epochs": 1}))
@@ -176,8 +176,8 @@ def test_one_broken_minibatch_does_not_stop_the_others(act, teach, configure, bu
     assert all(p.isfinite().all() for p in policy.parameters())
 
 
-def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure, build):
-    batch = teach(policy, act(policy))
+def test_the_kl_limit_stops_before_the_step(policy, act, policy_batch, configure, build):
+    batch = policy_batch(policy, act(policy))
     strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
     before = weights(policy)
     stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})).update(
@@ -192,14 +192,14 @@ def test_the_kl_limit_stops_before_the_step(policy, act, teach, configure, build
     assert changed(policy, before)
 
 
-def test_a_schedule_follows_the_iterations_that_the_environment_steps_make(policy, act, teach, configure, build):
+def test_a_schedule_follows_the_iterations_that_the_environment_steps_make(policy, act, policy_batch, configure, build):
     config = configure(optim={"lr": 1e-3, "schedule": "linear"}, run={"iterations": None, "total_env_steps": 1_000_000})
-    learner, batch = build(policy, config), teach(policy, act(policy))
+    learner, batch = build(policy, config), policy_batch(policy, act(policy))
     rates = [learner.update(batch, n, nothing, iterations).metrics["lr"] for n, iterations in ((1, 4), (2, 4), (3, 8))]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.75e-3])  # episodes became shorter, and the run longer
 
 
-def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, teach, configure, build):
+def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, policy_batch, configure, build):
     config = configure(
         algorithm=PPO | {"value_init_steps": 2},
         optim={"lr": 1e-3, "schedule": "linear", "weight_decay": 0.1},
@@ -207,7 +207,7 @@ def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, t
         run={"iterations": 4},
     )
     learner, start = build(policy, config), None
-    batch = teach(policy, act(policy))
+    batch = policy_batch(policy, act(policy))
     start = weights(policy)
     for iteration in (1, 2):
         result = learner.update(batch, iteration, nothing)
@@ -222,17 +222,17 @@ def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, t
     assert learner.version == 4
 
 
-def test_with_learning_rate_zero_every_weight_stays(policy, act, teach, configure, build):
+def test_with_learning_rate_zero_every_weight_stays(policy, act, policy_batch, configure, build):
     config = configure(algorithm=PPO, optim={"lr": 0.0, "weight_decay": 0.5}, critic={"lr": 0.0})
     learner = build(policy, config)
     before = weights(policy)
-    result = learner.update(teach(policy, act(policy)), 1, nothing)
+    result = learner.update(policy_batch(policy, act(policy)), 1, nothing)
     assert result.num_optimizer_steps == 2 and changed(policy, before) == set()
     assert result.metrics["grad_norm"] > 0
 
 
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, act, teach, configure, build):
-    batch = teach(policy, act(policy))
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, act, policy_batch, configure, build):
+    batch = policy_batch(policy, act(policy))
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
     batch = replace(batch, advantages=sign.expand(batch.advantages.shape).contiguous())
     build(policy, configure(optim={"lr": 3e-4}, algorithm={"epochs": 4})).update(batch, 1, nothing)
@@ -244,13 +244,13 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, a
     assert (gain * sign[:, 0] > 0).all()
 
 
-def test_updates_are_repeatable_and_shuffle_anew_each_iteration(act, teach, configure, build):
+def test_updates_are_repeatable_and_shuffle_in_each_iteration(act, policy_batch, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     def after(iteration: int) -> torch.Tensor:
         policy = init_tiny("parallel", seed=3)
         config = configure(optim={"minibatches": 3, "lr": 1e-3}, algorithm={"epochs": 1})
-        build(policy, config).update(teach(policy, act(policy)), iteration, nothing)
+        build(policy, config).update(policy_batch(policy, act(policy)), iteration, nothing)
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
     assert torch.equal(after(1), after(1))
@@ -270,10 +270,12 @@ def test_values_come_in_the_order_of_trajectories_with_the_last_observation(poli
     assert learner.values([]) == []
 
 
-def test_frozen_vision_stays(policy, act, teach, configure, build):
+def test_frozen_vision_stays(policy, act, policy_batch, configure, build):
     policy.freeze("vision")
     before = weights(policy)
-    build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(teach(policy, act(policy)), 1, nothing)
+    build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(
+        policy_batch(policy, act(policy)), 1, nothing
+    )
     moved = changed(policy, before)
     assert moved and not any("vision_backbone" in name for name in moved)
 
@@ -284,11 +286,11 @@ def test_frozen_vision_stays(policy, act, teach, configure, build):
 @pytest.mark.parametrize(
     "algorithm", [{"aggregate": "sequence_mean"}, {"ratio_level": "sequence"}], ids=["sequence_mean", "sequence"]
 )
-def test_minibatches_are_of_whole_trajectories_where_the_loss_asks_for_it(act, teach, configure, build, algorithm):
+def test_minibatches_are_of_whole_trajectories_where_the_loss_needs_it(act, policy_batch, configure, build, algorithm):
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
-    batch = teach(policy, act(policy, lengths=(2, 3, 1, 2)))
+    batch = policy_batch(policy, act(policy, lengths=(2, 3, 1, 2)))
 
     def split(**options) -> list[set[int]]:
         learner = build(policy, configure(algorithm=options | {"epochs": 2}, optim={"minibatches": 2}))
@@ -296,13 +298,13 @@ def test_minibatches_are_of_whole_trajectories_where_the_loss_asks_for_it(act, t
 
     for first, second in zip(split(**algorithm)[::2], split(**algorithm)[1::2], strict=True):
         assert len(first) == len(second) == 2 and first | second == {0, 1, 2, 3}
-    assert any(len(members) > 2 for members in split()), "rows are dealt one by one otherwise"
+    assert any(len(members) > 2 for members in split()), "rows are assigned one by one otherwise"
 
 
-def test_the_ratio_of_a_trajectory_is_that_of_all_its_executed_tokens(policy, act, teach, configure, build):
+def test_the_ratio_of_a_trajectory_is_that_of_all_its_executed_tokens(policy, act, policy_batch, configure, build):
     config = configure(algorithm={"ratio_level": "sequence", "epochs": 1}, optim={"microbatch_size": 2, "lr": 1e-3})
     learner = build(policy, config)
-    batch, rows = teach(policy, act(policy)), torch.arange(6)
+    batch, rows = policy_batch(policy, act(policy)), torch.arange(6)
     shift = torch.tensor([0.1, 0.1, -0.2, -0.2, -0.2, 0.3])[:, None]  # by trajectory
     strayed = replace(batch, old_logprobs=torch.where(batch.mask, batch.old_logprobs - shift, float("nan")))
     ratios = learner._minibatch(strayed, rows, moved=True).sequence_log_ratio
@@ -312,7 +314,7 @@ def test_the_ratio_of_a_trajectory_is_that_of_all_its_executed_tokens(policy, ac
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
 
 
-def test_passes_for_the_ratio_of_a_trajectory_begin_once_the_policy_has_moved(act, teach, configure, build):
+def test_passes_for_the_ratio_of_a_trajectory_begin_once_the_policy_has_moved(act, policy_batch, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
@@ -323,44 +325,44 @@ def test_passes_for_the_ratio_of_a_trajectory_begin_once_the_policy_has_moved(ac
         passes.append(torch.is_grad_enabled())
         return score(inputs, token_ids, **options)
 
-    batch = teach(policy, act(policy))
+    batch = policy_batch(policy, act(policy))
     policy.score = counted
     config = configure(algorithm={"ratio_level": "sequence", "epochs": 2}, optim={"lr": 1e-3})
     build(policy, config).update(batch, 1, nothing)
     assert passes == [False, True, False, True]  # old log-probs, first step; ratio, second step
 
 
-def test_only_the_least_certain_tokens_are_learnt_from(act, teach, configure, build):
+def test_only_the_least_certain_tokens_are_trained_on(act, policy_batch, configure, build):
     from vlarl.policies.distribution import token_entropy
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
-    batch = teach(policy, act(policy))
+    batch = policy_batch(policy, act(policy))
     learner = build(policy, configure(algorithm={"entropy_top_fraction": 0.25}))
     prepared = learner._with_old_logprobs(batch, [torch.arange(6)], WeightedMeans())
     with torch.no_grad():
         entropy = token_entropy(policy.score(batch.inputs, batch.token_ids).logits, 1.0)
-    learnt = prepared.advantages != 0
-    assert not (learnt & ~batch.mask).any()
-    assert int(learnt.sum()) == -(-int(batch.mask.sum()) // 4)
-    assert entropy[learnt].min() > entropy[batch.mask & ~learnt].max()
-    assert torch.equal(prepared.advantages[learnt], batch.advantages[learnt])
+    trained = prepared.advantages != 0
+    assert not (trained & ~batch.mask).any()
+    assert int(trained.sum()) == -(-int(batch.mask.sum()) // 4)
+    assert entropy[trained].min() > entropy[batch.mask & ~trained].max()
+    assert torch.equal(prepared.advantages[trained], batch.advantages[trained])
 
 
-def test_a_sorted_minibatch_still_starts_at_a_ratio_of_one(policy, act, teach, configure, build):
+def test_a_sorted_minibatch_still_starts_at_a_ratio_of_one(policy, act, policy_batch, configure, build):
     config = configure(optim={"lr": 1e-3, "microbatch_size": 2, "minibatches": 2, "sort_by_length": True})
-    result = build(policy, config).update(teach(policy, act(policy)), 1, nothing)
+    result = build(policy, config).update(policy_batch(policy, act(policy)), 1, nothing)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
 
 
-def test_explained_variance_looks_at_executed_steps(act, lesson, configure, build):
+def test_explained_variance_looks_at_executed_steps(act, learner_batch, configure, build):
     from vlarl.policies.tiny import init_tiny
 
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(algorithm=PPO | {"gae_level": "step"}))
-    batch = lesson(learner, act(policy))
+    batch = learner_batch(learner, act(policy))
     perfect = replace(batch, old_values=torch.where(batch.value_mask, batch.returns, 99.0))
     assert learner.update(perfect, 1, nothing).metrics["explained_variance"] == pytest.approx(1.0)
 
@@ -373,7 +375,7 @@ def test_the_schedule_counts_updates_and_not_rollouts(policy, configure, build):
     assert learner._set_learning_rates(True, 6) == pytest.approx(0.5)  # two updates in all
 
 
-def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, teach, configure, build):
+def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, policy_batch, configure, build):
     """Whatever they compute with must follow each step, not each update."""
     from vlarl.config.schema import LoraConfig, PolicyConfig
     from vlarl.policies.load import load_policy
@@ -383,5 +385,5 @@ def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, teach, 
     policy = load_policy(tmp_path / "base", dtype="bfloat16")
     policy.prepare_training(PolicyConfig(dtype="bfloat16"), LoraConfig(enabled=True, rank=8), seed=1)
     config = configure(optim={"lr": 1e-2}, algorithm={"epochs": 3})
-    result = build(policy, config).update(teach(policy, act(policy)), 1, nothing)
+    result = build(policy, config).update(policy_batch(policy, act(policy)), 1, nothing)
     assert result.metrics["ratio_max"] > 1.01 and result.metrics["approx_kl"] > 0

@@ -36,7 +36,7 @@ class FakeRanks(SingleRank):
         return self.everything
 
 
-def numbers(states: dict[str, torch.Tensor]) -> dict[str, int]:
+def first_values(states: dict[str, torch.Tensor]) -> dict[str, int]:
     return {key: int(state) for key, state in states.items()}
 
 
@@ -44,7 +44,7 @@ def test_every_rank_and_kind_has_a_key_of_its_own():
     everything = [{kind: torch.tensor([10 * rank + n]) for n, kind in enumerate(("cpu", "cuda"))} for rank in (0, 1)]
     for rank in (0, 1):
         own = {"cpu": FakeGenerator(10 * rank), "cuda": FakeGenerator(10 * rank + 1)}
-        found = numbers(random_states(own, FakeRanks(rank, everything)))
+        found = first_values(random_states(own, FakeRanks(rank, everything)))
         assert found == {"rng.cpu.0": 0, "rng.cuda.0": 1, "rng.cpu.1": 10, "rng.cuda.1": 11}
 
 
@@ -77,7 +77,7 @@ def test_an_older_checkpoint_has_the_first_ranks_state_alone():
     assert own_keys({"cpu": FakeGenerator(0)}, 1, ["rng.cpu"]) == {}
 
 
-def test_torchs_generator_of_the_host_is_the_one_that_passes_draw_from():
+def test_torchs_generator_of_the_host_is_the_one_that_passes_use():
     own = default_generators(torch.device("cpu"))
     assert own.keys() == {"cpu"}
     states = random_states(own, SingleRank())

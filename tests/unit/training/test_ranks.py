@@ -1,4 +1,4 @@
-"""How ranks share work, without any: fakes that stand for one of several, and pieces that count nothing."""
+"""How ranks share work, tested without ranks: fakes of one rank of several, and pieces that count nothing."""
 
 from dataclasses import replace
 
@@ -7,18 +7,18 @@ import torch
 
 from vlarl.training.batch import uncounted, weighted
 from vlarl.training.fsdp import sum_gradients
-from vlarl.training.ranks import SingleRank, on_first, spread
+from vlarl.training.ranks import SingleRank, distribute, on_first
 
 
 class OneOf:
-    """A rank whose others are made up: they answer what they would have, or the same as it."""
+    """A rank with fake others: they return the given results, or the same as this rank."""
 
-    def __init__(self, rank: int, answers: list) -> None:
-        self.rank, self.world_size, self.answers = rank, len(answers), answers
+    def __init__(self, rank: int, results: list) -> None:
+        self.rank, self.world_size, self.results = rank, len(results), results
         self.summed: list[int] = []
 
     def gather(self, own):
-        return [own if rank == self.rank else answer for rank, answer in enumerate(self.answers)]
+        return [own if rank == self.rank else result for rank, result in enumerate(self.results)]
 
     def sum(self, tensor):
         self.summed.append(tensor.numel())
@@ -33,9 +33,9 @@ class OneOf:
 
 def test_one_process_works_on_every_piece_in_order():
     seen = []
-    assert spread([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, SingleRank()) == [10, 20, 30]
+    assert distribute([1, 2, 3], 0, lambda piece: seen.append(piece) or piece * 10, SingleRank()) == [10, 20, 30]
     assert seen == [1, 2, 3]
-    assert spread([], 0, str, SingleRank()) == []
+    assert distribute([], 0, str, SingleRank()) == []
 
 
 def test_ranks_take_turns_and_the_last_is_idle():
@@ -46,7 +46,7 @@ def test_ranks_take_turns_and_the_last_is_idle():
         return piece * 10
 
     ranks = OneOf(1, [[10, 40], None, [30, -10]])
-    assert spread([1, 2, 3, 4], -1, work, ranks) == [10, 20, 30, 40]
+    assert distribute([1, 2, 3, 4], -1, work, ranks) == [10, 20, 30, 40]
     assert seen == [2, -1], "as many passes as the others, one of them for nothing"
 
 
@@ -81,9 +81,9 @@ def test_gradients_are_summed_in_buckets(monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "grpo"}, {"name": "ppo", "critic_hidden": (16,), "gae_level": "step"}])
-def test_an_uncounted_decision_leaves_a_gradient_of_zero(policy, act, lesson, configure, build, algorithm):
+def test_an_uncounted_decision_leaves_a_gradient_of_zero(policy, act, learner_batch, configure, build, algorithm):
     learner = build(policy, configure(algorithm=algorithm))
-    batch = lesson(learner, act(policy))
+    batch = learner_batch(learner, act(policy))
     batch = weighted(replace(batch, old_logprobs=batch.old_logprobs + 3.0), torch.arange(6), "token_mean")
     part = uncounted(batch.rows(torch.tensor([4])))
     loss = learner.algorithm.loss(learner._score(part, True), part, value_weight=0.5, kl_coef=0.1, train_policy=True)

@@ -30,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter on the base that has learnt something."""
+    """A trained adapter on the base."""
     folder = tmp_path_factory.mktemp("reference") / "adapter"
     policy = adapted(base)
     stray(policy, 0.05)

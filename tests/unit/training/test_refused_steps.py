@@ -34,11 +34,11 @@ def spoilt(batch, row=0, value=math.nan):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, teach, configure, build, value):
+def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, policy_batch, configure, build, value):
     """Its KL is left out of the mean that drives the coefficient: as if the other minibatch had been alone."""
     config = configure(kl=ADAPTIVE, optim={"minibatches": 2, "lr": 0.0}, algorithm={"epochs": 1})
     learner = build(tiny, config)
-    batch = with_reference(teach(tiny, act(tiny, lengths=(2, 2))))
+    batch = with_reference(policy_batch(tiny, act(tiny, lengths=(2, 2))))
     rows = learner._schedule(batch, 1)
     reference = batch.ref_logprobs.clone()
     reference[rows[0]] -= 7.0  # of the refused one: 7.5 off
@@ -51,10 +51,10 @@ def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, teach, c
     assert finite == {}, "what was refused is counted, and not in the means"
 
 
-def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, teach, configure, build):
+def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, policy_batch, configure, build):
     learner = build(tiny, configure(kl=ADAPTIVE, ema={"beta": 0.5}, optim={"lr": 1e-2}))
     averages = {name: weight.clone() for name, weight in learner.average.weights.items()}
-    batch = with_reference(teach(tiny, act(tiny)))
+    batch = with_reference(policy_batch(tiny, act(tiny)))
     broken = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan))
     result = learner.update(broken, 1, nothing)
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
@@ -66,10 +66,12 @@ def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, teach,
     assert any(not torch.equal(learner.average.weights[name], averages[name]) for name in averages)
 
 
-def test_a_kl_that_is_measured_only_and_not_finite_is_shown_and_steers_nothing(tiny, act, teach, configure, build):
-    """In the reward, the KL is no part of the loss: the step is taken, the metric says what was wrong."""
+def test_a_kl_that_is_measured_only_and_not_finite_is_shown_and_steers_nothing(
+    tiny, act, policy_batch, configure, build
+):
+    """In the reward, the KL is not part of the loss: the step is taken, and the metric shows the value."""
     learner = build(tiny, configure(kl=ADAPTIVE | {"place": "reward"}))
-    batch = with_reference(teach(tiny, act(tiny)))
+    batch = with_reference(policy_batch(tiny, act(tiny)))
     result = learner.update(replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan)), 1, nothing)
     assert result.num_skipped_steps == 0 and math.isnan(result.metrics["kl_ref"])
     assert learner.kl.coef == 0.1
@@ -82,12 +84,12 @@ def clipped_away(batch, row=0):
     return spoilt(replace(batch, old_logprobs=old), row, math.inf)
 
 
-def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, teach, configure, build):
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, policy_batch, configure, build):
     config = configure(
         algorithm={"name": "cpgd", "old_logprobs": "engine", "epochs": 1}, optim={"lr": 1e-2}, ema={"beta": 0.5}
     )
     learner, start = build(tiny, config), copy.deepcopy(tiny.state_dict())
-    batch = teach(tiny, act(tiny))
+    batch = policy_batch(tiny, act(tiny))
     result = learner.update(clipped_away(batch), 1, nothing)
     gradients = [p.grad for p in tiny.parameters() if p.grad is not None]
     assert gradients and all(g.isfinite().all() for g in gradients), "the norm alone would have let it pass"
@@ -97,11 +99,13 @@ def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, 
     assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
 
 
-def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit(tiny, act, teach, configure, build):
+def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit(
+    tiny, act, policy_batch, configure, build
+):
     """NaN compares false with every limit: it is refused, and the next minibatch is trained on."""
     limits = {"max_approx_kl": 0.1, "old_logprobs": "engine", "epochs": 1}
     learner = build(tiny, configure(algorithm=limits, optim={"minibatches": 2}))
-    batch = teach(tiny, act(tiny, lengths=(2, 2)))
+    batch = policy_batch(tiny, act(tiny, lengths=(2, 2)))
     old = batch.old_logprobs.clone()
     old[learner._schedule(batch, 1)[0][0]] = math.nan
     result = learner.update(replace(batch, old_logprobs=old), 1, nothing)
@@ -111,16 +115,16 @@ def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit
     assert result.metrics["ratio_first_minibatch_error"] < 1e-5, "of the first that was taken: nothing had moved"
 
 
-def test_while_the_critic_warms_up_a_policy_that_is_not_finite_is_refused(tiny, act, lesson, configure, build):
-    """The value loss is finite, and the policy's log-probs are not: nothing may be learnt from them."""
+def test_while_the_critic_warms_up_a_policy_that_is_not_finite_is_refused(tiny, act, learner_batch, configure, build):
+    """The value loss is finite, and the policy's log-probs are not: they must not be trained on."""
     algorithm = {"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1, "old_logprobs": "engine", "epochs": 1}
     learner = build(tiny, configure(algorithm=algorithm))
-    batch = lesson(learner, act(tiny))
+    batch = learner_batch(learner, act(tiny))
     broken = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, math.nan))
     assert learner.update(broken, 1, nothing).num_skipped_steps == 1
 
 
-def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, teach, configure, build):
+def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, policy_batch, configure, build):
     """A weight whose gradient overflows on its way, as it does in smaller types."""
     learner, start = (
         build(tiny, configure(algorithm={"epochs": 1}, optim={"lr": 1e-2})),
@@ -128,7 +132,7 @@ def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, 
     )
     head = tiny.model.language_model.lm_head.weight
     hook = head.register_hook(lambda gradient: gradient * math.inf)
-    batch = teach(tiny, act(tiny))
+    batch = policy_batch(tiny, act(tiny))
     result = learner.update(batch, 1, nothing)
     hook.remove()
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)

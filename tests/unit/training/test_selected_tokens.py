@@ -9,13 +9,13 @@ from vlarl.policies.tiny import init_tiny
 
 
 @pytest.mark.parametrize("level", ["token", "action", "chunk", "sequence"])
-def test_only_the_least_certain_tokens_are_moved(act, teach, configure, build, level):
+def test_only_the_least_certain_tokens_are_moved(act, policy_batch, configure, build, level):
     """By the gradient of each token's logits, which the policy is made to keep."""
     policy = init_tiny("parallel", seed=3, chunk_length=2)
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
     learner = build(policy, configure(algorithm={"entropy_top_fraction": 0.25, "ratio_level": level}))
-    batch, rows = teach(policy, act(policy)), torch.arange(6)
+    batch, rows = policy_batch(policy, act(policy)), torch.arange(6)
     score, seen = policy.score, []
 
     def kept(inputs, token_ids, **options):
@@ -37,9 +37,9 @@ def test_only_the_least_certain_tokens_are_moved(act, teach, configure, build, l
     assert entropy[moved].min() > entropy[batch.mask & ~moved].max()
 
 
-def test_without_a_selection_all_executed_tokens_are_moved(act, teach, configure, build):
+def test_without_a_selection_all_executed_tokens_are_moved(act, policy_batch, configure, build):
     policy = init_tiny("parallel", seed=3, chunk_length=2)
     learner = build(policy, configure())
-    batch, rows = teach(policy, act(policy)), torch.arange(6)
+    batch, rows = policy_batch(policy, act(policy)), torch.arange(6)
     prepared = learner._with_old_logprobs(batch, [rows], WeightedMeans())
     assert prepared.selected is None and torch.equal(prepared.advantages, batch.advantages)

@@ -30,8 +30,10 @@ def gradients(learner, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, flo
     return flat(learner.policy.parameters()), critic[0] if critic else torch.zeros(1), metrics
 
 
-def test_a_gradient_longer_than_the_limit_is_shortened_to_it_in_its_direction(tiny, act, teach, configure, build):
-    batch = teach(tiny, act(tiny))
+def test_a_gradient_longer_than_the_limit_is_shortened_to_it_in_its_direction(
+    tiny, act, policy_batch, configure, build
+):
+    batch = policy_batch(tiny, act(tiny))
 
     def run(limit: float):
         config = configure(optim={"max_grad_norm": limit}, algorithm={"epochs": 1})
@@ -50,11 +52,11 @@ def test_a_gradient_longer_than_the_limit_is_shortened_to_it_in_its_direction(ti
     assert torch.equal(short, whole), "one that is short enough stays"
 
 
-def test_networks_apart_are_clipped_apart(tiny, act, lesson, configure, build):
+def test_networks_apart_are_clipped_apart(tiny, act, learner_batch, configure, build):
     def run(limit: float):
         config = configure(optim={"max_grad_norm": limit}, algorithm=PPO, critic={"kind": "separate"})
         learner = build(copy.deepcopy(tiny), config)
-        return gradients(learner, lesson(learner, act(tiny)))
+        return gradients(learner, learner_batch(learner, act(tiny)))
 
     policy, critic, metrics = run(1e9)
     assert metrics["grad_norm"] == pytest.approx(float(policy.norm()), rel=1e-5)
@@ -65,11 +67,11 @@ def test_networks_apart_are_clipped_apart(tiny, act, lesson, configure, build):
     assert float(clipped_critic.norm()) == pytest.approx(limit, rel=1e-4)
 
 
-def test_betas_reach_the_optimizers_of_policy_and_critic(tiny, act, lesson, configure, build):
+def test_betas_reach_the_optimizers_of_policy_and_critic(tiny, act, learner_batch, configure, build):
     """After one step the optimizer state is (1 - beta1) g and (1 - beta2) g squared."""
     betas = (0.7, 0.6)
     learner = build(tiny, configure(optim={"betas": betas}, algorithm=PPO))
-    learner.update(lesson(learner, act(tiny)), 1, nothing)
+    learner.update(learner_batch(learner, act(tiny)), 1, nothing)
     for optimizer in learner.optimizers():
         seen = 0
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What is reported of an update: answers worked out by hand."""
+"""The metrics of an update: results worked out by hand."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from vlarl.types import PolicyInput, TrainBatch
     [
         ([1.0, 2.0, 3.0, 4.0], 1.0),
         ([2.5, 2.5, 2.5, 2.5], 0.0),  # no more than the mean
-        ([9.0, 9.0, 9.0, 9.0], 0.0),  # nor less: a constant error is no variance
+        ([9.0, 9.0, 9.0, 9.0], 0.0),  # nor less: a constant error has no variance
         ([2.0, 2.0, 3.0, 3.0], 0.6),  # errors -1, 0, 0, 1: a variance of 2/3, of 5/3
         ([4.0, 3.0, 2.0, 1.0], -3.0),  # errors -3, -1, 1, 3: four times the variance
     ],
@@ -32,12 +32,12 @@ def test_explained_variance_of_too_little():
     assert math.isnan(explained_variance(torch.ones(3), torch.zeros(3)))
 
 
-def test_the_update_reports_the_explained_variance_of_executed_steps(act, lesson, configure, build):
+def test_the_update_reports_the_explained_variance_of_executed_steps(act, learner_batch, configure, build):
     """Half of the returns is foreseen: a quarter of their variance is left. Steps that never ran are absurd."""
     policy = init_tiny("parallel", seed=3, chunk_length=2)
     algorithm = {"name": "ppo", "critic_hidden": (16,), "gae_level": "step", "epochs": 1}
     learner = build(policy, configure(algorithm=algorithm))
-    batch = lesson(learner, act(policy))
+    batch = learner_batch(learner, act(policy))
     half = torch.where(batch.value_mask, batch.returns / 2, 99.0)
     assert not batch.value_mask.all()
     metrics = learner.update(replace(batch, old_values=half), 1, lambda done, planned: None).metrics

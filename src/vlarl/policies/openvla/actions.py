@@ -1,4 +1,4 @@
-"""Action tokens <-> actions: OpenVLA's uniform bins, and the statistics that give actions their units."""
+"""Action tokens <-> actions: OpenVLA's uniform bins, and the statistics that scale actions to the robot's units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlarl.types import FloatArray, IntArray
 class UniformActionCodec:
     """`num_bins` edges over [-1, 1] give `num_bins - 1` bins; a higher id is a smaller action.
 
-    The id of an action is `vocab_size - digitize(action)`, so the lowest two ids decode alike.
+    The id of an action is `vocab_size - digitize(action)`, so the two lowest ids decode to the same action.
     """
 
     def __init__(self, vocab_size: int, num_bins: int, action_dim: int) -> None:
@@ -29,9 +29,9 @@ class UniformActionCodec:
         """[..., K, D] normalised actions -> [..., K*D] vocabulary ids; values outside [-1, 1] are clipped."""
         actions = np.asarray(actions)
         if actions.shape[-1] != self.action_dim:
-            raise ValueError(f"actions end in {actions.shape[-1]} numbers, this policy's have {self.action_dim}")
+            raise ValueError(f"actions have {actions.shape[-1]} dimensions, this policy's have {self.action_dim}")
         if not np.isfinite(actions).all():
-            raise ValueError("actions hold NaN or infinity, which no token stands for: check the source of the actions")
+            raise ValueError("actions contain NaN or infinity, which no token encodes: check the source of the actions")
         ids = self.vocab_size - np.digitize(np.clip(actions, -1.0, 1.0), self.edges)
         flat: IntArray = ids.reshape(*actions.shape[:-2], -1).astype(np.int64)
         return flat
@@ -44,17 +44,17 @@ class UniformActionCodec:
                 f"token ids {ids.min()}..{ids.max()} leave the action ids {self.first_id}..{self.vocab_size - 1}: "
                 "sample with the action support only"
             )
-        places = np.clip(self.vocab_size - ids - 1, 0, len(self.centers) - 1)
-        actions: FloatArray = self.centers[places].reshape(*ids.shape[:-1], -1, self.action_dim).astype(np.float32)
+        bins = np.clip(self.vocab_size - ids - 1, 0, len(self.centers) - 1)
+        actions: FloatArray = self.centers[bins].reshape(*ids.shape[:-1], -1, self.action_dim).astype(np.float32)
         return actions
 
 
 class Normalizer:
-    """A checkpoint's statistics: actions to the robot's units, proprio into [-1, 1]."""
+    """A checkpoint's statistics: they scale actions to the robot's units, and proprio to [-1, 1]."""
 
     def __init__(self, config: OpenVLAConfig, unnorm_key: str | None = None) -> None:
         self._stats, self._files = config.norm_stats, config.norm_stats_files
-        # OFT's code adds a little to the range, the original's does not; the last digits follow the checkpoint's own.
+        # OFT's code adds an epsilon to the range, the original's does not; do as the code of the checkpoint does.
         self._range_eps = 1e-8 if config.decoder == "parallel" else 0.0
         self.unnorm_key = unnorm_key
         if unnorm_key is not None:
@@ -73,13 +73,13 @@ class Normalizer:
         return key
 
     def unnormalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> np.ndarray:
-        """[..., D] in [-1, 1] -> the robot's units where the mask says so; float64, a new array."""
+        """[..., D] in [-1, 1] -> the robot's units where the mask is set; float64, a new array."""
         low, high, mask = self._bounds("action", unnorm_key)
         actions = np.asarray(actions, dtype=np.float64)
         return np.where(mask, 0.5 * (actions + 1.0) * (high - low + self._range_eps) + low, actions)
 
     def normalize(self, actions: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
-        """The inverse of `unnormalize`, clipped to [-1, 1]: what demonstrations are encoded from."""
+        """The inverse of `unnormalize`, clipped to [-1, 1]; used to encode demonstrations."""
         return self._into_unit(np.asarray(actions), "action", unnorm_key)
 
     def normalize_proprio(self, proprio: np.ndarray, unnorm_key: str | None = None) -> FloatArray:
@@ -92,7 +92,7 @@ class Normalizer:
         return np.clip(scaled, -1.0, 1.0).astype(np.float32)
 
     def check(self, action_dim: int, proprio_dim: int | None) -> None:
-        """Refuse statistics that give no units: of another length, not finite, or with q99 no larger than q01."""
+        """Refuse unusable statistics: of the wrong length, not finite, or with q99 not larger than q01."""
         for what, size in (("action", action_dim), ("proprio", proprio_dim)):
             if size is not None:
                 low, high, mask = self._bounds(what, None)
@@ -132,14 +132,14 @@ class Normalizer:
                 raise ValueError(f"mask {mask.tolist()}")
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"statistics {key!r} of the checkpoint: {what} holds more than numbers ({error})"
+                f"statistics {key!r} of the checkpoint: {what} contains a value that is not numeric ({error})"
             ) from error
         return low, high, mask.astype(np.bool_)
 
 
 def _is_constant(stats: Mapping[str, Any], dimension: int) -> bool:
-    """Whether a dimension never moves in the data, as the rotations of some of OpenVLA's datasets: it then has a value
-    of its own, which it is given."""
+    """Whether a dimension is constant in the data, like the rotations in some of OpenVLA's datasets; it then decodes to
+    that constant."""
     try:
         return bool(stats["min"][dimension] == stats["max"][dimension])
     except (KeyError, IndexError, TypeError):

@@ -1,7 +1,7 @@
-"""Adapter folders, and what is done with adapters that a model has; none of it loads peft, which takes seconds.
+"""Adapter folders, and operations on a model's adapters, without importing peft, which takes seconds.
 
-An adapter folder is peft's own (`adapter_config.json`, `adapter_model.safetensors`) with the names that the original
-code's adapters have, and `base.json`, which says what weights it was trained on. lora.py puts adapters into a model.
+An adapter folder has peft's format (`adapter_config.json`, `adapter_model.safetensors`) with the names of the original
+code's adapters, and `base.json`, which identifies the weights it was trained on. lora.py adds adapters to a model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLED_VALUES = 16  # of each tensor, for the fingerprint
 
 
 def remove(folder: Path) -> None:
-    """Take an adapter's files out of a folder that a whole model has been written to."""
+    """Delete an adapter's files from a folder that a whole model was written to."""
     for name in (CONFIG_NAME, WEIGHTS_NAME, BASE_NAME):
         (folder / name).unlink(missing_ok=True)
 
@@ -45,7 +45,7 @@ def base_of(folder: Path) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """What weights a folder holds, whatever their shards and precision: a hash of names, shapes and a few values."""
+    """Identifies a folder's weights, whatever their shards and precision: a hash of names, shapes and a few values."""
     lines = []
     for path in weight_files(folder):
         with opened(path) as file:
@@ -59,7 +59,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_base(folder: Path, base: str, found: str) -> None:
-    """Refuse a base with other weights than those that the adapter was trained on, where its folder tells."""
+    """Refuse a base whose weights are not those that the adapter was trained on, if its folder records them."""
     if not (folder / BASE_NAME).is_file():
         return
     recorded = read_json(folder / BASE_NAME)
@@ -71,7 +71,7 @@ def check_base(folder: Path, base: str, found: str) -> None:
 
 
 def linear_names(model: nn.Module) -> tuple[str, ...]:
-    """The linear layers that training reaches, but the head: what `all-linear` means."""
+    """The trainable linear layers except the head: what `all-linear` means."""
     return tuple(
         name
         for name, module in model.named_modules()
@@ -80,7 +80,7 @@ def linear_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers of a model that have an adapter, by their names: peft's, told by what they hold."""
+    """The layers of a model that have an adapter, by name: peft's layers, recognized by their attributes."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
@@ -93,10 +93,10 @@ def settings(model: nn.Module) -> dict[str, object]:
 
 @torch.no_grad()
 def fraction_kept(model: nn.Module, dtype: torch.dtype) -> float:
-    """How much of the adapters' weights is left when they are folded into the model's own and stored in this type.
+    """The fraction of the adapters' weights that survives merging them into the model's own in this type.
 
-    1 is all of it. A type with few digits can't hold a weight and a change that is small beside it: bfloat16 keeps a
-    change below about 1/400 of its weight only by chance, and mostly as nothing.
+    1 is all of it. A low-precision type can't represent a weight plus a relatively small change: bfloat16 mostly rounds
+    away a change below about 1/400 of its weight.
     """
     kept = whole = 0.0
     for layer in lora_layers(model).values():
@@ -109,7 +109,7 @@ def fraction_kept(model: nn.Module, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> None:
-    """Add the adapters to the layers they stand beside, in float32, and take them away: a plain model is left."""
+    """Add the adapters to their layers, in float32, and remove them: what remains is a plain model."""
     for name, layer in lora_layers(model).items():
         plain = layer.get_base_layer()
         whole = plain.weight.float() + layer.get_delta_weight("default").float()
@@ -121,7 +121,7 @@ def fold(model: nn.Module) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model computes as if it had no adapters; they are where they were afterwards."""
+    """Inside the block the model computes as if it had no adapters; they are active again afterwards."""
     layers = lora_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -133,7 +133,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def reset(model: nn.Module, seed: int) -> None:
-    """Begin all adapters anew, as `lora.add_fresh` makes them."""
+    """Reset all adapters to their initial values, as `lora.add_fresh` creates them."""
     with seeded(model, seed):
         for layer in lora_layers(model).values():
             layer.reset_lora_parameters("default", True)
@@ -141,7 +141,7 @@ def reset(model: nn.Module, seed: int) -> None:
 
 @contextmanager
 def seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """Random numbers from a seed for the block; those of the process go on afterwards as if nothing had been drawn."""
+    """Seed the random generators inside the block; afterwards the process's own continue as if nothing was sampled."""
     devices = range(torch.cuda.device_count()) if next(model.parameters()).is_cuda else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

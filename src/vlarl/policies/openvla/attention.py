@@ -1,6 +1,7 @@
-"""Three ways to compute attention, with one meaning: which columns each query sees.
+"""Three implementations of attention with one definition of which columns each query sees.
 
-An implementation is prepared once for a pass (masks, places of the real tokens) and then called by every layer.
+An implementation is prepared once for a pass (masks, indices of the tokens that are not padding) and then called by
+every layer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What queries see: the columns start .. stop of `size` ask, `seen` [B, size] are no padding (None: none is).
+    """What queries see: the queries are the columns start .. stop of `size`; `seen` [B, size] is False for padding
+    (None: there is no padding).
 
-    Causal means that a column sees itself and those before it. Padding may stand anywhere but in the first column, and
-    a query that is padding gets an answer that nobody reads.
+    Causal means that a column sees itself and those before it. Padding may be anywhere but in the first column; the
+    output of a query that is padding is never read.
     """
 
     start: int
@@ -38,7 +40,7 @@ class AttentionMask:
 
     @property
     def sees_all(self) -> bool:
-        """Whether causality hides nothing: it does not matter, or only the last column asks."""
+        """Whether causality hides nothing: attention is not causal, or the last column is the only query."""
         return not self.causal or self.start == self.size - 1
 
     def mask(self, device: torch.device) -> torch.Tensor | None:
@@ -59,19 +61,20 @@ def check_attention(name: str) -> None:
         _flash_attn()
 
 
-def prepare(name: AttentionName, sight: AttentionMask, device: torch.device) -> Attend:
+def prepare(name: AttentionName, attention_mask: AttentionMask, device: torch.device) -> Attend:
     """The implementation of that name for one pass."""
     prepared: dict[AttentionName, Callable[[AttentionMask, torch.device], Attend]] = {
         "sdpa": _sdpa,
         "eager": _eager,
         "flash_attention_2": _Flash,
     }
-    return prepared[name](sight, device)
+    return prepared[name](attention_mask, device)
 
 
-def _sdpa(sight: AttentionMask, device: torch.device) -> Attend:
-    square = sight.seen is None and sight.causal and sight.stop - sight.start == sight.size
-    mask = None if square else sight.mask(device)  # PyTorch's own causal flag takes the fast kernels
+def _sdpa(attention_mask: AttentionMask, device: torch.device) -> Attend:
+    num_queries = attention_mask.stop - attention_mask.start
+    square = attention_mask.seen is None and attention_mask.causal and num_queries == attention_mask.size
+    mask = None if square else attention_mask.mask(device)  # PyTorch's own causal flag selects the fast kernels
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, enable_gqa=q.shape[1] != k.shape[1])
@@ -79,9 +82,9 @@ def _sdpa(sight: AttentionMask, device: torch.device) -> Attend:
     return attend
 
 
-def _eager(sight: AttentionMask, device: torch.device) -> Attend:
-    """The formula as it is written, softmax in float32: to look into, and to compare others with."""
-    mask = sight.mask(device)
+def _eager(attention_mask: AttentionMask, device: torch.device) -> Attend:
+    """The formula as written, softmax in float32: for inspection, and as a reference for the others."""
+    mask = attention_mask.mask(device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         groups = q.shape[1] // k.shape[1]
@@ -96,26 +99,26 @@ def _eager(sight: AttentionMask, device: torch.device) -> Attend:
 
 
 class _Flash:
-    """The flash-attn package. Its causal mask lets the last query see the last key, so keys after it are cut off; rows
-    of different length go in one after the other, without their padding."""
+    """The flash-attn package. Its causal mask aligns the last query with the last key, so keys after it are cut off;
+    rows of different length are concatenated, without their padding."""
 
-    def __init__(self, sight: AttentionMask, _device: torch.device) -> None:
-        self.causal = not sight.sees_all
-        self.num_keys = sight.stop if self.causal else sight.size
-        self.places: tuple[torch.Tensor, torch.Tensor] | None = None
-        if sight.seen is not None:
-            queries, keys = sight.seen[:, sight.start : sight.stop], sight.seen[:, : self.num_keys]
-            self.places = queries.flatten().nonzero()[:, 0], keys.flatten().nonzero()[:, 0]
+    def __init__(self, mask: AttentionMask, _device: torch.device) -> None:
+        self.causal = not mask.sees_all
+        self.num_keys = mask.stop if self.causal else mask.size
+        self.indices: tuple[torch.Tensor, torch.Tensor] | None = None
+        if mask.seen is not None:
+            queries, keys = mask.seen[:, mask.start : mask.stop], mask.seen[:, : self.num_keys]
+            self.indices = queries.flatten().nonzero()[:, 0], keys.flatten().nonzero()[:, 0]
             lengths = [part.sum(dim=1, dtype=torch.int32) for part in (queries, keys)]
             self.bounds = [F.pad(length.cumsum(0, dtype=torch.int32), (1, 0)) for length in lengths]
             self.longest = [int(length.max()) for length in lengths]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2)[:, : self.num_keys], v.transpose(1, 2)[:, : self.num_keys]
-        if self.places is None:
+        if self.indices is None:
             dense: torch.Tensor = _flash_attn().flash_attn_func(q, k, v, causal=self.causal)
             return dense.transpose(1, 2)
-        of_queries, of_keys = self.places
+        of_queries, of_keys = self.indices
         flat = (q.flatten(0, 1)[of_queries], k.flatten(0, 1)[of_keys], v.flatten(0, 1)[of_keys])
         mixed = _flash_attn().flash_attn_varlen_func(*flat, *self.bounds, *self.longest, causal=self.causal)
         out = torch.zeros_like(q).flatten(0, 1).index_copy(0, of_queries, mixed)

@@ -37,9 +37,9 @@ from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
 from vlarl.policies.openvla.quantize import quantize_linears
 from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component, read_shapes
 
-TRAINER_FILE = "trainer.safetensors"  # beside a policy that training goes on from; read and checked by the trainer
+TRAINER_FILE = "trainer.safetensors"  # beside a policy whose training can be resumed; read and checked by the trainer
 
-# Files of the tokenizer and processor that a checkpoint carries along unread.
+# Files of the tokenizer and processor that are copied with a checkpoint but not read.
 ASSET_NAMES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -67,10 +67,10 @@ def read_policy(
     attention: AttentionName = "sdpa",
     base: str | None = None,
 ) -> OpenVLAPolicy:
-    """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes what the folder says.
+    """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes the folder's value.
 
-    Original OFT folders say nothing of their number of images: pass num_images=2. `base` is the model under an adapter,
-    where it has moved. On the device `meta` the policy has neither weights nor heads.
+    Original OFT folders don't record the number of images: pass num_images=2. `base` is the base model of an adapter,
+    if it has moved. On the device `meta` the policy has neither weights nor heads.
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
@@ -80,7 +80,7 @@ def read_policy(
     folders = (folder, origin.folder)
     config = resolve_config(folders, decoder, chunk_length, num_images, use_proprio)
     check_size(config, origin.folder, read_shapes(origin.folder), towers=not has_film_file(origin.folder))
-    with building(folder), torch.device("meta"):  # no memory is spent on weights that the file replaces
+    with building(folder), torch.device("meta"):  # allocate no memory for weights that the file replaces
         policy = OpenVLAPolicy(
             config,
             _read_tokenizer(folders),
@@ -92,9 +92,9 @@ def read_policy(
     policy.base = replace(origin, path=_recorded(origin))
     policy.training_data = _training_data(str(path), folder, origin)
     if torch.device(device).type == "meta":
-        return policy  # it reads observations and codes actions, and that is all
-    for place in dict.fromkeys(folders):
-        verify_checksums(place, lambda name: "/" not in name and name != TRAINER_FILE)
+        return policy  # it only processes observations and encodes actions
+    for each in dict.fromkeys(folders):
+        verify_checksums(each, lambda name: "/" not in name and name != TRAINER_FILE)
     if quantize is not None:
         quantize_linears(policy.model, quantize)
     load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
@@ -107,12 +107,12 @@ def read_policy(
 
 
 def _base_of(adapter: Path, given: str | None) -> Base:
-    """The model under an adapter: the one given, else the one that it names; one with other weights is refused."""
+    """The base model of an adapter: the one given, else the one that it names; one with other weights is refused."""
     path = given or adapters.base_of(adapter)
     try:
         folder = checkpoint_folder(path)
     except UsageError as error:
-        message = f"the adapter {adapter} was trained on {path}, which can't be had; say where it is. {error}"
+        message = f"the adapter {adapter} was trained on {path}, which can't be loaded; say where it is. {error}"
         raise UsageError(message) from error
     base = Base(path, folder, adapters.fingerprint(folder))
     adapters.check_base(adapter, path, base.fingerprint)
@@ -120,23 +120,23 @@ def _base_of(adapter: Path, given: str | None) -> Base:
 
 
 def _training_data(path: str, folder: Path, origin: Base) -> TrainingData:
-    """What a checkpoint was trained on, and, under an adapter, its base."""
+    """What a checkpoint, and the base of an adapter, was trained on."""
     own, base = training_data_of(folder), training_data_of(origin.folder)
     if own is None:
         unknown = (path,) if base is not None else dict.fromkeys((origin.path, path))
         return (base or TrainingData()).plus((), unknown)
-    return own if base is None else base.joined(own)  # an adapter's own file tells of a base that doesn't
+    return own if base is None else base.joined(own)  # an adapter's own file also describes a base that has none
 
 
 def _restore_constants(policy: OpenVLAPolicy, device: torch.device | str) -> None:
-    """Make what no checkpoint holds and the meta device left empty."""
+    """Create the constants that no checkpoint contains and that the meta device left empty."""
     language = cast(Any, policy.model.language_model)
     language.model.rotary_emb = type(language.model.rotary_emb)(language.config)
     policy.model.to(device)
 
 
 def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dtype, l1_head: bool) -> None:
-    """Each head from the first folder that has it: the critic where there is one, the regression head if asked for."""
+    """Load each head from the first folder that has it: the critic if present, the regression head on request."""
     critic = _read_head(folders, "value_head")
     if critic is not None:
         hidden = [critic.get(f"layers.{i}.weight") for i in range(len(critic))]
@@ -152,12 +152,12 @@ def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dty
         if state is None:
             raise FileNotFoundError(f"{folders[-1]} has no {name} file (.safetensors, or OFT's --<step>_checkpoint.pt)")
         kept = torch.float32 if name == "value_head" else dtype
-        place = policy.device if name == "proprio_projector" else policy.heads_device
-        load_state(head, {k: v.to(place, kept) for k, v in state.items()}, f"{folders[-1]} ({name})")
+        device = policy.device if name == "proprio_projector" else policy.heads_device
+        load_state(head, {k: v.to(device, kept) for k, v in state.items()}, f"{folders[-1]} ({name})")
 
 
 def _recorded(base: Base) -> str:
-    """How an adapter names its base: a folder by its full path, since adapters travel; anything else as given."""
+    """How an adapter names its base: a folder by its full path, since adapters get moved; anything else as given."""
     return str(base.folder.resolve()) if Path(base.path).expanduser().is_dir() else base.path
 
 
@@ -168,22 +168,22 @@ def resolve_config(
     num_images: int | None = None,
     use_proprio: bool | None = None,
 ) -> OpenVLAConfig:
-    """What a checkpoint (or an adapter and its base, in this order) is: as its files say, or as is asked for."""
+    """The config of a checkpoint (or of an adapter and its base, in this order): from its files, or as requested."""
     config = _read_config(folders)
-    film = has_film_file(folders[-1])
-    if NATIVE_KEY not in config.raw:  # OFT's own folders say what they are by the files they hold
+    has_film = has_film_file(folders[-1])
+    if NATIVE_KEY not in config.raw:  # OFT's own folders are identified by the files they contain
         proprio, head = (any(has_component(f, name) for f in folders) for name in ("proprio_projector", "action_head"))
-        decoder = decoder or ("parallel" if film or proprio or head else None)
+        decoder = decoder or ("parallel" if has_film or proprio or head else None)
         use_proprio = decoder == "parallel" and proprio if use_proprio is None else use_proprio
         config = replace(config, untrained_tokens=head)  # OFT saves that head with an L1 (or diffusion) loss only
-    return config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if film else None)
+    return config.with_decoder(decoder, chunk_length, num_images, use_proprio, use_film=True if has_film else None)
 
 
 def has_untrained_tokens(folder: Path) -> bool:
-    """Whether a regression head acts for a checkpoint, so that its action tokens were not trained with it.
+    """Whether a checkpoint acts with a regression head, so that its action tokens were not trained with it.
 
-    OpenVLA-OFT saves that head with checkpoints of an L1 (or diffusion) loss only. Ours have it beside trained tokens
-    too (policy.actions hybrid), so their config.json says which it is.
+    OpenVLA-OFT saves that head with checkpoints of an L1 (or diffusion) loss only. Ours may also have it together with
+    trained tokens (policy.actions hybrid), so their config.json says which it is.
     """
     if not has_component(folder, "action_head"):
         return False
@@ -193,20 +193,20 @@ def has_untrained_tokens(folder: Path) -> bool:
         return True
     if "untrained_tokens" in native:
         return bool(native["untrained_tokens"])
-    config = folder.parent.parent / "config.yaml"  # before config.json said it: of the run that made the checkpoint
+    config = folder.parent.parent / "config.yaml"  # older checkpoints: the configuration of the run that made them
     run = read_document(config).data if config.is_file() else {}
     policy = run.get("policy")
     return "demos" in run and isinstance(policy, dict) and policy.get("actions") == "l1"
 
 
 def has_film_file(base: Path) -> bool:
-    """Whether OFT's file of a vision backbone with FiLM stands beside the model; our folders keep it with the model."""
+    """Whether OFT's file of a vision backbone with FiLM is beside the model; our folders keep it with the model."""
     native = (base / "config.json").is_file() and NATIVE_KEY in read_json(base / "config.json")
     return not native and has_component(base, "vision_backbone")
 
 
 def _film_state(base: Path) -> dict[str, torch.Tensor] | None:
-    """That file's tensors by the model's names; None where there is none."""
+    """That file's tensors by the model's names; None if there is no such file."""
     state = read_component(base, "vision_backbone") if has_film_file(base) else None
     if state is None:
         return None
@@ -221,7 +221,7 @@ def _film_state(base: Path) -> dict[str, torch.Tensor] | None:
 
 
 def _read_config(folders: Sequence[Path]) -> OpenVLAConfig:
-    """The first config.json, with the statistics of all folders, the first one's winning."""
+    """The first config.json, with the statistics of all folders; the first folder takes precedence."""
     holder = next((folder for folder in folders if (folder / "config.json").is_file()), folders[-1])
     config = read_config(holder)
     return config if holder == folders[0] else with_statistics(config, folders[0] / "dataset_statistics.json")
@@ -245,8 +245,8 @@ def _read_tokenizer(folders: Sequence[Path]) -> Tokenizer | None:
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_padding()  # some files ask for it; padding is the processor's business
+        tokenizer.no_padding()  # some files enable it; padding is the processor's job
         tokenizer.no_truncation()
         return tokenizer
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is no tokenizer ({error}): copy or download it again") from error
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{path} is not a tokenizer ({error}): copy or download it again") from error

@@ -1,4 +1,4 @@
-"""An OpenVLA checkpoint's config.json as a frozen record: every size of the model comes from here."""
+"""An OpenVLA checkpoint's config.json as a frozen dataclass: every size of the model comes from here."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DecoderName = Literal["autoregressive", "parallel"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("autoregressive", "parallel")
 
 MODEL_TYPE = "openvla"  # in config.json
-NATIVE_KEY = "vlarl"  # what the original layout has no field for lives under this one key
+NATIVE_KEY = "vlarl"  # the key in config.json for everything that the original layout has no field for
 INSTRUCTION = "{instruction}"
 LARGEST_PIXEL = 255.0
-SHORTEST_PROMPT = 32  # tokens that must be left for a prompt: the question and an instruction of a few words
+SHORTEST_PROMPT = 32  # tokens reserved for a prompt: the template and an instruction of a few words
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class OpenVLAConfig:
     proprio_dim: int
     use_film: bool  # the prompt modulates the vision blocks, as in OFT+
     prompt_template: str  # with {instruction}
-    bos_id: int | None  # what a prompt begins with; None for tokenizers that have no such token
-    prompt_suffix_id: int | None  # appended to the prompt where absent; None for tokenizers that need none
-    stop_id: int  # closes the sequence of the parallel decoder
+    bos_id: int | None  # first token of a prompt; None for tokenizers without such a token
+    prompt_suffix_id: int | None  # appended to the prompt if absent; None for tokenizers that need none
+    stop_id: int  # ends the sequence of the parallel decoder
     learned_slots: bool  # the parallel decoder's slots are padding rows of the embedding instead of OFT's zeros
     untrained_tokens: bool  # the regression head was trained, and the action tokens were not trained with it
     raw: Mapping[str, Any]  # the file as it was read, so that saving keeps fields we don't use
-    norm_stats_files: Mapping[str, Path] = field(default_factory=dict)  # where each of the statistics was read
+    norm_stats_files: Mapping[str, Path] = field(default_factory=dict)  # the file of each of the statistics
 
     @property
     def padded_vocab_size(self) -> int:
@@ -94,14 +94,14 @@ class OpenVLAConfig:
         use_proprio: bool | None = None,
         use_film: bool | None = None,
     ) -> OpenVLAConfig:
-        """The same checkpoint decoded another way; None keeps what the file says."""
+        """The same checkpoint with another decoding; None keeps the file's value."""
         chosen = decoder or self.decoder
         length = chunk_length or (self.chunk_length if chosen == self.decoder else default_chunk_length(chosen))
         if chosen not in DECODER_NAMES:
             raise ValueError(f"decoder {chosen!r} is unknown: use one of {', '.join(DECODER_NAMES)}")
         if chosen == "autoregressive" and length != 1:
             raise ValueError(
-                f"chunk_length {length} with the autoregressive decoder: it writes one action a call; "
+                f"chunk_length {length} with the autoregressive decoder: it generates one action a call; "
                 "use chunk_length 1 or decoder 'parallel'"
             )
         rows, slots = self.padded_vocab_size - self.vocab_size, length * self.action_dim
@@ -154,18 +154,18 @@ class OpenVLAConfig:
 
 
 def default_chunk_length(decoder: DecoderName) -> int:
-    """Actions a call writes when nothing says otherwise: OFT's 8, or the 1 of the original model."""
+    """Actions per call by default: OFT's 8, or the original model's 1."""
     return 8 if decoder == "parallel" else 1
 
 
 def language_config(text: Mapping[str, Any]) -> Any:
-    """The transformers config of a `text_config`; what it leaves out is the library's default for its model_type."""
-    from transformers import AutoConfig  # here and not above: it takes seconds to load
+    """The transformers config of a `text_config`; absent fields get the library's defaults for its model_type."""
+    from transformers import AutoConfig  # imported here: it takes seconds to load
 
     arguments = {k: v for k, v in text.items() if k not in ("model_type", "torch_dtype", "dtype")}
     try:
         config = AutoConfig.for_model(text["model_type"], **arguments)
-    except Exception as error:  # what the library raises for values of another kind is not documented
+    except Exception as error:  # what the library raises for values of the wrong type is not documented
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"text_config can't be read ({reason}): copy or download config.json again") from error
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
@@ -247,14 +247,14 @@ def _prompt(template: object) -> str:
 
 
 def read_config(folder: Path) -> OpenVLAConfig:
-    """Read config.json and, where they are beside it, dataset_statistics.json and the pixels' statistics, which win."""
+    """Read config.json and, if present, dataset_statistics.json and the pixel statistics, which take precedence."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: give a checkpoint folder in the Hugging Face layout")
     raw = read_json(path)
     try:
         config = parse_config(raw)
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # a field of another kind than the layout's
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # a field of the wrong type
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path} is malformed ({reason}): copy or download it again") from error
     except ValueError as error:
@@ -266,7 +266,7 @@ def read_config(folder: Path) -> OpenVLAConfig:
 
 
 def with_statistics(config: OpenVLAConfig, path: Path) -> OpenVLAConfig:
-    """The config with the statistics of a file, which win, if it is there."""
+    """The config with the statistics of a file, if it exists; they take precedence."""
     if not path.is_file():
         return config
     found = read_json(path)
@@ -275,7 +275,7 @@ def with_statistics(config: OpenVLAConfig, path: Path) -> OpenVLAConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a broken file is named."""
+    """Read a JSON object; the error for a broken file names it."""
     try:
         content = json_files.read_json(path)
     except ValueError as error:
@@ -289,7 +289,7 @@ def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:
     known_ids, known_size = VISION_BACKBONES.get(str(raw.get("vision_backbone_id")), ((), 0))
     ids = list(raw.get("timm_model_ids") or known_ids)
     if "image_sizes" not in raw and tuple(ids) != known_ids:
-        raise ValueError("config.json lacks image_sizes, and its vision_backbone_id does not stand for its towers")
+        raise ValueError("config.json lacks image_sizes, and its vision_backbone_id does not identify its towers")
     sizes = list(raw.get("image_sizes") or [known_size] * len(ids))
     overrides = list(raw.get("timm_model_kwargs") or [{}] * len(ids))
     activations = list(raw.get("timm_override_act_layers") or [default_activation(i) for i in ids])
@@ -306,7 +306,7 @@ def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:
         for i, size, override, activation in zip(ids, sizes, overrides, activations, strict=True)
     )
     if len({t.patch_size for t in towers}) != 1:
-        raise ValueError("the towers' patch sizes differ, so their features can't stand side by side")
+        raise ValueError("the towers' patch sizes differ, so their features can't be concatenated")
     return towers
 
 
@@ -329,18 +329,18 @@ def _parse_tower(timm_id: str, image_size: int, overrides: Mapping[str, Any], ac
             fields[TIMM_ARGUMENTS[key]] = whole(value, f"{key} of {timm_id}", 0 if key == "reg_tokens" else 1)
     tower = replace(KNOWN_TOWERS[timm_id], image_size=image_size, activation=cast(Activation, activation), **fields)
     if tower.embed_dim % tower.num_heads:
-        raise ValueError(f"embed_dim {tower.embed_dim} of {timm_id} is no multiple of num_heads {tower.num_heads}")
+        raise ValueError(f"embed_dim {tower.embed_dim} of {timm_id} is not a multiple of num_heads {tower.num_heads}")
     if image_size < tower.patch_size:
         raise ValueError(f"image size {image_size} is smaller than a patch of {tower.patch_size}")
     return tower
 
 
 def _with_pixel_statistics(towers: tuple[TowerConfig, ...], path: Path) -> tuple[TowerConfig, ...]:
-    """Means and deviations as the checkpoint's own preprocessor has them, where it has them for each tower."""
+    """The towers with the means and stds of the checkpoint's own preprocessor, if it has them for each tower."""
     content = read_json(path) if path.is_file() else {}
     means, stds = content.get("means") or [], content.get("stds") or []
     if not (isinstance(means, list) and isinstance(stds, list)):
-        raise ValueError(f"{path}: means and stds must be lists, three numbers for each tower: copy the file again")
+        raise ValueError(f"{path}: means and stds must be lists, three values for each tower: copy the file again")
     if not len(means) == len(stds) == len(towers):
         return towers
     return tuple(
@@ -350,10 +350,10 @@ def _with_pixel_statistics(towers: tuple[TowerConfig, ...], path: Path) -> tuple
 
 
 def _triple(values: Any, path: Path, low: float) -> tuple[float, float, float]:
-    """Three fractions of the range of a pixel, of which none is below `low`."""
+    """Three fractions of the pixel range, each at least `low`."""
     if not isinstance(values, list) or len(values) != 3:
-        raise ValueError(f"{path}: means and stds must be three numbers for each tower, got {values!r}")
+        raise ValueError(f"{path}: means and stds must be three values for each tower, got {values!r}")
     if any(isinstance(v, bool) or not isinstance(v, int | float) or not low <= v <= LARGEST_PIXEL for v in values):
-        raise ValueError(f"{path}: means and stds must be numbers, stds above 0, got {values!r}: copy the file again")
+        raise ValueError(f"{path}: means and stds must be numeric, stds above 0, got {values!r}: copy the file again")
     red, green, blue = map(float, values)
     return red, green, blue

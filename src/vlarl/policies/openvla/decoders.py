@@ -1,14 +1,14 @@
-"""Two ways to read actions off one model. Both lay a row out as
+"""Two ways to decode actions with one model. Both lay out a row as
 
     BOS  image tokens  [proprio]  padding  rest of the prompt  action part
 
-and skip the padding by positions and mask, so that a row means the same in any batch, and the last token of the prompt
-and the action part stand in the same columns for all rows. A tokenizer without BOS (Qwen2's) leaves its place to the
-first token of the prompt, as the original code does.
+and skip the padding by positions and mask, so that a row gives the same result in any batch, and the last token of the
+prompt and the action part are in the same columns for all rows. With a tokenizer without BOS (Qwen2's) the first token
+of the prompt takes its position, as in the original code.
 
     autoregressive   action part = the tokens so far, causal attention; token t is read at the token before it
     parallel (OFT)   action part = K*D zero or learned slots and the stop id, every token sees every token; token t is
-                     read one place before its slot, the first one at the last token of the prompt
+                     read one column before its slot, the first one at the last token of the prompt
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vlarl.types import PolicyInput
 
 @dataclass(frozen=True)
 class Prefix:
-    """Prompt and images of a batch, embedded; padding, where a row needs it, stands before the rest of its prompt."""
+    """Embedded prompt and images of a batch; padding, where a row needs it, comes before the rest of its prompt."""
 
     embeds: torch.Tensor  # [B, S, H]
     padding: torch.Tensor | None  # [B] columns of padding in each row; None when no row has any
     head: int  # columns before the padding: BOS, images, proprio
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
-        """Positions of the columns start .. stop, which may reach into the action part: [B, T], or [1, T]."""
+        """Positions of the columns start .. stop, which may extend into the action part: [B, T], or [1, T]."""
         columns = torch.arange(start, stop, device=self.embeds.device).unsqueeze(0)
         if self.padding is None:
             return columns
@@ -70,7 +70,7 @@ def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn
 
 
 def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """[B, H] what FiLM reads, as in OFT: the mean over the whole prompt and the stop token, without padding."""
+    """[B, H] the input of FiLM, as in OFT: the mean over the whole prompt and the stop token, without padding."""
     stop_ids = torch.full((text.shape[0], 1), model.config.stop_id, device=text.device)
     stop = model.embed_tokens(stop_ids)
     if padding is None:
@@ -82,18 +82,18 @@ def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tens
 
 
 def _pad_after_bos(inputs: PolicyInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prompt ids with the padding moved from the right to just after the first token, and how much each row has."""
+    """Prompt ids with the padding moved from the right to just after the first token, and its length in each row."""
     ids, mask = inputs.input_ids, inputs.attention_mask
     if not inputs.ragged:
         return ids, None
     padding = ids.shape[1] - mask.sum(dim=1)
     source = torch.arange(1, ids.shape[1], device=ids.device) - padding.unsqueeze(1)
-    moved = ids.gather(1, source.clamp(min=1))  # what fills the padding is never seen
+    moved = ids.gather(1, source.clamp(min=1))  # the values in the padding are never attended to
     return torch.cat([ids[:, :1], moved], dim=1), padding
 
 
 class Decoder(Protocol):
-    """Reads the states that predict action tokens; the first of them is also what the critic reads."""
+    """Computes the states that predict action tokens; the first of them is also the critic's input."""
 
     def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
         """Finished states [B, K*D, H] that predict each of the given tokens."""
@@ -104,7 +104,7 @@ class Decoder(Protocol):
         ...
 
     def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places [B, K*D] in the action support picked one after the other, and their logits [B, K*D, num_bins]."""
+        """Action-bin indices [B, K*D], picked one after the other, and their logits [B, K*D, num_bins]."""
         ...
 
 
@@ -115,41 +115,41 @@ class AutoregressiveDecoder:
         self.num_tokens = num_tokens
 
     def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
-        """Teacher-forced, in one pass; the last token predicts nothing and is left out."""
+        """Teacher-forced, in one pass, without the last token, which predicts nothing."""
         tail = model.embed_tokens(token_ids[:, :-1])
         return model.finish(self._run(model, prefix, torch.cat([prefix.embeds, tail], dim=1), None))
 
     def first_state(self, model: OpenVLAModel, prefix: Prefix) -> torch.Tensor:
-        """The prompt alone decides it."""
+        """Depends on the prompt only."""
         return model.finish(self._run(model, prefix, prefix.embeds, None))[:, 0]
 
     def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prompt once, then a token a step against the cache; then, in float32, all once more.
+        """One pass over the prompt, then one token a step with the cache; then, in float32, one pass over all tokens.
 
         Kernels for one column and for several round differently. The logits returned are those of the last pass, which
-        rounds more like `states` does, so that engine and learner agree on how likely a token was. In a smaller type
-        both round far more than that, and the pass would not help.
+        rounds more like `states` does, so that engine and learner agree on a token's probability. In a lower precision
+        both round far more than that, and the extra pass would not help.
         """
         cache = KeyValueCache(model.num_layers, prefix.embeds.shape[1] + self.num_tokens - 1)
         first = model.action_logits(model.finish(self._run(model, prefix, prefix.embeds, cache)))
         logits = [first]
-        places = choose(first, 0)
+        indices = choose(first, 0)
         for step in range(1, self.num_tokens):
-            logits.append(model.action_logits(self._extend(model, prefix, places[:, -1:], step - 1, cache)))
-            places = torch.cat([places, choose(logits[-1], step)], dim=1)
+            logits.append(model.action_logits(self._extend(model, prefix, indices[:, -1:], step - 1, cache)))
+            indices = torch.cat([indices, choose(logits[-1], step)], dim=1)
         if model.dtype == torch.float32:
             cache.truncate(prefix.embeds.shape[1])
-            logits = [first, model.action_logits(self._extend(model, prefix, places[:, :-1], 0, cache))]
-        return places, torch.cat(logits, dim=1)
+            logits = [first, model.action_logits(self._extend(model, prefix, indices[:, :-1], 0, cache))]
+        return indices, torch.cat(logits, dim=1)
 
     def _extend(
-        self, model: OpenVLAModel, prefix: Prefix, places: torch.Tensor, start: int, cache: KeyValueCache
+        self, model: OpenVLAModel, prefix: Prefix, indices: torch.Tensor, start: int, cache: KeyValueCache
     ) -> torch.Tensor:
-        """Finished states of the action tokens from `start` on, which see the cache and each other."""
-        columns, count = prefix.embeds.shape[1] + start, places.shape[1]
+        """Finished states of the action tokens from `start` on, which attend to the cache and to each other."""
+        columns, count = prefix.embeds.shape[1] + start, indices.shape[1]
         hidden = run_layers(
             model.language_model,
-            model.embed_tokens(places + model.config.first_action_id),
+            model.embed_tokens(indices + model.config.first_action_id),
             prefix.positions(columns, columns + count),
             seen=prefix.key_mask(start + count),
             causal=True,
@@ -169,7 +169,7 @@ class AutoregressiveDecoder:
             embeds,
             prefix.positions(0, size),
             seen=prefix.key_mask(tail),
-            causal=True,  # columns stand in the order of positions, so causal over columns is causal over tokens
+            causal=True,  # columns are in the order of positions, so causal over columns is causal over tokens
             read=prefix.read(tail + 1),
             cache=cache,
         )
@@ -182,12 +182,12 @@ class ParallelDecoder:
         self.num_tokens = num_tokens
 
     def states(self, model: OpenVLAModel, prefix: Prefix, token_ids: torch.Tensor) -> torch.Tensor:
-        """One pass; the tokens don't enter it."""
+        """One pass, which does not depend on the tokens."""
         del token_ids
         return self._run(model, prefix, self.num_tokens)
 
     def first_state(self, model: OpenVLAModel, prefix: Prefix) -> torch.Tensor:
-        """Needs the slots too, since the prompt sees them."""
+        """Needs the slots too, since the prompt attends to them."""
         return self._run(model, prefix, 1)[:, 0]
 
     def generate(self, model: OpenVLAModel, prefix: Prefix, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,8 +209,8 @@ class ParallelDecoder:
         return model.finish(hidden)
 
     def _action_part(self, model: OpenVLAModel, like: torch.Tensor) -> list[torch.Tensor]:
-        """Slots and stop token, [B, T, H] each. OFT's slots are zeros, told apart by their positions alone; learned
-        ones (padding rows of the embedding, which nothing else uses) spare a small model from learning that first."""
+        """Slots and stop token, [B, T, H] each. OFT's slots are zeros that differ in their positions only; learned ones
+        (padding rows of the embedding, otherwise unused) save a small model from learning to tell them apart."""
         config, batch = model.config, like.shape[0]
         ids = torch.full((1,), config.stop_id, device=like.device)
         if config.learned_slots:

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its small files and the headers of the large ones; no weight is read."""
+"""Describes a checkpoint from its small files and the headers of the large ones, without reading any weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADS = {"value_head": "critic", "action_head": "L1 regression"}
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, and the model that it belongs to."""
+    """A LoRA adapter and its base model."""
 
     rank: int
     alpha: int
@@ -68,7 +68,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything that can be said about a checkpoint without loading it."""
+    """Everything that is known about a checkpoint without loading it."""
 
     path: str
     kind: str
@@ -83,16 +83,16 @@ class Description:
 
     @property
     def says_num_images(self) -> bool:
-        """Whether the folder tells how many images the model reads; the original OFT's don't."""
+        """Whether the folder records how many images the model reads; the original OFT's don't."""
         return NATIVE_KEY in self.config.raw or self.config.decoder == "autoregressive"
 
     @property
     def heads(self) -> list[str]:
-        """Heads that the checkpoint brings beside the model."""
+        """Heads that the checkpoint contains beside the model."""
         return [title for name, title in HEADS.items() if name in self.components]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        """The whole description as JSON."""
         config = self.config
         return {
             "path": self.path,
@@ -128,7 +128,7 @@ def describe_checkpoint(
     if adapter is not None:
         adapters.check_base(folder, adapter.base, adapters.fingerprint(base))
     folders = (folder,) if adapter is None else (folder, base)
-    found = tuple(name for name in COMPONENTS if any(has_component(place, name) for place in folders))
+    found = tuple(name for name in COMPONENTS if any(has_component(each, name) for each in folders))
     config = resolve_config(folders, decoder, num_images=num_images)
     return Description(
         path=str(path),
@@ -139,7 +139,7 @@ def describe_checkpoint(
         components=found,
         stored=_stored(base),
         problems=tuple(_problems(config, base, found)),
-        has_tokenizer=any((place / "tokenizer.json").is_file() for place in folders),
+        has_tokenizer=any((each / "tokenizer.json").is_file() for each in folders),
         statistics=tuple(_statistics(key, entry) for key, entry in config.norm_stats.items()),
     )
 
@@ -181,7 +181,7 @@ def _stored(folder: Path) -> Stored:
 
 
 def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> list[str]:
-    """How the stored tensors differ from those that the config asks for."""
+    """How the stored tensors differ from those that the config requires."""
     stored = read_shapes(folder)
     try:
         check_size(config, folder, stored, towers=not has_film_file(folder))
@@ -203,7 +203,7 @@ def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> li
     }
     problems = [f"{title} ({len(names)}): {', '.join(names)}" for title, names in differences.items() if names]
     if config.use_proprio and "proprio_projector" not in found:
-        problems.append("no proprio_projector file, which its config asks for")
+        problems.append("no proprio_projector file, which its config requires")
     return problems
 
 
@@ -212,7 +212,7 @@ def _statistics(key: str, entry: Mapping[str, Any]) -> Statistics:
 
 
 def _dim(entry: Any, what: str) -> int:
-    """Numbers of one statistic; 0 where it is absent or of another form."""
+    """Dimensions of one statistic; 0 if it is absent or malformed."""
     part = entry.get(what) if isinstance(entry, Mapping) else None
     values = part.get("q01") if isinstance(part, Mapping) else None
     return len(values) if isinstance(values, list) else 0

@@ -1,4 +1,4 @@
-"""What the original code fixes for each kind of language model: the prompt, special ids, where its action ids end."""
+"""The original code's conventions for each kind of language model: prompt, special ids, end of the action ids."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ QWEN_PROMPT = (
 LLAMA_EMPTY_TOKEN = 29871  # Llama's lone "▁": the original training data has it between "Out:" and the action
 QWEN_TEXT_TOKENS = 151643  # Qwen2.5's vocabulary without its special tokens
 QWEN_TOKENS = 151665  # and with them
-QWEN_EXTRA_TOKENS = 256  # that MiniVLA adds to the tokenizer, one for each bin
+QWEN_EXTRA_TOKENS = 256  # added to the tokenizer by MiniVLA, one for each bin
 
 
 @dataclass(frozen=True)
 class TextFamily:
     """The conventions of one `model_type`."""
 
-    has_bos: bool  # without BOS the image tokens follow the first token of the prompt, whatever it is
-    prompt_suffix_id: int | None  # what the original appends to the prompt where absent
+    has_bos: bool  # without BOS the image tokens follow the prompt's first token, whichever it is
+    prompt_suffix_id: int | None  # appended to the prompt by the original if absent
     pad_token_id: int
     stop_id: int
 
@@ -43,7 +43,7 @@ FAMILIES: dict[str, TextFamily] = {
 
 
 def model_type(raw: Mapping[str, Any]) -> str:
-    """The language model's kind: what `text_config` says, else what Prismatic's `llm_backbone_id` stands for."""
+    """The language model's kind: from `text_config`, else from Prismatic's `llm_backbone_id`."""
     backbone = str(raw.get("llm_backbone_id", ""))
     named = {"mistral": "mistral", "qwen": "qwen2", "phi": "phi"}
     guess = next((kind for start, kind in named.items() if backbone.startswith(start)), "llama")
@@ -63,10 +63,10 @@ def prompt_template(raw: Mapping[str, Any], kind: str) -> str:
 def action_end(raw: Mapping[str, Any], kind: str, padded_vocab_size: int, pad_to_multiple_of: int) -> int:
     """One more than the highest action id.
 
-    Llama's and Mistral's embeddings grew by exactly `pad_to_multiple_of` rows, so taking them off gives the tokenizer's
-    own vocabulary, whose last ids the actions take. Qwen2.5's embedding always had spare rows, so there the tokenizer's
-    size is a fact: MiniVLA (`llm_backbone_id` ending in -extra) adds 256 tokens behind the special ones and acts with
-    those, 151665..151920; plain Qwen2.5 acts with the last text tokens, 151387..151642.
+    Llama's and Mistral's embeddings grew by exactly `pad_to_multiple_of` rows, so subtracting them gives the
+    tokenizer's own vocabulary, whose last ids are the action ids. Qwen2.5's embedding always had spare rows, so its
+    tokenizer's size is hard-coded: MiniVLA (`llm_backbone_id` ending in -extra) adds 256 tokens after the special ones
+    and uses those as action ids, 151665..151920; plain Qwen2.5 uses the last text tokens, 151387..151642.
     """
     if kind != "qwen2":
         return padded_vocab_size - pad_to_multiple_of

@@ -1,13 +1,13 @@
-"""The file in which OpenVLA-OFT keeps a vision backbone with FiLM, brought to our names.
+"""Converts OpenVLA-OFT's file of a vision backbone with FiLM to our parameter names.
 
-Its trainer adds LoRA, wraps the backbone, and saves the whole of it as `vision_backbone--<step>_checkpoint.pt`:
+Its trainer adds LoRA, wraps the backbone, and saves all of it as `vision_backbone--<step>_checkpoint.pt`:
 
-    vision_backbone.featurizer.blocks.0.scale.weight                            FiLM's own, trained in full
-    vision_backbone.featurizer.blocks.0.block.norm1.weight                      a block's, one level further in
+    vision_backbone.featurizer.blocks.0.scale.weight                            FiLM's own, fully trained
+    vision_backbone.featurizer.blocks.0.block.norm1.weight                      a block's, one level deeper
     vision_backbone.featurizer.blocks.0.block.attn.qkv.base_layer.weight        beside its adapter
     vision_backbone.featurizer.blocks.0.block.attn.qkv.lora_A.default.weight    lora_B likewise
 
-and so for fused_featurizer. The convolution of the patches has an adapter, too: the adapters go by the ends of names,
+and likewise for fused_featurizer. The patch convolution has an adapter, too: adapters are matched by the ends of names,
 and its name ends in `proj` like that of a linear layer.
 """
 
@@ -23,10 +23,10 @@ _ADAPTER = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
 
 
 def fold_film_state(state: Mapping[str, torch.Tensor], alpha: int | None = None) -> dict[str, torch.Tensor]:
-    """The state of our vision backbone from such a file: adapters added to their weights in float32, names ours.
+    """The state of our vision backbone from such a file: adapters merged into their weights in float32, with our names.
 
-    Without `alpha` it is what the original trainer takes for the rank, which the shapes tell. A state without adapters
-    is renamed only.
+    Without `alpha` it is the original trainer's alpha for the rank, which follows from the shapes. A state without
+    adapters is only renamed.
     """
     adapters = {found[1]: name for name in state if (found := _ADAPTER.fullmatch(name)) and found[2] == "A"}
     folded = {}

@@ -12,8 +12,8 @@ from torch import nn
 class ValueHead(nn.Module):
     """MLP from the state before the first action token to the values of a decision; computed in float32.
 
-    Several values (of the steps or tokens of a chunk) are all read off that one state: what a value knows was known
-    before the first token was drawn, so it is a baseline for every one of them.
+    Several values (of the steps or tokens of a chunk) are all computed from that one state, which is known before the
+    first token is sampled, so each value is a valid baseline for every token.
     """
 
     def __init__(self, hidden_size: int, hidden_sizes: Sequence[int] = (1024, 512), num_values: int = 1) -> None:
@@ -25,7 +25,7 @@ class ValueHead(nn.Module):
         self.out = nn.Linear(widths[-1], num_values)
 
     def reset(self, generator: torch.Generator) -> None:
-        """Initialise from a generator; the last layer starts near zero so that first values don't shake the policy."""
+        """Initialise from a generator; the last layer starts near zero so that early values don't harm the policy."""
         with torch.no_grad():
             for layer in [*self.layers, self.out]:
                 assert isinstance(layer, nn.Linear)
@@ -85,7 +85,7 @@ class _ResidualMLP(nn.Module):
 
 
 class L1ActionHead(nn.Module):
-    """OFT's regression head: the D states of one action -> its D numbers, with the names of the component file."""
+    """OFT's regression head: the D states of one action -> its D values, with the names of the component file."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class L1ActionHead(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """A head that is the embedding: it holds no weight of its own, so checkpoints have none and none can come apart."""
+    """A head tied to the embedding: it has no weight of its own, so checkpoints store none and they can't diverge."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        self.__dict__["embedding"] = embedding  # past nn.Module, which would register it a second time
+        self.__dict__["embedding"] = embedding  # bypasses nn.Module, which would register it a second time
 
     @property
     def weight(self) -> torch.Tensor:

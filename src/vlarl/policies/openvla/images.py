@@ -1,4 +1,4 @@
-"""Which image operations a frame goes through before the towers, and what a config.json says of them."""
+"""The image operations applied to a frame before the towers, and how config.json specifies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlarl.images.bicubic import ResizeStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePipeline:
-    """What happens to a frame before the towers, in this order; the default is a checkpoint's own preprocessor."""
+    """The operations on a frame before the towers, in this order; the default is a checkpoint's own preprocessor."""
 
     jpeg: bool = False
     resize: Literal["bicubic", "lanczos3"] = "bicubic"
@@ -19,7 +19,7 @@ class ImagePipeline:
 
 
 def resize_strategy(raw_config: Mapping[str, object]) -> ResizeStrategy:
-    """The strategy that a config.json names; `resize-naive`, which every published OpenVLA has, where it names none."""
+    """The strategy that a config.json names; else `resize-naive`, which every published OpenVLA uses."""
     name = raw_config.get("image_resize_strategy", "resize-naive")
     if name not in get_args(ResizeStrategy):
         known = ", ".join(get_args(ResizeStrategy))

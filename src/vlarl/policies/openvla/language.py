@@ -1,8 +1,8 @@
 """Running a transformers decoder layer by layer, with masks and positions that we choose.
 
-The loop over the layers is ours because the decoders need what the library's own forward hides: bidirectional
-attention, positions that skip padding in the middle, states before the final norm. The layers, their parameters and
-their hooks (gradient checkpointing, LoRA, FSDP) stay the library's.
+The loop over the layers is ours because the library's own forward does not support what the decoders need:
+bidirectional attention, positions that skip padding in the middle, states before the final norm. The layers, their
+parameters and their hooks (gradient checkpointing, LoRA, FSDP) remain the library's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlarl.policies.openvla.config import language_config
 
 def build_language_model(text: Mapping[str, Any], attention: AttentionName = "sdpa") -> nn.Module:
     """A transformers causal language model with random weights from the `text_config` of a checkpoint."""
-    from transformers import AutoModelForCausalLM  # here and not above: its models take seconds to load
+    from transformers import AutoModelForCausalLM  # imported here: its models take seconds to load
 
     from vlarl.policies.openvla.layers import use_fast_layers
 
@@ -34,7 +34,7 @@ def build_language_model(text: Mapping[str, Any], attention: AttentionName = "sd
 
 
 class KeyValueCache:
-    """Keys and values of all layers, in memory taken once; each layer appends and reads a view."""
+    """Keys and values of all layers, in memory allocated once; each layer appends and reads a view."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self._capacity = capacity
@@ -43,7 +43,7 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Columns held by the first layer, hence before a pass by all of them."""
+        """Columns stored for the first layer, and so for all layers before a pass."""
         return self._lengths[0]
 
     def truncate(self, length: int) -> None:
@@ -53,7 +53,7 @@ class KeyValueCache:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H, T, D] to a layer, and return all that the layer holds; the name is transformers'."""
+        """Append [B, H, T, D] to a layer and return all that is stored for it; the name is transformers'."""
         held = self._store[layer]
         if held is None:
             b, h, _t, d = keys.shape
@@ -79,22 +79,22 @@ def run_layers(
 ) -> torch.Tensor:
     """Embeddings [B, S, H] -> states [B, T, H] before the final norm, at the columns that `read` picks.
 
-    Positions are [B, S], or [1, S] when all rows share them. `seen` [B, cached + S] tells tokens from padding; None:
-    there is no padding.
+    Positions are [B, S], or [1, S] when all rows share them. `seen` [B, cached + S] is True for tokens and False for
+    padding; None: there is no padding.
     """
     model = cast(Any, language_model)
     size = embeds.shape[1]
     cached = 0 if cache is None else cache.length
     _check_window(model.config, cached + size)
-    sight = AttentionMask(cached, cached + size, cached + size, seen, causal)
+    attention_mask = AttentionMask(cached, cached + size, cached + size, seen, causal)
     angles = model.model.rotary_emb(embeds, position_ids=positions)
     *body, last = model.model.layers
     hidden = embeds
-    attend = prepare(model.attention, sight, embeds.device)
+    attend = prepare(model.attention, attention_mask, embeds.device)
     for layer in body:
         hidden = layer(hidden, angles=angles, attend=attend, read=slice(0, size), cache=cache)
     if read != slice(0, size):
-        attend = prepare(model.attention, sight.narrowed(read), embeds.device)
+        attend = prepare(model.attention, attention_mask.narrowed(read), embeds.device)
     return cast(torch.Tensor, last(hidden, angles=angles, attend=attend, read=read, cache=cache))
 
 

@@ -1,8 +1,8 @@
-"""Drop-in layers for transformers' Llama, Mistral and Qwen2: the same parameters and answers, less work.
+"""Drop-in layers for transformers' Llama, Mistral and Qwen2: the same parameters and results with less computation.
 
-At the sizes that RL runs at on a CPU, the library's rotary embedding and RMS norm take a fifth of a layer's time, all
-of it elementwise passes; here a rotation is four half-width kernels, forward and backward. And the last layer computes
-queries and MLP only for the few columns that predict actions.
+At the sizes used for RL on a CPU, the library's rotary embedding and RMS norm take a fifth of a layer's time, all of it
+in elementwise passes; here a rotation is four half-width kernels, forward and backward. The last layer computes queries
+and MLP only for the few columns that predict actions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlarl.policies.openvla.heads import TiedHead
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation's gradient is the opposite rotation, so nothing but the angles is kept."""
+    """The rotation's gradient is the inverse rotation, so only the angles are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attend: Attend, cache: Any, read: slice
     ) -> torch.Tensor:
-        """[B, S, H] -> [B, T, H], for the columns that `read` picks; they see what `attend` lets them."""
+        """[B, S, H] -> [B, T, H], for the columns that `read` picks; `attend` applies the attention mask."""
         half = self.head_dim // 2
         cos, sin = (angle[..., :half].unsqueeze(2) for angle in angles)
         q, k, v = (
@@ -112,7 +112,7 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """A layer of the library with the same parameters, and `read`: the columns whose states are wanted."""
+    """A layer of the library with the same parameters, and `read`: the columns whose states are computed."""
 
     def __init__(self, library: Any, eps: float) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class DecoderLayer(GradientCheckpointingLayer):
 
 
 def use_fast_layers(language_model: nn.Module) -> None:
-    """Replace the layers of a transformers decoder that has no trained weights yet; projections and MLPs move over."""
+    """Replace the layers of a transformers decoder that has no trained weights yet; projections and MLPs are reused."""
     decoder = cast(Any, language_model).model
     eps = float(decoder.config.rms_norm_eps)
     decoder.layers = nn.ModuleList(DecoderLayer(layer, eps) for layer in decoder.layers)

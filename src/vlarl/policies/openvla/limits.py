@@ -1,6 +1,6 @@
-"""How large a model may be that a stranger's config.json asks for: known before any of it is made.
+"""Limits on the size of a model that an untrusted config.json describes, checked before any of it is built.
 
-A model is made of what its files hold, so the files bound it: a config.json that asks for more is not theirs.
+The weight files bound the model: a config.json that describes a much larger one does not belong to them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LARGEST_IMAGE = 8192  # pixels of a side
 LARGEST_CHUNK = 4096  # actions of a decision, dimensions of an action or of a robot's state
 LARGEST_NUM_IMAGES = 64
 LARGEST_NUM_BINS = 1 << 16
-# A model that is not absurd is built without memory all the same, and its missing weights are told by their names.
+# Within this slack a model is still built on the meta device, so that the error can name the missing weights.
 SLACK, SMALL_MODEL, FEW_BLOCKS = 16, 100_000_000, 1000
-LARGEST_SIZE = 1 << 40  # of anything that the weight files bound as well
+LARGEST_SIZE = 1 << 40  # for sizes that the weight files bound as well
 
 
 def whole(value: Any, name: str, low: int, high: int = LARGEST_SIZE) -> int:
-    """A whole number within its bounds; ValueError with its name for anything else."""
+    """An integer within its bounds; ValueError with its name for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not low <= value <= high:
         raise ValueError(f"{name} is {str(value)[:40]!r}, which must be a whole number from {low} to {high}")
     if int(value) != value:
@@ -39,7 +39,7 @@ def check_size(config: OpenVLAConfig, folder: Path, shapes: Mapping[str, tuple[i
 
     text = language_config(config.text)
     layers, width = int(text.num_hidden_layers), int(text.hidden_size)
-    # At least: what every layer has, whatever its kind of attention.
+    # A lower bound: what every layer has, whatever its kind of attention.
     least = config.padded_vocab_size * width + layers * width * (3 * int(text.intermediate_size) + width)
     num_blocks = layers
     if towers:
@@ -52,7 +52,7 @@ def check_size(config: OpenVLAConfig, folder: Path, shapes: Mapping[str, tuple[i
     stored = sum(math.prod(shape) for shape in shapes.values())
     if least > SLACK * stored + SMALL_MODEL or num_blocks > len(shapes) + FEW_BLOCKS:
         raise ValueError(
-            f"config.json asks for {num_blocks:,} layers with {least:,} parameters or more, but the weight files of "
+            f"config.json describes {num_blocks:,} layers with {least:,} parameters or more, but the weight files of "
             f"{folder} hold {stored:,} in {len(shapes):,} tensors: config.json and weights are of different "
             "checkpoints. Copy or download the folder again"
         )
@@ -60,7 +60,7 @@ def check_size(config: OpenVLAConfig, folder: Path, shapes: Mapping[str, tuple[i
 
 @contextmanager
 def building(source: Path | str) -> Iterator[None]:
-    """Turn what PyTorch and transformers raise for sizes that don't go together into a message."""
+    """Turn the errors of PyTorch and transformers about inconsistent sizes into a message."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, AssertionError) as error:

@@ -1,6 +1,6 @@
 """LoRA layers by peft: fresh ones, those of an adapter folder, and writing such a folder.
 
-Loaded only where a model has adapters: peft takes seconds to load. What needs no peft is in adapters.py.
+Imported only for a model with adapters, since peft takes seconds to load. Code that needs no peft is in adapters.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vlarl.policies.openvla.limits import whole
 from vlarl.policies.openvla.weights import not_floats, read_tensors, write_json
 from vlarl.policies.tensor_file import write_tensors
 
-PREFIX = "base_model.model."  # what peft's own files put before the names of the model
+PREFIX = "base_model.model."  # peft's own files prefix the names of the model with it
 ALL_LINEAR = "all-linear"
 LARGEST_ALPHA = 16
-TAKEN = (  # of an adapter_config.json
+TAKEN = (  # fields read from an adapter_config.json
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "fan_in_fan_out", "layers_to_transform", "layers_pattern"),
 )
@@ -36,7 +36,7 @@ WIDTH_STEP = 8  # columns: 16 bytes of bfloat16
 
 
 class Operands(NamedTuple):
-    """What a layer multiplies with, in the type of the computation; the rank is padded to a width that kernels like."""
+    """The matrices of a layer in the computation's type; the rank is padded to a width that suits the kernels."""
 
     weight: torch.Tensor  # [out, in] frozen
     bias: torch.Tensor | None
@@ -46,12 +46,12 @@ class Operands(NamedTuple):
 
 
 class _AddLora(torch.autograd.Function):
-    """x W' + b + dropped A' B' scale with W frozen; `dropped` is x, after dropout where there is some.
+    """x W' + b + dropped A' B' scale with W frozen; `dropped` is x after dropout, if any.
 
-    In bfloat16 an early adapter's output is far smaller than the distance between two neighbours of the size of x W':
-    added to an x W' that is rounded already, it is lost. (A product that adds to its output is no help: cuBLAS rounds
-    before it adds.) So one product of [x, low] with [W, B] adds it before anything is rounded. In float32 nothing
-    is lost, and in two products a fresh adapter changes not one bit.
+    In bfloat16 an early adapter's output is far smaller than the spacing of values of the size of x W': added to an
+    x W' that is already rounded, it is lost. (A product that accumulates into its output does not help: cuBLAS rounds
+    before it adds.) So one product of [x, low] with [W, B] adds it before anything is rounded. In float32 nothing is
+    lost, and with two products a fresh adapter leaves every bit unchanged.
 
     The gradients of A and B go to the float32 originals.
     """
@@ -61,7 +61,7 @@ class _AddLora(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,  # [N, in]
         dropped: torch.Tensor,  # [N, in]
-        into: torch.Tensor,  # [rank, in] float32, for its gradient alone
+        into: torch.Tensor,  # [rank, in] float32, for its gradient only
         out: torch.Tensor,  # [out, rank] float32, likewise
         scale: float,
         operands: Operands,
@@ -91,7 +91,7 @@ class _AddLora(torch.autograd.Function):
 
 
 class _Kept:
-    """Operands in a smaller type than the adapter's, kept from pass to pass. A copy of the layer starts without."""
+    """Operands in a lower precision than the adapter's, cached between passes. A copy of the layer starts without."""
 
     def __init__(self) -> None:
         self.versions: object = None  # of what the copies were made from
@@ -138,18 +138,18 @@ class LoraLinear(PeftLinear):
 
     @torch.no_grad()
     def operands(self, dtype: torch.dtype) -> Operands:
-        """What the layer multiplies with in this type.
+        """The layer's matrices in this type.
 
-        Copies in a smaller type are kept, and brought up to date in place when the adapter's counters of changes have
-        moved; a change through `.data`, which they don't see, needs a call of `refresh_operands`.
+        Copies in a lower precision are cached, and updated in place when the adapter's version counters have changed; a
+        change through `.data`, which the counters miss, requires a call of `refresh_operands`.
         """
         into, out = (part.detach() for part in self._adapter())
         frozen = self._frozen()
         weight, bias = frozen.weight.detach(), None if frozen.bias is None else frozen.bias.detach().to(dtype)
         if into.dtype == dtype:  # float32; or gathered by FSDP for this pass, and not to be kept
             return Operands(weight, bias, into, out, None)
-        known = self.__dict__.get("_kept")  # past nn.Module: no parameter, no buffer
-        if known is None or (known.wide is not None and not _same_place(known.wide, weight, dtype)):
+        known = self.__dict__.get("_kept")  # bypasses nn.Module: neither a parameter nor a buffer
+        if known is None or (known.wide is not None and not _same_memory(known.wide, weight, dtype)):
             known = self.__dict__["_kept"] = _Kept()
         padding = -into.shape[0] % WIDTH_STEP
         if known.wide is None and weight.dtype == dtype and weight.is_contiguous():
@@ -165,8 +165,9 @@ class LoraLinear(PeftLinear):
         return Operands(weight.to(dtype), bias, known.into, known.out, known.wide)
 
     def _widen(self, known: _Kept, width: int) -> None:
-        """Give the frozen weight a few columns more, for B, in the same memory: joined for each pass, they would take
-        as long as many a product. One adapter can have them; another one on the same weight, a critic's, joins."""
+        """Extend the frozen weight by a few columns for B in the same memory: concatenating them in each pass would
+        take as long as many products. Only one adapter can use them; another one on the same weight, a critic's,
+        concatenates."""
         weight = self._frozen().weight
         wide = weight.new_zeros(weight.shape[0], weight.shape[1] + width)
         wide[:, : weight.shape[1]] = weight
@@ -174,20 +175,20 @@ class LoraLinear(PeftLinear):
         known.wide, known.out, known.versions = wide, wide[:, weight.shape[1] :], None
 
 
-def _same_place(wide: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the weight still lives in `wide`, and is computed with in its type."""
+def _same_memory(wide: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the weight is still stored in `wide` and computed in its type."""
     return wide.data_ptr() == weight.data_ptr() and wide.dtype == dtype
 
 
 def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """The fresh values in the place of the kept ones where they fit: a captured graph reads from there."""
+    """The fresh values, in the memory of the cached ones if they fit: a captured graph reads from there."""
     if (kept.shape, kept.dtype, kept.device) != (fresh.shape, fresh.dtype, fresh.device):
         return fresh
     return kept.copy_(fresh)
 
 
 def refresh_operands(model: nn.Module) -> None:
-    """Bring what adapters multiply with up to date, however the adapters were changed."""
+    """Update the adapters' cached operands, however the adapters were changed."""
     for module in model.modules():
         if isinstance(module, LoraLinear) and (known := module.__dict__.get("_kept")) is not None:
             known.versions = None
@@ -195,7 +196,7 @@ def refresh_operands(model: nn.Module) -> None:
 
 
 def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:
-    """Freeze the model and put new adapters, which change nothing yet, beside the chosen layers."""
+    """Freeze the model and add new adapters, which change nothing yet, to the chosen layers."""
     targets: list[str] = []
     for pattern in lora.target_modules:
         found = [n for n in linears if pattern == ALL_LINEAR or n == pattern or n.endswith(f".{pattern}")]
@@ -218,7 +219,7 @@ def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: 
 
 
 def add_from(model: nn.Module, folder: Path, base: str) -> None:
-    """Freeze the model and put a folder's adapters beside its layers; what doesn't fit is told at once."""
+    """Freeze the model and add a folder's adapters to its layers; one error lists everything that doesn't fit."""
     config = _read_config(folder)
     config.base_model_name_or_path = base
     state = {}
@@ -232,7 +233,7 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     try:
         _inject(model, config)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error) as error:
-        raise ValueError(f"{remedy}: {error}") from error  # what peft raises for values of another kind
+        raise ValueError(f"{remedy}: {error}") from error  # what peft raises for values of the wrong type
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     wrong = [
         *(f"{name} is missing" for name in own if name not in state),
@@ -249,7 +250,7 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
 
 
 def _refuse_other_ranks(config: PeftLoraConfig, state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Before layers of the declared rank are made: the weights must have it."""
+    """Check, before layers of the declared rank are created, that the weights have that rank."""
     odd = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if odd:
         raise ValueError(f"{folder / WEIGHTS_NAME} holds NaN or infinity, first in {odd[0]}: take an earlier adapter")
@@ -264,11 +265,11 @@ def _refuse_other_ranks(config: PeftLoraConfig, state: dict[str, torch.Tensor], 
 
 
 def save(model: nn.Module, folder: Path, base: str, base_fingerprint: str) -> None:
-    """Write the adapters as peft does, and what weights they belong to."""
+    """Write the adapters as peft does, and the identity of their base weights."""
     config = _config(model)
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules or ())  # a set: its order would change from file to file
-    config.inference_mode = True  # the habit of peft's files; ours are trained on whatever it says
+    config.inference_mode = True  # as in peft's files; ours are trained further whatever it says
     config.save_pretrained(str(folder))
     config.inference_mode = False
     state = {
@@ -289,12 +290,12 @@ def _read_config(folder: Path) -> PeftLoraConfig:
         raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
     try:
         given = PeftLoraConfig.from_pretrained(str(folder))
-        # These alone: others make peft import a module that the file names, or compute weights of its own.
+        # Only these: others make peft import a module that the file names, or compute weights of its own.
         config = PeftLoraConfig(**{name: getattr(given, name) for name in TAKEN}, init_lora_weights=True)
         whole(config.r, "r", 1)
         if not math.isfinite(config.lora_alpha) or not 0 <= config.lora_dropout < 1:
             raise ValueError(f"lora_alpha is {config.lora_alpha} and lora_dropout is {config.lora_dropout}")
-    except Exception as error:  # what peft raises for values of another kind is not documented
+    except Exception as error:  # what peft raises for values of the wrong type is not documented
         raise ValueError(f"{folder / CONFIG_NAME} is malformed ({error}): copy or download it again") from error
     extras = {name: getattr(given, name, None) for name in ("use_dora", "lora_bias", "modules_to_save")}
     extras["bias"] = None if given.bias == "none" else given.bias
@@ -309,7 +310,7 @@ def _read_config(folder: Path) -> PeftLoraConfig:
 
 
 def _inject(model: nn.Module, config: PeftLoraConfig) -> None:
-    """Put peft's layers into the model, in place; everything else is frozen, the adapters are float32."""
+    """Add peft's layers to the model in place; everything else is frozen, the adapters are float32."""
     if not (getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)):
         config._register_custom_module({nn.Linear: LoraLinear})
     inject_adapter_in_model(config, model)

@@ -1,9 +1,9 @@
-"""How much memory a model takes on its device, worked out from its config alone: rollouts, and updates of adapters.
+"""Estimates a model's device memory from its config alone: for rollouts, and for updates of adapters.
 
-Both count tensors at the worst moment, which is what `torch.cuda.max_memory_allocated` counts; the CUDA context, half a
-gigabyte or so, comes on top. The sums follow the modules operator by operator. For its backward pass a frozen linear
-layer keeps nothing, its adapter keeps its input and the product of low rank, a norm its input, attention its queries,
-keys, values and answer, a gated MLP four tensors of its inner width.
+Both count tensors at the peak, like `torch.cuda.max_memory_allocated`; the CUDA context, about half a gigabyte, is
+extra. The sums follow the modules operator by operator. For its backward pass a frozen linear layer saves nothing, its
+adapter saves its input and the low-rank product, a norm its input, attention its queries, keys, values and output, a
+gated MLP four tensors of its inner width.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.quantize import BLOCK, QUANTIZED
 from vlarl.policies.openvla.towers import TowerConfig
 
-PROMPT_LENGTH = 32  # tokens of the question around an instruction of a dozen words, as LIBERO's are
+PROMPT_LENGTH = 32  # tokens of the template with an instruction of a dozen words, as LIBERO's are
 
 DtypeName = Literal["float32", "bfloat16"]
 BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32 = 4
 
-# Four bits a weight, a byte for the scale of a block of them and a float32 for 256 scales; or a byte a weight, the
-# scale of a whole row being next to nothing.
+# Four bits a weight, a byte for the scale of a block and a float32 for 256 scales; or a byte a weight, the scale of a
+# whole row being negligible.
 QUANTIZED_BYTES = {4: 0.5 + 1 / BLOCK + 4 / (BLOCK * 256), 8: 1.0}
 UNPACKED_BYTES = {4: 2, 8: 4}  # of a weight in the one matrix that is unpacked at a time
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes at the worst moment, by what they are for."""
+    """Bytes at the peak, by purpose."""
 
     weights: int
     adapters: int = 0
@@ -56,7 +56,7 @@ class MemoryEstimate:
 
     @property
     def lasting(self) -> int:
-        """Bytes that an update leaves behind: adapters, their gradients and the optimizer's state."""
+        """Bytes that stay allocated after an update: adapters, their gradients and the optimizer's state."""
         return self.adapters + self.gradients + self.optimizer
 
 
@@ -68,14 +68,14 @@ def estimate_rollout(
     quantize: Literal[4, 8] | None = None,
     lora_rank: int | None = None,
 ) -> MemoryEstimate:
-    """Generating the actions of a batch of observations, without gradient; with a rank, beside adapters."""
+    """Generating the actions of a batch of observations, without gradient; with a rank, including adapters."""
     sizes = Sizes(config, batch_size, prompt_length)
     text, width = sizes.text, BYTES[dtype]
     cache = 0
     if config.decoder == "autoregressive":
         columns = sizes.prefix + config.num_action_tokens - 1
         cache = batch_size * columns * text.layers * 2 * text.keys * width
-    # Layers fill the cache one by one; the last one computes few columns, so the one before it is the worst moment.
+    # Layers fill the cache one by one; the last one computes few columns, so the one before it is the peak.
     language = cache * (text.layers - 1) // text.layers + _language_peak(sizes) * width
     peak = max(*_vision_peaks(sizes, width), language) + sizes.pixels + sizes.unpacked(quantize)
     adapters = 0 if lora_rank is None else sizes.adapter_weights(lora_rank)
@@ -98,22 +98,22 @@ def estimate_lora_update(
     *,
     freeze_vision: bool = False,
 ) -> MemoryEstimate:
-    """An update of adapters beside all linear layers: forward and backward pass of a microbatch, AdamW's state."""
+    """An update of adapters of all linear layers: forward and backward pass of a microbatch, AdamW's state."""
     copied = _copied(dtype, quantize)
     if quantize is not None:
-        dtype = "float32"  # what is not quantised is trained around in float32, and so are the states between layers
+        dtype = "float32"  # everything not quantised is float32, including the states between layers
     sizes = Sizes(config, microbatch_size, prompt_length)
     width = BYTES[dtype]
     adapters = sizes.adapter_weights(rank, freeze_vision=freeze_vision)
     layer = sizes.saved_by_layer(sizes.columns, rank, width)
     kept = _projector_saved(sizes, rank) * width + sizes.pixels + sizes.unpacked(quantize)
     if gradient_checkpointing:
-        # Each layer's input, all that one layer saves while it is computed again, and two gradients of its inner width.
+        # Each layer's input, all that one layer saves while it is recomputed, and two gradients of its inner width.
         kept += sizes.text.layers * sizes.columns * sizes.text.hidden * width
         kept += layer + 2 * sizes.columns * sizes.text.inner * width
         kept += sizes.inputs_of_linears(freeze_vision) * width if quantize == 8 else 0
     else:
-        # All that layers save. The last one computes what is read alone; going back through it makes three gradients.
+        # All that layers save. The last one computes only what is read; its backward pass makes three gradients.
         kept += (sizes.text.layers - 1) * layer + sizes.saved_by_layer(sizes.read, rank, width)
         kept += 3 * sizes.columns * sizes.text.hidden * width
     if not freeze_vision:
@@ -141,7 +141,7 @@ class TextSizes:
 
 
 class Sizes:
-    """How many numbers a batch is, from the pixels to the last layer."""
+    """How many values a batch has, from the pixels to the last layer."""
 
     def __init__(self, config: OpenVLAConfig, batch_size: int, prompt_length: int) -> None:
         self.config = config
@@ -157,12 +157,12 @@ class Sizes:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model without memory."""
+        """The model on the meta device."""
         with torch.device("meta"):
             return OpenVLAModel(self.config)
 
     def adapter_weights(self, rank: int, *, freeze_vision: bool = False) -> int:
-        """Numbers of all adapters: two matrices beside each linear layer that training reaches."""
+        """Values in all adapters: two matrices for each trainable linear layer."""
         layers = [
             self.model.get_submodule(name)
             for name in linear_names(self.model)
@@ -171,7 +171,7 @@ class Sizes:
         return sum(rank * (layer.in_features + layer.out_features) for layer in layers if isinstance(layer, nn.Linear))
 
     def weights(self, dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
-        """Bytes of the model and of the projector of the robot's state."""
+        """Bytes of the model and of the proprio projector."""
         whole = sum(p.numel() for p in self.model.parameters())
         if self.config.use_proprio:
             whole += (self.config.proprio_dim + self.text.hidden + 2) * self.text.hidden
@@ -184,18 +184,18 @@ class Sizes:
         """Bytes of the largest quantised matrix while a product reads it."""
         return 0 if quantize is None else max(self._packed(quantize), default=0) * UNPACKED_BYTES[quantize]
 
-    def saved_by_layer(self, asked: int, rank: int, width: int) -> int:
-        """Bytes that one layer of the language model keeps for its backward pass, `asked` columns of it computed."""
+    def saved_by_layer(self, computed: int, rank: int, width: int) -> int:
+        """Bytes that one layer of the language model saves for its backward pass, with `computed` columns."""
         text = self.text
-        # Input, its norm, keys and values with their two products of low rank, for all columns
+        # Input, its norm, keys and values with their two low-rank products, for all columns
         kept = self.columns * (2 * text.hidden + 2 * text.keys + 2 * rank)
-        # Queries, attention's answer, state and its norm, four inner tensors, five products of low rank
-        kept += asked * (2 * text.queries + 2 * text.hidden + 4 * text.inner + 5 * rank)
-        deviations = (self.columns + asked) * FLOAT32
-        return kept * width + deviations + asked * text.heads * FLOAT32
+        # Queries, attention's output, state and its norm, four inner tensors, five low-rank products
+        kept += computed * (2 * text.queries + 2 * text.hidden + 4 * text.inner + 5 * rank)
+        stds = (self.columns + computed) * FLOAT32
+        return kept * width + stds + computed * text.heads * FLOAT32
 
     def inputs_of_linears(self, freeze_vision: bool) -> int:
-        """Numbers that go into the linear layers: bitsandbytes holds on to them in 8 bits, recomputed or not."""
+        """Input values of the linear layers: bitsandbytes keeps them in 8 bits, recomputed or not."""
         language = self.text.layers * self.columns * (2 * self.text.hidden + self.text.queries + self.text.inner)
         towers = () if freeze_vision else self.config.towers
         vision = sum(self.tower_tokens(t) * (t.depth - 1) * (3 * t.embed_dim + t.mlp_dim) for t in towers)
@@ -206,7 +206,7 @@ class Sizes:
         return self.num_images * (tower.num_patches + tower.class_token + tower.num_registers)
 
     def _packed(self, bits: Literal[4, 8]) -> list[int]:
-        """Weights of each layer that quantising packs."""
+        """Weights of each layer that is quantised."""
         return [
             module.weight.numel()
             for name, module in self.model.named_modules()
@@ -216,7 +216,7 @@ class Sizes:
 
 
 def _copied(dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
-    """Bytes of the copy of a float32 adapter that products of a smaller type read; quantised layers have none."""
+    """Bytes of the lower-precision copy of a float32 adapter; quantised layers have none."""
     return BYTES[dtype] if BYTES[dtype] < FLOAT32 and quantize is None else 0
 
 
@@ -229,7 +229,7 @@ def _text_sizes(text: Any) -> TextSizes:
 
 
 def _language_peak(sizes: Sizes) -> int:
-    """Numbers alive in the MLP of a layer: gate, up and their product; embeddings, input, attention's answer, their sum
+    """Values alive in the MLP of a layer: gate, up and their product; embeddings, input, attention's output, their sum
     and its norm. The parallel decoder holds the embeddings twice, with and without the action part."""
     hidden, inner = sizes.text.hidden, sizes.text.inner
     if sizes.config.decoder == "autoregressive":
@@ -240,7 +240,7 @@ def _language_peak(sizes: Sizes) -> int:
 def _vision_peaks(sizes: Sizes, width: int) -> list[int]:
     """Bytes alive in the MLP of each tower's blocks, and in the widest layer of the projector."""
     peaks, features = [], 0
-    patch_bytes = sizes.pixels * (FLOAT32 + 1)  # normalised, and as they came
+    patch_bytes = sizes.pixels * (FLOAT32 + 1)  # normalised, and as received
     for tower in sizes.config.towers:
         tokens = sizes.tower_tokens(tower)
         # Input, state and its norm, and the inner tensor before and after its activation
@@ -253,19 +253,19 @@ def _vision_peaks(sizes: Sizes, width: int) -> list[int]:
 
 
 def _tower_saved(sizes: Sizes, tower: TowerConfig, rank: int, width: int, checkpointing: bool) -> int:
-    """Bytes that one tower keeps for its backward pass, its last block never being computed."""
+    """Bytes that one tower saves for its backward pass; its last block is never computed."""
     tokens, blocks, dim = sizes.tower_tokens(tower), tower.depth - 1, tower.embed_dim
     if checkpointing:
         return blocks * tokens * dim * width
-    # Two norms' inputs and outputs, queries, keys, values, attention's answer; the MLP; four products of low rank
-    film = dim if sizes.config.use_film else 0
-    kept = 8 * dim + film + _inner_tensors(tower) * tower.mlp_dim + 4 * rank
-    statistics = (4 + tower.num_heads) * FLOAT32  # mean and deviation of two norms, attention's sums
+    # Two norms' inputs and outputs, queries, keys, values, attention's output; the MLP; four low-rank products
+    film_dim = dim if sizes.config.use_film else 0
+    kept = 8 * dim + film_dim + _inner_tensors(tower) * tower.mlp_dim + 4 * rank
+    statistics = (4 + tower.num_heads) * FLOAT32  # mean and std of two norms, attention's sums
     return blocks * tokens * (kept * width + statistics)
 
 
 def _projector_saved(sizes: Sizes, rank: int) -> int:
-    """Numbers that the projector keeps: inputs of its layers, those of its activations, products of low rank."""
+    """Values that the projector saves: inputs of its layers and of its activations, low-rank products."""
     channels, middle = _projector_sizes(sizes)
     if len(sizes.config.towers) == 1:
         return sizes.patches * (channels + 2 * middle + 2 * rank)

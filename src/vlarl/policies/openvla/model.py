@@ -1,4 +1,4 @@
-"""OpenVLA's architecture at any size; the names of its state equal the original checkpoint's."""
+"""OpenVLA's architecture at any size, with the parameter names of the original checkpoint."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class OpenVLAModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; sharded weights may wait elsewhere."""
+        """Where it computes; sharded weights may be stored elsewhere."""
         return self.vision_backbone.featurizer.pixel_mean.device
 
     def checkpoint_layers(self, enabled: bool) -> None:
-        """Compute every layer and vision block again in the backward pass of training, instead of remembering it."""
+        """Recompute every layer and vision block in the backward pass instead of saving its activations."""
         for tower in self.vision_backbone.towers:
             tower.recompute = enabled
         if enabled:
@@ -85,7 +85,7 @@ class OpenVLAModel(nn.Module):
         return out
 
     def finish(self, states: torch.Tensor) -> torch.Tensor:
-        """The final norm, applied to the states that are read and to no others."""
+        """The final norm, applied only to the states that are read."""
         out: torch.Tensor = self._language.model.norm(states)
         return out
 
@@ -95,7 +95,7 @@ class OpenVLAModel(nn.Module):
         first, last = self.config.first_action_id, self.config.vocab_size
         if type(head) in (nn.Linear, TiedHead):
             return F.linear(states, head.weight[first:last]).float()
-        # An adapter wraps the head, or its weights are packed: its own forward is the only right one.
+        # An adapter wraps the head, or its weights are quantised: only its own forward is correct.
         wrapped: torch.Tensor = head(states)
         return wrapped[..., first:last].float()
 

@@ -1,4 +1,4 @@
-"""OpenVLA and OpenVLA-OFT behind the policy contract."""
+"""OpenVLA and OpenVLA-OFT as a `Policy`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Base:
-    """Where the model's own weights came from: what adapters refer to."""
+    """Where the model's own weights were read from; adapters refer to it."""
 
     path: str  # as a user names it: a built-in model, a folder, a hub id
     folder: Path
@@ -60,9 +60,9 @@ class OpenVLAPolicy(Policy):
         self.config = config
         self.tokenizer = tokenizer
         self.assets: dict[str, bytes] = {}
-        self.base: Base | None = None  # None: made from nothing
+        self.base: Base | None = None  # None: not loaded from a checkpoint
         self.has_adapter = False
-        self.acts_by_regression = False  # the regression head acts, and not the tokens
+        self.acts_by_regression = False  # actions come from the regression head, not from tokens
         self.model = OpenVLAModel(config, attention)
         self.linear_names = adapters.linear_names(self.model)
         self._heads_device = None if heads_device is None else torch.device(heads_device)  # None: the model's
@@ -79,22 +79,22 @@ class OpenVLAPolicy(Policy):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives."""
+        """The model's device."""
         return self.model.device
 
     @property
     def heads_device(self) -> torch.device:
-        """Where the critic and the regression head live."""
+        """The device of the critic and the regression head."""
         return self._heads_device or self.device
 
     def process(self, observations: Sequence[Observation]) -> PolicyInput:
-        """Prompts and pixels, on the CPU; the same function for engine and learner."""
+        """Prompts and pixels, on the CPU; engine and learner use the same function."""
         return self.processor(observations)
 
     def score(self, inputs: PolicyInput, token_ids: torch.Tensor, *, critic_only: bool = False) -> Scores:
         """Logits over the action support for each of the given tokens [B, K*D], and values with a critic.
 
-        `critic_only`: gradients reach the value head and nothing before it.
+        `critic_only`: gradients reach the value head only.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not critic_only):
             states = self._states(inputs, token_ids)
@@ -102,14 +102,14 @@ class OpenVLAPolicy(Policy):
         return Scores(logits, None if self.value_head is None else self._value(states[:, 0]))
 
     def values(self, inputs: PolicyInput) -> torch.Tensor:
-        """[B, V] the critic's values alone, for observations that no action follows."""
+        """[B, V] the critic's values only, for observations without an action."""
         return self._value(self.decoder.first_state(self.model, self._prefix(inputs)))
 
     @torch.no_grad()
     def decode(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
-        places, logits = self.decoder.generate(self.model, self._prefix(inputs), choose)
-        return places + self.codec.first_id, logits
+        indices, logits = self.decoder.generate(self.model, self._prefix(inputs), choose)
+        return indices + self.codec.first_id, logits
 
     def generate(
         self,
@@ -120,10 +120,10 @@ class OpenVLAPolicy(Policy):
         greedy: bool = False,
         generator: torch.Generator | None = None,
     ) -> ActionTokens:
-        """Action tokens for right-padded prompts [B, L] and pixels as the processor or the original's makes them.
+        """Action tokens for right-padded prompts [B, L] and pixels from our or the original's processor.
 
         Pixels are uint8 [B, I, 3, H, W], or normalised floats [B, channels, H, W]; proprio [B, P] is normalised. Greedy
-        tokens come with their log-probs at the temperature, too.
+        tokens are also returned with their log-probs at the temperature.
         """
         inputs = self._inputs(input_ids, pixel_values, proprio)
 
@@ -156,7 +156,7 @@ class OpenVLAPolicy(Policy):
     ) -> FloatArray:
         """[K, D] the greedy actions in the robot's units, for uint8 images [H, W, 3] or [I, H, W, 3]."""
         if self.config.use_proprio and proprio is None:
-            raise ValueError(f"this policy reads the robot's state: give proprio, {self.config.proprio_dim} numbers")
+            raise ValueError(f"this policy reads the robot's state: give proprio, {self.config.proprio_dim} values")
         state = np.zeros(self.config.proprio_dim, np.float32) if proprio is None else np.asarray(proprio, np.float32)
         views = np.asarray(images)
         stack = views[None] if views.ndim == 3 else views
@@ -187,7 +187,7 @@ class OpenVLAPolicy(Policy):
         return self.normalizer.unnormalize(actions, unnorm_key).astype(np.float32)
 
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
-        """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
+        """Select the statistics for normalisation: the given key, else the suite's own, else the only one there is."""
         known = [key for key in (suite, f"{suite}_no_noops") if key in self.config.norm_stats]
         try:
             self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
@@ -196,14 +196,14 @@ class OpenVLAPolicy(Policy):
             raise UsageError(f"policy.unnorm_key: {error}") from error
 
     def freeze(self, part: Literal["vision", "backbone"]) -> None:
-        """Leave the vision towers, or the whole model and not its heads, out of training."""
+        """Exclude the vision towers, or the whole model without its heads, from training."""
         frozen = self.model.vision_backbone if part == "vision" else self.model
         frozen.requires_grad_(False)
         left = "" if part == "backbone" else "vision_backbone."
         self.linear_names = tuple(name for name in self.linear_names if not name.startswith(left))
 
     def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
-        """Freeze, adapt and checkpoint the model as configured; adapters that it was loaded with go on learning."""
+        """Set up freezing, adapters and gradient checkpointing as configured; loaded adapters are trained further."""
         self.config = replace(self.config, untrained_tokens=self.acts_by_regression)
         if self.l1_head is not None and not self.acts_by_regression:
             self.l1_head.requires_grad_(False)
@@ -214,7 +214,7 @@ class OpenVLAPolicy(Policy):
 
             cast(Any, prepare_model_for_kbit_training)(self.model, use_gradient_checkpointing=False)
             if self.proprio_projector is not None:
-                self.proprio_projector.float()  # as the states around the quantised layers are now
+                self.proprio_projector.float()  # like the states around the quantised layers
         if lora.adapter is not None and self.has_adapter:
             raise UsageError(
                 f"lora.adapter = {lora.adapter!r}: policy.path is an adapter itself; name one of them only."
@@ -225,7 +225,7 @@ class OpenVLAPolicy(Policy):
             except (OSError, ValueError) as error:
                 raise UsageError(f"lora: {error}") from error
         if settings.freeze == "vision":
-            self.model.vision_backbone.requires_grad_(False)  # adapters that were loaded there, too
+            self.model.vision_backbone.requires_grad_(False)  # loaded adapters included
         self._refuse_rounded_updates()
         self.model.checkpoint_layers(settings.gradient_checkpointing)
 
@@ -239,12 +239,12 @@ class OpenVLAPolicy(Policy):
 
     @property
     def recordable(self) -> bool:
-        """Whether a pass can be recorded as a CUDA graph: 8-bit layers and flash-attn ask the device in the middle."""
+        """Whether a pass can be recorded as a CUDA graph: 8-bit layers and flash-attn synchronize with the device."""
         eight_bits = getattr(self.model, "is_loaded_in_8bit", False)
         return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
 
     def weights_changed(self) -> None:
-        """Bring what adapters multiply with up to date."""
+        """Update the adapters' cached operands."""
         if self.has_adapter:
             from vlarl.policies.openvla import lora
 
@@ -255,11 +255,11 @@ class OpenVLAPolicy(Policy):
         return adapters.without_adapters(self.model)
 
     def reset_adapters(self, seed: int) -> None:
-        """Begin the adapters anew, where there are some: they change nothing yet."""
+        """Reset the adapters, if any, to initial values that change nothing."""
         adapters.reset(self.model, seed)
 
     def fold_adapter(self) -> None:
-        """Add the adapters to the model's own weights; a policy without adapters is left."""
+        """Merge the adapters into the model's own weights; the policy then has no adapters."""
         adapters.fold(self.model)
         self.has_adapter = False
 
@@ -268,7 +268,7 @@ class OpenVLAPolicy(Policy):
         from vlarl.policies.openvla.lora import add_fresh
 
         if self.base is None:
-            raise ValueError("adapters need a base that is saved somewhere: save this policy and load it again")
+            raise ValueError("adapters need a base that is saved on disk: save this policy and load it again")
         if lora.adapter is not None:
             self.add_adapter_from(Path(lora.adapter))
             unknown = TrainingData(unknown=(lora.adapter,))
@@ -279,7 +279,7 @@ class OpenVLAPolicy(Policy):
         self.has_adapter = True
 
     def add_adapter_from(self, folder: Path) -> None:
-        """Freeze everything but the critic and go on with a folder's adapters."""
+        """Freeze everything but the critic and continue with a folder's adapters."""
         from vlarl.policies.openvla import lora
 
         assert self.base is not None
@@ -301,8 +301,8 @@ class OpenVLAPolicy(Policy):
     def attach_value_head(
         self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, num_values: int | None = None
     ) -> ValueHead:
-        """Add a fresh critic of `num_values` (1) a decision, unless the checkpoint brought one that gives as many; kept
-        in float32 whatever the policy's type."""
+        """Add a fresh critic with `num_values` (1) per decision, unless the checkpoint has one with as many; always in
+        float32, whatever the policy's type."""
         if self.value_head is not None and num_values in (None, self.value_head.num_values):
             return self.value_head
         if self.value_head is not None:
@@ -314,11 +314,11 @@ class OpenVLAPolicy(Policy):
         return self.value_head
 
     def detach_value_head(self) -> None:
-        """Take the critic away, where there is one."""
+        """Remove the critic, if there is one."""
         self.value_head = None
 
     def attach_l1_head(self, seed: int = 0) -> L1ActionHead:
-        """Add a fresh regression head for supervised training, unless the checkpoint brought one."""
+        """Add a fresh regression head for supervised training, unless the checkpoint has one."""
         if self.l1_head is None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -326,8 +326,8 @@ class OpenVLAPolicy(Policy):
         return self.l1_head
 
     def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write the checkpoint in the original layout, safetensors and JSON only, or the adapters where there are some;
-        `dtype` rounds the weights."""
+        """Write the checkpoint in the original layout, safetensors and JSON only, or the adapters if there are any;
+        `dtype` converts the weights."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / checksums.FILE_NAME).unlink(missing_ok=True)  # of other weights
@@ -348,10 +348,10 @@ class OpenVLAPolicy(Policy):
             adapters.remove(folder)
         for name, head in self.components().items():
             if head is not None and (not self.has_adapter or any(p.requires_grad for p in head.parameters())):
-                save_module(head, folder / f"{name}.safetensors", dtype)  # what is frozen beside adapters is the base's
+                save_module(head, folder / f"{name}.safetensors", dtype)  # beside adapters, frozen heads are the base's
 
     def components(self) -> dict[str, nn.Module | None]:
-        """The networks beside the model, by the names of their files; None for those that it does without."""
+        """The networks beside the model, by the names of their files; None for those that the policy lacks."""
         return {
             "proprio_projector": self.proprio_projector,
             "value_head": self.value_head,
@@ -359,7 +359,7 @@ class OpenVLAPolicy(Policy):
         }
 
     def _freeze_all(self) -> None:
-        """What adapters leave alone: the model and its heads; the critic goes on learning, and a head that acts."""
+        """Freeze the model and its heads, except the critic and a regression head that acts, which stay trainable."""
         acting = None if self.acts_by_regression else self.l1_head
         for part in (self.model, self.proprio_projector, acting):
             if part is not None:

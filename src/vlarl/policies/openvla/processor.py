@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-MAX_THREADS = 8  # each holds the interpreter's lock now and then, and simulators want cores too
+MAX_THREADS = 8  # threads contend for the interpreter lock, and simulators need cores too
 
 
 class Processor:
-    """The same function for engine and learner. Pixels stay uint8; the towers normalise them on the device."""
+    """Used by both engine and learner. Pixels stay uint8; the towers normalise them on the device."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class Processor:
         self.normalizer = normalizer
         self.images = images
         self._strategy = resize_strategy(config.raw)
-        # One padded picture serves all towers; the original takes the last tower's mean for it.
+        # All towers use the same padded image; the original pads it with the last tower's mean.
         red, green, blue = (int(255 * mean) for mean in config.towers[-1].mean)
         self._letterbox_fill = (red, green, blue)
-        self.prompt_ids = lru_cache(maxsize=4096)(self._prompt_ids)  # a suite has few instructions, each met often
+        self.prompt_ids = lru_cache(maxsize=4096)(self._prompt_ids)  # a suite has few instructions, each used often
 
     def __call__(self, observations: Sequence[Observation]) -> PolicyInput:
         """A batch on the CPU."""
         if not observations:
             raise ValueError("an empty list of observations has no batch: give at least one")
         ids, mask = self._prompts([o.instruction for o in observations])
-        pixels = self._pictures([o.images for o in observations])
+        pixels = self._images([o.images for o in observations])
         proprio = None
         if self.config.use_proprio:
             stacked = np.stack([o.proprio for o in observations])
             if stacked.shape[1] != self.config.proprio_dim:
-                raise ValueError(f"proprio has {stacked.shape[1]} numbers, this policy reads {self.config.proprio_dim}")
+                raise ValueError(f"proprio has {stacked.shape[1]} values, this policy reads {self.config.proprio_dim}")
             proprio = torch.from_numpy(self.normalizer.normalize_proprio(stacked))
         return PolicyInput(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), proprio)
 
@@ -87,13 +87,13 @@ class Processor:
         rows = self.config.padded_vocab_size
         if not ids or max(*ids, self.config.pad_token_id) >= rows:
             raise UsageError(
-                f"the tokenizer makes the ids {ids[:4]}… of a prompt, and the model has {rows} rows for them: the "
+                f"the tokenizer makes the ids {ids[:4]}… of a prompt, but the model has {rows} rows for them: the "
                 "checkpoint's tokenizer.json or config.json is of another model, copy or download the folder again"
             )
         return tuple(ids)
 
-    def _pictures(self, observed: Sequence[UInt8Array]) -> UInt8Array:
-        """[B, I, H, W, 3] at the model's size; those not drawn so take milliseconds each, and threads share them."""
+    def _images(self, observed: Sequence[UInt8Array]) -> UInt8Array:
+        """[B, I, H, W, 3] at the model's size; images of another size take milliseconds each, divided over threads."""
         num_threads = min(len(observed), torch.get_num_threads(), MAX_THREADS)
         if num_threads == 1 or self._is_ready(observed[0]):
             return np.stack([self._pixels(images) for images in observed])
@@ -113,7 +113,7 @@ class Processor:
         return np.stack([self._prepare(image) for image in images[:wanted]])
 
     def _prepare(self, image: UInt8Array) -> UInt8Array:
-        """[H, W, 3] of any size -> the model's, through the steps of the pipeline."""
+        """[H, W, 3] of any size -> the model's size, by the steps of the pipeline."""
         size = self.config.image_size
         if self.images.jpeg:
             image = jpeg_round_trip(image)

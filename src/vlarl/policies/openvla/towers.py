@@ -1,4 +1,4 @@
-"""The vision towers that published Prismatic and OpenVLA checkpoints are built on, in timm's terms."""
+"""The vision towers of the published Prismatic and OpenVLA checkpoints, in timm's terms."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ TIMM_ARGUMENTS = {
 
 
 def default_activation(timm_id: str) -> Activation:
-    """What the original code asks timm for: OpenAI's CLIP was trained with the quick GELU, which timm does not know."""
+    """The activation that the original code uses: OpenAI's CLIP was trained with the quick GELU, which timm lacks."""
     return "quick_gelu" if timm_id.endswith(".openai") else "gelu"

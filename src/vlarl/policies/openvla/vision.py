@@ -28,7 +28,7 @@ class PatchEmbed(nn.Module):
         if type(self.proj) is nn.Conv2d:
             # Kernel equals stride, so the convolution is a product; this is several times faster on a CPU.
             return F.linear(patches.flatten(2), self.proj.weight.flatten(1), self.proj.bias)
-        # An adapter wraps it, as those of the original code do: its own forward is the only right one.
+        # An adapter wraps it, as in the original code: only its own forward is correct.
         wrapped: torch.Tensor = self.proj(patches.flatten(0, 1))
         return wrapped.view(*patches.shape[:2], -1)
 
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel; named as OpenVLA's checkpoints name it."""
+    """A learned factor for each channel, with the name that it has in OpenVLA's checkpoints."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LayerScale(nn.Module):
 
 
 class PlainResidual(nn.Module):
-    """What stands in for LayerScale in towers without it."""
+    """Replaces LayerScale in towers without it."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """residual + x."""
@@ -89,8 +89,8 @@ class PlainResidual(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; with FiLM, a prompt scales and shifts what the attention leaves (Perez et al.,
-    2018), channel by channel and all over the image."""
+    """One pre-norm transformer block; with FiLM, a prompt scales and shifts each channel after the attention, equally
+    over the whole image (Perez et al., 2018)."""
 
     def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Parameters of SigLIP's pooling head, which OpenVLA carries and never runs."""
+    """Parameters of SigLIP's pooling head, which OpenVLA contains but never runs."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False  # blocks are computed again in the backward pass instead of being remembered
+        self.recompute = False  # recompute blocks in the backward pass instead of saving activations
         dim = config.embed_dim
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.class_token else None
@@ -146,7 +146,7 @@ class VisionTower(nn.Module):
         self.blocks = nn.ModuleList(Block(config, film_dim) for _ in range(config.depth))
         self.norm = nn.LayerNorm(dim, eps=config.norm_eps)
         self.attn_pool = AttentionPool(config) if config.attention_pool else None
-        # On the CPU even inside a `meta` context: these are constants, no checkpoint brings them.
+        # On the CPU even inside a `meta` context: these are constants that no checkpoint contains.
         mean, std = (torch.tensor(c, device="cpu").view(3, 1, 1) for c in (config.mean, config.std))
         self.register_buffer("pixel_std", std, persistent=False)
         self.register_buffer("pixel_mean", mean, persistent=False)
@@ -155,7 +155,7 @@ class VisionTower(nn.Module):
                 unused.requires_grad_(False)
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [..., 3, H, W] -> float32 with this tower's mean and deviation."""
+        """uint8 [..., 3, H, W] -> float32 with this tower's mean and std."""
         return (pixels.float() / 255.0 - self.pixel_mean) / self.pixel_std
 
     def forward(self, patches: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
@@ -172,7 +172,7 @@ class VisionTower(nn.Module):
         return features
 
     def _embed(self, patches: torch.Tensor) -> torch.Tensor:
-        """What the first block reads: class token, registers, patches."""
+        """The input of the first block: class token, registers, patches."""
         x = self.patch_embed(patches)
         if not self.config.class_position:  # no_embed_class in timm
             x = x + self.pos_embed
@@ -185,7 +185,7 @@ class VisionTower(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """One tower, or two on the same pixels with their features side by side; with FiLM, they read the prompt, too."""
+    """One tower, or two on the same pixels with their features concatenated; with FiLM, they also read the prompt."""
 
     def __init__(self, towers: tuple[TowerConfig, ...], film_dim: int | None = None) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class VisionBackbone(nn.Module):
         self.patch_size = towers[0].patch_size
         self.num_patches = towers[0].num_patches
         self.feature_dim = sum(t.embed_dim for t in towers)
-        self.film = film_dim is not None
+        self.use_film = film_dim is not None
 
     @property
     def towers(self) -> list[VisionTower]:
@@ -219,7 +219,7 @@ class VisionBackbone(nn.Module):
         else:
             stacked = pixels.view(-1, len(towers), 3, *pixels.shape[2:])
             per_tower = [self.patchify(stacked[:, i]) for i in range(len(towers))]
-        if self.film and language is None:
+        if self.use_film and language is None:
             raise ValueError("the vision backbone has FiLM, so it needs the mean embedding of each prompt (language)")
         if language is not None:
             language = language.repeat_interleave(per_tower[0].shape[0] // b, dim=0)  # [B*I, H]

@@ -1,5 +1,5 @@
 """Checkpoint folders in the original layout: read safetensors (whole or sharded) and OFT's component files; write
-safetensors only. Tensors are read and written one after the other, so that no second copy of a model is ever held."""
+safetensors only. Tensors are read and written one by one, so that there is never a second copy of a model in memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from vlarl.policies.tensor_file import write_tensors
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 5_000_000_000  # what the original checkpoints' shards were cut by
+MAX_SHARD_BYTES = 5_000_000_000  # the shard size of the original checkpoints
 
-# Buffers that old versions of transformers stored and that the model computes by itself.
+# Buffers that old versions of transformers stored and that the model computes itself.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 _FILE_NAME = re.compile(r"[\w.-]{1,200}\.safetensors")
@@ -33,7 +33,7 @@ _WRITTEN = re.compile(r"model(-\d{5}(-of-\d{5})?)?\.safetensors(\.part|\.index\.
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, by the index where there is one."""
+    """The weight files, from the index if there is one."""
     if not (folder / INDEX_NAME).is_file():
         if not (folder / WEIGHTS_NAME).is_file():
             raise FileNotFoundError(
@@ -42,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_NAME]
     files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
     if not files:
-        raise ValueError(f"{folder / INDEX_NAME} names no files, so that there are no weights: copy the folder again")
+        raise ValueError(f"{folder / INDEX_NAME} names no files, so there are no weights: copy the folder again")
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise FileNotFoundError(f"{folder}: the index names {', '.join(absent)}, which are not there: copy them")
@@ -77,7 +77,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
                 part = file.get_slice(name)
                 counts[part.get_dtype()] += math.prod(part.get_shape())
     usual = max(counts, key=counts.__getitem__, default="F32")
-    return torch.bfloat16 if usual == "BF16" else torch.float32  # the next larger one for others
+    return torch.bfloat16 if usual == "BF16" else torch.float32  # float32 for any other type
 
 
 def load_model(
@@ -87,11 +87,11 @@ def load_model(
     device: torch.device | str,
     instead: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fill a model, which may live on the meta device, with a folder's weights in the given type.
+    """Fill a model, which may be on the meta device, with a folder's weights in the given type.
 
-    Names and shapes are checked before any tensor is read. Then each goes to the device by itself, so that the host
-    holds no more than the pages of one file beside the model. Tensors given as `instead` are taken for those of the
-    same names, or beside them.
+    Names and shapes are checked before any tensor is read. Then each tensor is moved to the device by itself, so that
+    the host holds no more than the pages of one file beside the model. Tensors given as `instead` replace those of the
+    same names, or are added.
     """
     own = dict(instead or {})
     shapes = read_shapes(folder) | {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -108,7 +108,7 @@ def load_model(
 
 
 def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Put a whole state into a module; all names and shapes that don't fit are told at once."""
+    """Load a whole state into a module; one error lists all names and shapes that don't fit."""
     for name, filled in _match(module, {n: tuple(t.shape) for n, t in state.items()}, source).items():
         old = _get(module, filled[0])
         tensor = state[name]
@@ -123,7 +123,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def has_component(folder: Path, name: str) -> bool:
-    """Whether a folder brings this component, ours or OFT's."""
+    """Whether a folder contains this component, ours or OFT's."""
     return (folder / f"{name}.safetensors").is_file() or any(folder.glob(f"{name}--*_checkpoint.pt"))
 
 
@@ -162,14 +162,14 @@ def save_weights(
 ) -> None:
     """Write weights as transformers does: model.safetensors, or shards of at most `max_shard_bytes` and their index.
 
-    Tensors may live anywhere; one shard of them is on the host at a time. Of tied tensors in a mapping the first is
-    written; an iterable, which may compute its tensors on the way, gives each only once. `dtype` None keeps the types.
+    Tensors may be on any device; one shard at a time is on the host. Of tied tensors in a mapping only the first is
+    written; an iterable, which may compute its tensors lazily, must yield each only once. `dtype` None keeps the types.
     """
     tensors = _without_ties(named_tensors).items() if isinstance(named_tensors, Mapping) else named_tensors
     parts: list[list[str]] = []  # names in each file
     sizes: dict[str, int] = {"total_parameters": 0, "total_size": 0}
     shard: dict[str, torch.Tensor] = {}
-    room = max_shard_bytes
+    free_bytes = max_shard_bytes
 
     def write(content: dict[str, torch.Tensor]) -> None:
         parts.append(list(content))
@@ -183,11 +183,11 @@ def save_weights(
         if size > max_shard_bytes:
             write({name: _on_host(tensor, dtype)})
             continue
-        if size > room:
+        if size > free_bytes:
             write(shard)
-            shard, room = {}, max_shard_bytes
+            shard, free_bytes = {}, max_shard_bytes
         shard[name] = _on_host(tensor, dtype)
-        room -= size
+        free_bytes -= size
     if shard:
         write(shard)
     _name_parts(folder, parts, sizes)
@@ -202,22 +202,22 @@ def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object the way the original layout's files look."""
+    """Write a JSON object in the format of the original layout's files."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors by name of a file of torch.save; one that asks for anything else is refused, and none of it runs."""
+    """The named tensors of a torch.save file; a pickle of anything else is refused, and none of its code runs."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except pickle.UnpicklingError as error:  # not its text, which advises to load the file all the same
+    except pickle.UnpicklingError as error:  # omit its text, which advises loading the file anyway
         raise ValueError(
             f"{path} is not loaded: it is corrupt, or a pickle of more than tensors, which could run code. Download it "
             "again from a source that you trust, or have its tensors alone saved as safetensors"
         ) from error
-    except Exception as error:  # what else a broken file raises is not documented
+    except Exception as error:  # other errors of a broken file are not documented
         raise ValueError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
     problem = None
     if not isinstance(state, dict):
@@ -229,13 +229,13 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     elif not state:
         problem = "it is empty"
     if problem is not None:
-        raise ValueError(f"{path} is no file of named tensors: {problem}. Save the module's state_dict")
+        raise ValueError(f"{path} does not contain named tensors: {problem}. Save the module's state_dict")
     tensors: dict[str, torch.Tensor] = state
     return tensors
 
 
 def _pickled(folder: Path) -> str:
-    """What to do about weights that are there as a pickle, for a message; empty if there are none."""
+    """The part of a message that says what to do about pickled weights; empty if there are none."""
     names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if not names:
         return ""
@@ -260,8 +260,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A mapped safetensors file; a broken one is named."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+    """A mapped safetensors file; the error for a broken one names it."""
+    if path.exists() and not path.is_file():  # opening a pipe would block forever
         raise ValueError(f"{path} is not a file: copy or download it again")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -271,7 +271,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def _match(module: nn.Module, stored: Mapping[str, tuple[int, ...]], source: str) -> dict[str, list[str]]:
-    """Which names of the module each stored tensor fills: several when they are tied, and one stored name is enough."""
+    """The module's names that each stored tensor fills: several if they are tied; one stored name is enough."""
     wanted = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
@@ -307,21 +307,21 @@ def _put(module: nn.Module, names: list[str], tensor: torch.Tensor) -> None:
 
 
 def _loaded(old: torch.Tensor, stored: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """What takes the place of `old`: on the device, in the wanted type, in memory of its own."""
+    """The replacement of `old`: on the device, in the wanted type, in memory of its own."""
     kept = dtype if stored.is_floating_point() else stored.dtype
     if waits_for_quantization(old):
         return quantized(old, stored.to(kept), device)
-    moved = stored.to(device)  # before the type changes, which then costs no memory on the host
+    moved = stored.to(device)  # before converting the type, which then takes no host memory
     tensor = moved.to(kept, copy=moved is stored)
     return nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
 
 
 def _without_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each tensor under its first name; the same memory under another name is left out."""
+    """Each tensor under its first name; the same memory under another name is omitted."""
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        first.setdefault(place, name)
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        first.setdefault(memory, name)
     return {name: tensors[name] for name in first.values()}
 
 
@@ -336,17 +336,17 @@ def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _name_parts(folder: Path, parts: list[list[str]], sizes: dict[str, int]) -> None:
-    """Give the written files their final names, which need their number, and write the index of several."""
-    written = [folder / f"model-{number:05d}.safetensors.part" for number in range(1, len(parts) + 1)]
-    for old in folder.iterdir():  # only now that the new ones are whole; a stale index would win over a single file
+    """Give the written files their final names, which contain how many there are, and write an index if several."""
+    written = [folder / f"model-{index:05d}.safetensors.part" for index in range(1, len(parts) + 1)]
+    for old in folder.iterdir():  # only now that the new ones are complete; a stale index would override a single file
         if _WRITTEN.fullmatch(old.name) and old not in written:
             old.unlink()
     if len(parts) == 1:
         written[0].rename(folder / WEIGHTS_NAME)
         return
     weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(zip(written, parts, strict=True), start=1):
-        final = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    for shard, (path, names) in enumerate(zip(written, parts, strict=True), start=1):
+        final = f"model-{shard:05d}-of-{len(parts):05d}.safetensors"
         path.rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))}

@@ -1,4 +1,4 @@
-"""An OpenVLA checkpoint's config.json as vLLM reads it: ours, since the library's own knows Llama at one size."""
+"""An OpenVLA checkpoint's config.json as vLLM reads it: ours, since vLLM's own supports only one size of Llama."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlarl.policies.openvla.vllm.plugin import ARCHITECTURE
 
 
 class VlarlOpenVLAConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """What vLLM asks of a configuration; everything else is read from the checkpoint folder itself."""
+    """The fields that vLLM requires of a configuration; everything else is read from the checkpoint folder."""
 
     model_type = "vlarl_openvla"
 
@@ -36,7 +36,7 @@ class OpenVLAConfigParser(ConfigParserBase):  # type: ignore[misc]
     def parse(
         self, model: str | Path, trust_remote_code: bool, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], PretrainedConfig]:
-        """Read the folder's config.json; the language model may be of any kind that vlarl and vLLM both know."""
+        """Read the folder's config.json; the language model may be of any kind that both vlarl and vLLM support."""
         del trust_remote_code, args, kwargs
         config = read_config(Path(model))
         text = language_config(config.text)

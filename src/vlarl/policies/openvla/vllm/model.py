@@ -39,7 +39,7 @@ class ObservationItems(ProcessorBatchItems):  # type: ignore[misc]
 
 
 class ObservationParser(MultiModalDataParser):  # type: ignore[misc]
-    """Takes observations that the policy's own processor has made."""
+    """Parses observations that the policy's own processor has made."""
 
     def _parse_image_data(self, data: Any) -> ObservationItems:
         return ObservationItems([data] if isinstance(data, Mapping) else data)
@@ -54,7 +54,7 @@ class ObservationInfo(BaseProcessingInfo):  # type: ignore[misc]
         return checkpoint_config(self.ctx.model_config)
 
     def get_data_parser(self) -> ObservationParser:
-        """Observations instead of pictures."""
+        """Observations instead of images."""
         return ObservationParser()
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -67,7 +67,7 @@ class ObservationInfo(BaseProcessingInfo):  # type: ignore[misc]
 
 
 class DummyObservations(BaseDummyInputsBuilder[ObservationInfo]):  # type: ignore[misc]
-    """What vLLM measures the memory of the towers with."""
+    """The input with which vLLM measures the memory of the towers."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         """Prompts are ids here."""
@@ -84,7 +84,7 @@ class DummyObservations(BaseDummyInputsBuilder[ObservationInfo]):  # type: ignor
 
 
 class ObservationProcessor(BaseMultiModalProcessor[ObservationInfo]):  # type: ignore[misc]
-    """Puts the image tokens' places into a prompt; pixels are at the model's size already."""
+    """Inserts placeholders for the image tokens into a prompt; pixels already have the model's size."""
 
     requires_tokenizer = False
 
@@ -104,7 +104,7 @@ class ObservationProcessor(BaseMultiModalProcessor[ObservationInfo]):  # type: i
 
 @MULTIMODAL_REGISTRY.register_processor(ObservationProcessor, info=ObservationInfo, dummy_inputs=DummyObservations)
 class VlarlOpenVLA(nn.Module, SupportsMultiModal):  # type: ignore[misc]
-    """Towers, projector and proprio token of vlarl; the language model by vLLM's registry."""
+    """Towers, projector and proprio token of vlarl; the language model from vLLM's registry."""
 
     allow_patterns_overrides = ["model.safetensors", "model-*.safetensors"]  # not the heads beside the model
 
@@ -128,7 +128,7 @@ class VlarlOpenVLA(nn.Module, SupportsMultiModal):  # type: ignore[misc]
                 vllm_config=vllm_config, hf_config=text_config, prefix=maybe_prefix(prefix, "language_model")
             )
         for tower in self.vision_backbone.towers:
-            # Constants of the learner's type and on the weights' device, whatever vLLM makes by default.
+            # Constants in the learner's type and on the weights' device, whatever vLLM's defaults are.
             mean, std = (
                 torch.tensor(c, dtype=torch.float32).view(3, 1, 1) for c in (tower.config.mean, tower.config.std)
             )
@@ -162,13 +162,13 @@ class VlarlOpenVLA(nn.Module, SupportsMultiModal):  # type: ignore[misc]
         return self.language_model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Take tensors by the checkpoint's names."""
+        """Load tensors by the checkpoint's names."""
         loaded: set[str] = AutoWeightsLoader(self).load_weights(weights)
         return loaded
 
 
 def _proprio_file(folder: str) -> Any:
-    """The projector of the robot's state, which stands in a file of its own."""
+    """The proprio projector, which has a file of its own."""
     return DefaultModelLoader.Source(
         folder, None, prefix="proprio_projector.", allow_patterns_overrides=["proprio_projector.safetensors"]
     )

@@ -1,6 +1,6 @@
-"""What vLLM is told about vlarl's models, in every process that it starts (entry point `vllm.general_plugins`).
+"""Registers vlarl's models with vLLM in every process that it starts (entry point `vllm.general_plugins`).
 
-Names only: nothing heavy is imported before vLLM asks for it.
+Names only: nothing heavy is imported before vLLM needs it.
 """
 
 from __future__ import annotations

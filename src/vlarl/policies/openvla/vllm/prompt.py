@@ -1,6 +1,6 @@
-"""A row of a PolicyInput as a prompt of vLLM, past its processors: pixels and ids are the policy's own already.
+"""A row of a PolicyInput as a vLLM prompt that bypasses its processors, since the policy has made pixels and ids.
 
-The image tokens' places, right after the first token, are held by padding ids, which no prompt contains.
+Padding ids, which no prompt contains, are the placeholders of the image tokens, right after the first token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How many pictures a second `policy.process` makes ready, on one thread and on several. Prints a table.
+"""How many images a second `policy.process` prepares, with one thread and with several. Prints a table.
 
-    python benchmarks/pictures.py [--rows 64] [--threads 1 2 4 8]
+    python benchmarks/images.py [--rows 64] [--threads 1 2 4 8]
 
 256 pixels from the camera, 224 for the model, as with the published checkpoints: by their own preprocessor (bicubic),
-and as LIBERO's are evaluated (JPEG, Lanczos, crop). Pictures are smooth with some noise: JPEG takes longer on noise
-alone.
+and as in LIBERO evaluations (JPEG, Lanczos, crop). Images are smooth with some noise: JPEG takes longer on pure noise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PIPELINES = {
 
 
 def observation(seed: int) -> Observation:
-    """A picture of gentle slopes with a little noise, and a robot's state."""
+    """An image of smooth gradients with a little noise, and a robot's state."""
     rng = np.random.default_rng(seed)
     across, down = np.meshgrid(np.linspace(0, 3, CAMERA), np.linspace(0, 3, CAMERA))
     waves = np.stack([np.sin(across * f + down * g) for f, g in rng.uniform(0.5, 4, (3, 2))], axis=-1)
@@ -57,7 +56,7 @@ def main() -> None:
     towers = tuple(replace(tower, image_size=MODEL) for tower in policy.config.towers)
     config = replace(policy.config, towers=towers)
     observations = [observation(seed) for seed in range(given.rows)]
-    print("| pictures | threads | ms a row | rows/s |\n| --- | --- | --- | --- |")
+    print("| images | threads | ms a row | rows/s |\n| --- | --- | --- | --- |")
     for name, pipeline in PIPELINES.items():
         processor = Processor(config, policy.tokenizer, policy.normalizer, pipeline)
         for num_threads in given.threads:
