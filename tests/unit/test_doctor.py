@@ -147,7 +147,7 @@ def test_an_adapter_is_described_with_its_base_and_its_rank(capsys, tmp_path):
     assert "parameters  3,954,080 in bfloat16" in text  # the base's
     assert "LoRA of rank 8 beside all linear layers" in text
     assert main(["doctor", "--model", str(tmp_path / "adapter"), "--lora-rank", "4"]) == 2
-    assert "lora.rank = 4: has no effect where policy.path is an adapter" in capsys.readouterr().err
+    assert "lora.rank = 4: has no effect if policy.path is an adapter" in capsys.readouterr().err
 
 
 def test_the_quoted_command_has_the_options_that_were_given(capsys):

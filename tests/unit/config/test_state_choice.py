@@ -50,12 +50,12 @@ def test_too_few_states_that_were_never_seen():
     assert too_few_unseen(None, used(49), 50, "s", "benchmark") is None
     assert too_few_unseen(None, used(50), 50, "s", "benchmark") == (
         "training has used 50 of the 50 initial states that a task of s has under protocol benchmark, in tasks 0 to 2, "
-        "5; name the protocol (--protocol benchmark) to evaluate on states that were trained on, too"
+        "5; name the protocol (--protocol benchmark) to include states that were trained on"
     )
     assert too_few_unseen(4, used(17, (3, 4, 6), ("a/b", "c")), 20, "s", "disjoint") == (
         "training of a/b and of c has used 17 of the 20 initial states that a task of s has under protocol disjoint, in "
-        "tasks 0 to 2, 5; ask for 3 or fewer, or take tasks that were not trained on with --tasks (of s: 3 to 4, 6), or "
-        "name the protocol (--protocol disjoint) to evaluate on states that were trained on, too"
+        "tasks 0 to 2, 5; use 3 or fewer, or choose tasks that were not trained on with --tasks (of s: 3 to 4, 6), or "
+        "name the protocol (--protocol disjoint) to include states that were trained on"
     )
 
 

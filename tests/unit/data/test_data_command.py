@@ -100,7 +100,7 @@ def test_inspecting_golden_data(tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["inspct"], "unknown command 'data inspct'; commands: inspect, record"),
-        (["inspect", "nowhere"], "nowhere is no folder"),
+        (["inspect", "nowhere"], "nowhere is not a directory"),
         (["inspect", str(GOLDEN), "--out", "/nowhere/x.png"], "can't be written"),
         (["record", "--suite", "libero_spacial", "--out", "x"], "did you mean 'libero_spatial'"),
         (["record", "--suite", "tabletop_goal", "--out", "x", "--tasks", "10"], "--tasks = .10.: no task 10"),
