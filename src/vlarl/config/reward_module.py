@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from vlarl.config.problems import nearest
-from vlarl.errors import UsageError, raised_in, told
+from vlarl.errors import UsageError, describe_error, raised_in
 
 LISTED = 10  # functions that a message lists
 
@@ -94,5 +94,5 @@ def _why(error: BaseException, module: str) -> str:
     frames = [frame for frame in raised_in(error) if "importlib" not in frame.filename]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     if isinstance(error, SystemExit):
-        return f'it {told(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
-    return f"it {told(error)}{place}; correct it, or move what fails into the function."
+        return f'it {describe_error(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
+    return f"it {describe_error(error)}{place}; correct it, or move what fails into the function."

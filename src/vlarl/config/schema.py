@@ -115,8 +115,7 @@ class EnvConfig(Section):
 
 
 class GymConfig(Section):
-    """A Gymnasium environment as the suite (env.suite gym): where its images, state, instruction and success are
-    found."""
+    """A Gymnasium environment as the suite (env.suite gym): where its values are found."""
 
     env: str | None = None
     """Id of a registered environment, `module:Name-v0` if a module registers it, or `module:factory` for your own

@@ -149,8 +149,8 @@ def _address(reward: RewardConfig) -> Problems:
         yield Problem(subject, remedy, ("reward.url",))
     elif url is not None and is_masked(url):
         remedy = (
-            "the part after `?` was not saved with the run; give the whole address again with --reward.url, or send the "
-            "token in a header with reward.headers_env"
+            "the part after `?` was not saved with the run; give the whole address again with --reward.url, or send "
+            "the token in a header with reward.headers_env"
         )
         yield Problem(subject, remedy, ("reward.url",))
     elif not _is_address(url):

@@ -33,8 +33,8 @@ OF_GROUPS = ("rollout.refill", "rollout.accuracy_bounds")
 """Options that only methods with groups read."""
 
 DECODER_NOTE = (
-    "the decoder is read from the policy's files, which don't name it for an OpenVLA-OFT with action tokens: for such a "
-    "checkpoint add --policy.decoder parallel"
+    "the decoder is read from the policy's files, which don't name it for an OpenVLA-OFT with action tokens: for such "
+    "a checkpoint add --policy.decoder parallel"
 )
 
 

@@ -81,7 +81,7 @@ def unless(path: str, needless: object) -> Translation:
 
 
 def only(needless: tuple[object, ...], sentence: str) -> Translation:
-    """An option without a counterpart: accepted for values that are vlarl's behaviour, refused with advice otherwise."""
+    """An option without a counterpart: accepted for values that are vlarl's behaviour, else refused with advice."""
     return Translation((), lambda value, _: {} if value in needless else sentence)
 
 

@@ -14,7 +14,7 @@ from vlarl.envs.check.costs import memory, speed
 from vlarl.envs.check.episodes import ending, kept, replay, states, steps, success
 from vlarl.envs.check.findings import Finding, Findings, SlotEnv, Subject, breach, note
 from vlarl.envs.check.looks import first_look, numbers_and_words, pictures, suite
-from vlarl.errors import told
+from vlarl.errors import describe_error
 
 __all__ = ["Finding", "SlotEnv", "Subject", "check_env"]
 
@@ -54,4 +54,4 @@ def _guarded(name: str, look: Callable[[Subject], Findings], subject: Subject) -
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}, line {frame.lineno}"
         remedy = "an environment that raises counts as crashed: its episode is run again, and then given up"
-        yield breach(f"{name}: {told(error)} ({place})", remedy)
+        yield breach(f"{name}: {describe_error(error)} ({place})", remedy)
