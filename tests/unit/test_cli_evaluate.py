@@ -90,7 +90,7 @@ def test_an_evaluation_and_its_episodes_again(work, capsys):
     assert main(["eval", BUILTIN, "--episode", won.task.episode_id, "--device", "cpu"]) == 0
     first, second, _, third = capsys.readouterr().out.splitlines()
     assert first == f"{won.task.episode_id}: success after 7 steps (turn on the stove)"
-    assert second == "the same result as recorded in evals/a"
+    assert second == "the same as recorded in evals/a"
     folder = Path(third.removeprefix("results: "))
     assert folder.parent == Path("evals") and folder.name.startswith("builtin-tiny-oft_tabletop_goal_")
     assert len(list(folder.glob("videos/*_success.mp4"))) == 1

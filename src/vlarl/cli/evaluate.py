@@ -337,7 +337,7 @@ def _on_record(replay: EvalRecord) -> str:
             continue
         recorded = known[0]
         if (recorded.outcome, recorded.length) == (episode.outcome, episode.length):
-            return f"the same result as recorded in {_brief(record)}"
+            return f"the same as recorded in {_brief(record)}"
         return f"not as recorded in {_brief(record)}: {recorded.outcome} after {counted(recorded.length, 'step')}"
     return f"no evaluation in {brief(root)} has this episode of this checkpoint with temperature {ours.temperature:g}"
 
