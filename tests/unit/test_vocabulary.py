@@ -27,7 +27,11 @@ class Word:
 
 
 WORDS = (
-    Word(r"[Ff]ilm(s|ed|ing)?", "video, record", fine=r"FiLM|use_film|film_dim|openvla/film|openvla\.film|import film"),
+    Word(
+        r"[Ff]ilm(s|ed|ing)?",
+        "video, record",
+        fine=r"FiLM|use_film|film_dim|openvla/film|openvla\.film|import film|`film` and `towers`",
+    ),
     Word(r"[Pp]ictures?", "image, frame"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
@@ -41,12 +45,12 @@ WORDS = (
     Word(r"[Rr]ooms?", "resources, capacity"),
     Word(r"[Ss]ight", "attention mask"),
     Word(r"[Ss]pread(s|ing)?", "distribute; std"),
-    Word(r"shares? of|[a-z]+_shares?|(a|the|its|their) share", "fraction, weight, part"),
+    Word(r"shares? of|[a-z]+_shares?|(a|the|its|their) share", "fraction, weight, part", fine="entropy_top_share"),
     Word(r"(is|are) no(?= (?!longer|more))", "is not a …", fine=r"[Tt]here (is|are) no "),
     Word(
         r"numbers",
         "values, dimensions, indices",
-        fine=r"(random|whole|line|version|port|real) numbers|numbers\.(Real|Number)",
+        fine=r"(random|whole|line|version|port|real|list of) numbers|: .numbers.|numbers\.(Real|Number)",
     ),
     Word(r"[Aa]sk(s|ed|ing)?|[Aa]nswer(s|ed|ing)?|[Qq]uestions?", "call, request, result", WORKERS),
     Word(r"[Dd]raw(s|n|ing)?|drew", "render", ("src/vlarl/envs", "src/vlarl/observability"), fine=r"ImageDraw"),

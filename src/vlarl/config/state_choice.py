@@ -46,7 +46,7 @@ def choose_states(
 def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: int, num_benchmark: int) -> str | None:
     """The message if more episodes per task are requested than the protocol has initial states; None: enough.
 
-    `num_eval` and `num_benchmark` are the numbers of states of a task under the two protocols.
+    `num_eval` and `num_benchmark` say how many states a task has under the two protocols.
     """
     available = num_eval if protocol == "disjoint" else num_benchmark
     if wanted <= available:
