@@ -27,11 +27,7 @@ class Word:
 
 
 WORDS = (
-    Word(
-        r"[Ff]ilm(s|ed|ing)?",
-        "video, record",
-        fine=r"FiLM|use_film|film_dim|openvla/film|openvla\.film|import film|`film` and `towers`",
-    ),
+    Word(r"[Ff]ilm(s|ed|ing)?", "video, record", fine=r"FiLM|use_film|film_dim|openvla.film|import film|`film`"),
     Word(r"[Pp]ictures?", "image, frame"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
     Word(r"[Ww]hereabouts|[Ss]urroundings", "location, environment"),
