@@ -27,7 +27,7 @@ from vlarl.config.source.load import COMMANDS as SCHEMAS
 from vlarl.config.source.load import load_config, to_yaml
 from vlarl.config.source.presets import DEFAULT_PRESET, is_source, presets_of
 from vlarl.config.source.start import Start, start_of
-from vlarl.config.state_choice import Seen, seen_by_run
+from vlarl.config.state_choice import SeenStates, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
@@ -276,7 +276,7 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     return lines
 
 
-def _seen(run: Path, config: Config) -> Seen:
+def _seen(run: Path, config: Config) -> SeenStates:
     """Whether the run or its base was trained on the initial states of its own evaluation."""
     from vlarl.observability.report.data import newest_training_data
 

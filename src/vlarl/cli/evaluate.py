@@ -14,7 +14,7 @@ from vlarl.cli import arguments as args
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
-from vlarl.config.run_checkpoints import Located, as_hub_id, locate_checkpoint, refuse_unknown
+from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
 from vlarl.config.source.aliases import ALIASES, plain_name
 from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
@@ -290,7 +290,7 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     return 0
 
 
-def _replay(located: Located, given: argparse.Namespace, options: dict[str, object]) -> int:
+def _replay(located: LocatedCheckpoint, given: argparse.Namespace, options: dict[str, object]) -> int:
     """Run one episode again, record a video, and print whether the outcome is the recorded one."""
     if needless := [f"--{name}" for name in GIVEN_BY_ID if getattr(given, name) is not None]:
         raise UsageError(

@@ -76,7 +76,7 @@ class FinetuneOptimConfig(Section):
     """Precision of the saved weights."""
 
 
-class StartConfig(ModelConfig):
+class FinetunePolicyConfig(ModelConfig):
     """The policy that is fine-tuned."""
 
     path: str = "init:tiny-oft"
@@ -90,7 +90,7 @@ class FinetuneConfig(Section):
     """A supervised run: demonstrations in, checkpoint out."""
 
     run: RunFolderConfig = RunFolderConfig()
-    policy: StartConfig = StartConfig()
+    policy: FinetunePolicyConfig = FinetunePolicyConfig()
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()

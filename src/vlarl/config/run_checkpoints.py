@@ -63,7 +63,7 @@ AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedCheckpoint:
     """A checkpoint, and how it was found."""
 
     path: str  # folder, built-in name or hub id
@@ -84,14 +84,14 @@ def _time_written(path: Path) -> float:
         return 0.0
 
 
-def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:
+def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> LocatedCheckpoint:
     """The checkpoint that a name refers to: that of a run, or the one that is named. UsageError for a run without a
     checkpoint and for a misspelt built-in policy."""
     if found := _of_a_run(str(name), root):
         return found
     if message := misspelt_builtin(str(name)):
         raise UsageError(f"{name}: {message}")
-    return Located(str(name))
+    return LocatedCheckpoint(str(name))
 
 
 def misspelt_builtin(name: str) -> str | None:
@@ -282,7 +282,7 @@ def _has_checkpoint(run: Path) -> bool:
     return any(path.is_dir() for path in (run / CHECKPOINTS).glob("[!.]*"))
 
 
-def _of_a_run(name: str, root: Path | str) -> Located | None:
+def _of_a_run(name: str, root: Path | str) -> LocatedCheckpoint | None:
     """The checkpoint of the run that a name refers to; None if it names neither a run nor a checkpoint below the root.
 
     A run and the name of a checkpoint, `my_run/final`, look like a hub id, and count as one if the run has no similar
@@ -295,12 +295,12 @@ def _of_a_run(name: str, root: Path | str) -> Located | None:
     if local_folder(name) is None and parent and (run := find_run_folder(parent, root)):
         there = [path.name for path in (run / CHECKPOINTS).glob("[!.]*") if _holds_policy(path)]
         if last in there:
-            return Located(str(run / CHECKPOINTS / last))
+            return LocatedCheckpoint(str(run / CHECKPOINTS / last))
         if nearest(last, there):
             _refuse_misnamed(run / CHECKPOINTS / last, POLICY_FILES)
     below = Path(root).expanduser() / name
     is_below = local_folder(name) is None and run_of(str(below)) is not None
-    return Located(str(below)) if is_below else None
+    return LocatedCheckpoint(str(below)) if is_below else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -311,7 +311,7 @@ def _holds_policy(folder: Path) -> bool:
     return any((folder / file).is_file() for file in POLICY_FILES)
 
 
-def _newest(run: Path) -> Located:
+def _newest(run: Path) -> LocatedCheckpoint:
     checkpoints, shown = run / CHECKPOINTS, brief(run)
     periodic = sorted(checkpoints.glob(f"{PERIODIC}*"), key=lambda path: _iteration(_counters(path)))
     usable = [path for path in periodic if _holds_policy(path)]
@@ -320,10 +320,12 @@ def _newest(run: Path) -> Located:
         own = _iteration(_counters(final)) if (final / COUNTERS).is_file() else None
         newer = [path for path in usable[-1:] if own is not None and _iteration(_counters(path)) > own]
         more = f" ({newer[0].name} is newer: name {brief(newer[0])} to take it)" if newer else ""
-        return Located(str(final), f"{shown}: its checkpoints/final is taken{more}")
+        return LocatedCheckpoint(str(final), f"{shown}: its checkpoints/final is taken{more}")
     if usable:
         newest = usable[-1]
-        return Located(str(newest), f"{shown}: it has no checkpoints/final, so its newest, {newest.name}, is taken")
+        return LocatedCheckpoint(
+            str(newest), f"{shown}: it has no checkpoints/final, so its newest, {newest.name}, is taken"
+        )
     if periodic:
         raise UsageError(
             f"the run {shown} holds no whole policy yet: its checkpoints are written in parts, by rank, and the whole "

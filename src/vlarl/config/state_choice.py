@@ -59,7 +59,7 @@ def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: i
 
 
 @dataclass(frozen=True)
-class Used:
+class UsedStates:
     """The initial states that training has used, of those that an evaluation could use."""
 
     states: frozenset[int]  # in at least one of the tasks
@@ -68,7 +68,7 @@ class Used:
     by: tuple[str, ...] = ()  # which checkpoints' training, if there are several
 
 
-def too_few_unseen(wanted: int | None, used: Used, total: int, suite: str, protocol: StateProtocol) -> str | None:
+def too_few_unseen(wanted: int | None, used: UsedStates, total: int, suite: str, protocol: StateProtocol) -> str | None:
     """The message if too few initial states are left that were not trained on; None: there are enough."""
     unseen = total - len(used.states)
     if unseen >= (1 if wanted is None else wanted):
@@ -123,7 +123,7 @@ def state_warnings(
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenStates:
     """Whether a run was trained on the initial states of its own evaluation, as far as that is known."""
 
     num_seen: int
@@ -144,12 +144,12 @@ def seen_by_run(
     gym_env: str | None,
     protocol: str | None,
     episodes: Collection[tuple[int, int]],
-) -> Seen:
+) -> SeenStates:
     """For the report and the last lines of `vlarl train`; `training` comes from the run's newest checkpoint."""
     warnings = state_warnings(training, suite, gym_env, episodes, who="this run's policy")
     if protocol == "benchmark":  # such a run trains on the states that it is evaluated on
-        return Seen(len(episodes), len(episodes), warnings)
-    return Seen(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)
+        return SeenStates(len(episodes), len(episodes), warnings)
+    return SeenStates(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)
 
 
 def _num_seen(training: TrainingData, suite: str, gym_env: str | None, episodes: Collection[tuple[int, int]]) -> int:

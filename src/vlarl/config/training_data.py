@@ -72,7 +72,7 @@ class TrainingData:
 
     runs: tuple[TrainedOn, ...] = ()  # the newest is the last
     unknown: tuple[str, ...] = ()  # checkpoints and datasets it comes from whose states are not known
-    said_by: str = field(default="", compare=False)  # the file that this was read from
+    read_from: str = field(default="", compare=False)  # the file that this was read from
 
     def __post_init__(self) -> None:
         """Refuse values that could not be read back from the file: at the start of a run, not when it is saved."""
@@ -175,7 +175,7 @@ def read_training_data(folder: Path) -> TrainingData | None:
             f"{path} does not say what the checkpoint was trained on ({_reason(error)}): copy the file again from the "
             "checkpoint's origin, or move it away to evaluate without it."
         ) from error
-    return TrainingData(content.trained_on, content.unknown, said_by=str(path))
+    return TrainingData(content.trained_on, content.unknown, read_from=str(path))
 
 
 def _reason(error: ValidationError) -> str:
@@ -192,7 +192,7 @@ def training_data_of(checkpoint: str | Path) -> TrainingData | None:
         return TrainingData() if str(checkpoint).startswith("init:") else None
     data = _of_folder(folder, frozenset())
     in_file = data is not None and (folder / FILE_NAME).is_file()
-    return replace(data, said_by=f"{checkpoint}/{FILE_NAME}") if data is not None and in_file else data
+    return replace(data, read_from=f"{checkpoint}/{FILE_NAME}") if data is not None and in_file else data
 
 
 def local_folder(checkpoint: str) -> Path | None:
@@ -234,9 +234,9 @@ def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
     return data if has_file else data.plus((), [demos.path])  # only the dataset knows its suite
 
 
-def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], said_by: str) -> TrainingData:
+def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], read_from: str) -> TrainingData:
     """What the initial checkpoints of a run were trained on."""
-    data = TrainingData(said_by=said_by)
+    data = TrainingData(read_from=read_from)
     starts = (sections.get("policy", {}).get("path", Config().policy.path), sections.get("lora", {}).get("adapter"))
     for start in (str(start) for start in starts if start is not None):
         folder = local_folder(start)

@@ -3,7 +3,14 @@
 import pytest
 
 from vlarl.config.known import SUITES
-from vlarl.config.state_choice import Used, by_preference, choose_states, in_ranges, state_warnings, too_few_unseen
+from vlarl.config.state_choice import (
+    UsedStates,
+    by_preference,
+    choose_states,
+    in_ranges,
+    state_warnings,
+    too_few_unseen,
+)
 from vlarl.config.suites import SuiteStates
 from vlarl.config.training_data import TrainedOn, TrainingData
 
@@ -43,8 +50,8 @@ def test_the_best_states_come_first():
 
 
 def test_too_few_states_that_were_never_seen():
-    def used(count: int, free: tuple[int, ...] = (), by: tuple[str, ...] = ()) -> Used:
-        return Used(frozenset(range(count)), (0, 1, 2, 5), free, by)
+    def used(count: int, free: tuple[int, ...] = (), by: tuple[str, ...] = ()) -> UsedStates:
+        return UsedStates(frozenset(range(count)), (0, 1, 2, 5), free, by)
 
     assert too_few_unseen(20, used(30), 50, "s", "benchmark") is None
     assert too_few_unseen(None, used(49), 50, "s", "benchmark") is None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import kl_estimator, length_in_words, total_iterations
-from vlarl.config.finetune import FinetuneConfig, StartConfig
+from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.known import (
     BUILTIN_DECODERS,
     GROUP_METHODS,
@@ -35,7 +35,7 @@ def check(config: Config | FinetuneConfig) -> list[Problem]:
     return [problem for rule in TRAIN_RULES for problem in rule(config)]
 
 
-def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
+def _builtin_size(policy: PolicyConfig | FinetunePolicyConfig) -> str | None:
     """The size that a `builtin:` or `init:` path names; None for a folder."""
     kind, _, size = policy.path.partition(":")
     return size if kind in ("builtin", "init") else None

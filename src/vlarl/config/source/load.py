@@ -25,7 +25,7 @@ from vlarl.config.source.flags import Flags, from_mapping, parse_flags, suggesti
 from vlarl.config.source.presets import find_source
 from vlarl.config.source.spelling import recipe, respelled
 from vlarl.config.source.start import Start, read_start, start_of
-from vlarl.config.source.translations import Half
+from vlarl.config.source.translations import PairItem
 from vlarl.config.source.yaml_file import Document, describe_value
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.errors import UsageError
@@ -187,7 +187,7 @@ def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, obje
             merged[section] = value if not name else merged[section]
         else:
             below = merged.get(section, {})
-            merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, Half) else value}
+            merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, PairItem) else value}
     given = {path.removeprefix("run."): value for path, value in flags.items() if path.startswith("run.")}
     _set_length(merged, [file.get("run"), given])
     return merged

@@ -29,7 +29,7 @@ class Translation:
 
 
 @dataclass(frozen=True)
-class Half:
+class PairItem:
     """One of the two values of an option; the other one comes from the file or the default."""
 
     index: int
@@ -37,7 +37,7 @@ class Half:
     default: tuple[float, float]  # if there is no pair yet
 
     def of(self, pair: object) -> tuple[object, ...]:
-        """The pair with this half in it."""
+        """The pair with this value in it."""
         values: list[object] = list(pair if isinstance(pair, list | tuple) and len(pair) == 2 else self.default)
         values[self.index] = self.value
         return tuple(values)
@@ -62,10 +62,10 @@ def part_of_pair(path: str, index: int, default: tuple[float, float]) -> Transla
     """One of the two values of an option, such as the first of optim.betas."""
 
     def read(value: object, current: Mapping[str, object]) -> Values:
-        half, before = Half(index, value, default), current.get(path)
-        if isinstance(before, Half):
-            return {path: half if before.index == index else half.of(before.of(default))}
-        return {path: half.of(before) if path in current else half}
+        item, before = PairItem(index, value, default), current.get(path)
+        if isinstance(before, PairItem):
+            return {path: item if before.index == index else item.of(before.of(default))}
+        return {path: item.of(before) if path in current else item}
 
     return Translation((path,), read)
 
