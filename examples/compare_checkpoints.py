@@ -1,7 +1,7 @@
-"""Two checkpoints on the same episodes, with a paired test: which one is better, and could that be chance?
+"""Compare two checkpoints on the same episodes with a paired test.
 
     python examples/compare_checkpoints.py                                      # the two built-in policies
-    python examples/compare_checkpoints.py first-run builtin:tiny-oft           # a run of yours, and where it began
+    python examples/compare_checkpoints.py first-run builtin:tiny-oft           # your own run, and its initial policy
 
 The same from the command line: `vlarl eval FIRST --against SECOND`.
 """

@@ -1,4 +1,4 @@
-"""Train from Python: a reward of your own, a callback per iteration and one per episode.
+"""Train from Python: your own reward, a callback per iteration and one per episode.
 
     python examples/train_from_python.py          # two short iterations: half a minute on two CPU cores
     python examples/train_from_python.py --full   # the preset's own length
@@ -13,7 +13,7 @@ import vlarl
 
 SHORT = {
     "run.iterations": 2,
-    "policy.path": "builtin:tiny-oft",  # four actions at once: the quicker one of the two built-in policies
+    "policy.path": "builtin:tiny-oft",  # four actions at once: the faster of the two built-in policies
     "env.task_ids": [3, 4],
     "rollout.num_groups": 4,
     "rollout.group_size": 4,
@@ -23,7 +23,7 @@ SHORT = {
 
 
 def quick(trajectory: vlarl.Trajectory) -> float:
-    """Success is worth more the sooner it comes."""
+    """Reward early success more than late success."""
     return 1.0 - trajectory.length / 100 if trajectory.success else 0.0
 
 
@@ -35,7 +35,7 @@ def show(record: vlarl.IterationRecord) -> None:
 
 
 def main() -> None:
-    """Train, count the episodes of each task on the way, and say what came of it."""
+    """Train, count the outcomes of each task, and print success before and after."""
     outcomes: Counter[tuple[str, str]] = Counter()
 
     def count(record: vlarl.EpisodeRecord) -> None:
@@ -43,8 +43,8 @@ def main() -> None:
 
     options = {} if "--full" in sys.argv else SHORT
     summary = vlarl.train("tabletop_grpo", options, reward=quick, on_iteration=show, on_episode=count)
-    for (instruction, outcome), number in sorted(outcomes.items()):
-        print(f"{number:4d} x {outcome}: {instruction}")
+    for (instruction, outcome), episodes in sorted(outcomes.items()):
+        print(f"{episodes:4d} x {outcome}: {instruction}")
     print(f"success {summary.success_before:.1%} before, {summary.success_after:.1%} after; {summary.report}")
 
 

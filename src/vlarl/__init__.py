@@ -4,7 +4,7 @@
     summary = vlarl.train("tabletop_grpo", {"run.seed": 1})
     policy = vlarl.load_policy(summary.run_dir / "checkpoints" / "final")
 
-The names below load when they are first used, so that importing vlarl, as the command line does, costs nothing.
+The names below are imported on first use, so that importing vlarl, as the command line does, is fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HOMES = {
 }
 
 _EXPLAINED = ("load_config", "load_policy")
-"""Functions that the commands call too, whose mistakes are told in the words of Python here."""
+"""Functions that the commands call too; here their messages name Python arguments instead of flags."""
 
 __all__ = [
     "Config",

@@ -1,10 +1,10 @@
-"""The Python interface: what the commands do, with the same names, and callables where a command takes names.
+"""The Python interface: the commands as functions with the same names, which also accept callables in place of names.
 
     train ──► load_config or the resumed run's configuration ──► loop.train
     evaluate, compare ──► eval_request ──► evaluation.run_evaluation
     finetune ──► load_config ──► data.sft.finetune
 
-Mistakes are answered with UsageError, as on the command line, in the words of Python (python_messages).
+Mistakes raise UsageError with the message of the command line, with its flags as Python arguments (python_messages).
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def train(
 ) -> RunSummary:
     """Improve a policy by reinforcement learning, as `vlarl train` does.
 
-    `source` is a preset, a YAML file or a configuration. Without one, a run starts from the preset of its suite or of
-    its policy's size, as the `overrides` name them (docs/configuration.md), else from tabletop_grpo, or from the
-    defaults of all options where `env` is given. `overrides` are options as `{"optim.lr": 1e-4}`, or flags as
-    a list. `resume` continues a run, by its name, its folder or a checkpoint in it.
+    `source` is a preset, a YAML file or a configuration. Without one, a run starts from the preset of the suite or of
+    the policy's size in the `overrides` (docs/configuration.md), else from tabletop_grpo, or from the defaults of all
+    options if `env` is given. `overrides` are options as `{"optim.lr": 1e-4}`, or flags as a list. `resume` continues a
+    run, by its name, its folder or a checkpoint in it.
 
     `reward` is called with each episode and returns a finite number. `env` makes a gymnasium.Env: it is called once in
     the process of each environment, with the options of `gym.kwargs`. A callable is not saved with the run: give it
-    again to resume. `on_iteration` and `on_episode` are called as vlarl/callbacks.py says; an exception in them ends
-    the run, which is saved as it is after any other failure. `trust` runs the code that the configuration of another
-    user's run names (docs/security.md).
+    again to resume. `on_iteration` and `on_episode` are described in vlarl/callbacks.py; an exception in them ends the
+    run, which is saved as after any other failure. `trust` runs the code that the configuration of another user's run
+    names (docs/security.md).
 
     >>> import vlarl
     >>> summary = vlarl.train("tabletop_grpo", {"run.seed": 1, "run.iterations": 2})  # doctest: +SKIP
@@ -84,9 +84,9 @@ def train(
     flags = _flags(overrides, given, Config)
     folder, checkpoint = None, None
     if resume is not None:
-        asked: object = resume  # which may be anything, whatever the signature says
-        if not isinstance(asked, str | Path):
-            raise UsageError(f"resume = {asked!r}: give the name or folder of a run, or a checkpoint in it")
+        named: object = resume  # callers may pass anything
+        if not isinstance(named, str | Path):
+            raise UsageError(f"resume = {named!r}: give the name or folder of a run, or a checkpoint in it")
         if source is not None:
             raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
         config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust))
@@ -120,7 +120,7 @@ def evaluate(
     """Measure how often a checkpoint succeeds, as `vlarl eval` does.
 
     `checkpoint` is a folder, a hub id, a built-in name, or a run by its name or folder. The other arguments are those
-    of the command: `episodes` counts per task; `videos` is all, failures, none or a number, and needs `out`, the new
+    of the command: `episodes` counts per task; `videos` is all, failures, none or a count, and needs `out`, the new
     folder for the results, without which nothing is written. `overrides` are options of the sections env, gym and
     policy, such as `{"policy.actions": "l1"}`. What is not given is taken from the checkpoint's run; `trust` runs the
     code that the configuration of another user's run names (docs/security.md).
@@ -131,8 +131,8 @@ def evaluate(
     '4 of 10, 40%'
     """
     given = _eval_options(suite, tasks, num_envs, protocol, env)
-    asked = _Asked(episodes, temperature, seed, _videos(videos, out), device, trust)
-    request = _request(checkpoint, _flags(overrides, given, Config), asked)
+    arguments = _EvalArguments(episodes, temperature, seed, _videos(videos, out), device, trust)
+    request = _request(checkpoint, _flags(overrides, given, Config), arguments)
     return _run(request, out, _callable("on_episode", on_episode)).result
 
 
@@ -164,10 +164,10 @@ def compare(
     A wins 31, B wins 6 of 37 episodes on which they differ (200 compared): p < 1e-4, A is better.
     """
     flags = _flags(overrides, _eval_options(suite, tasks, num_envs, protocol, env), Config)
-    asked = _Asked(episodes, temperature, seed, 0, device, trust)
-    request = _request(first, flags, asked)
+    arguments = _EvalArguments(episodes, temperature, seed, 0, device, trust)
+    request = _request(first, flags, arguments)
     flags.values |= same_episodes(request)
-    requests = on_the_same_states(request, _request(second, flags, asked))
+    requests = on_the_same_states(request, _request(second, flags, arguments))
     folders = [None if out is None else Path(out) / name for name in ("A", "B")]
     from vlarl.evaluation.compare import compare as paired
 
@@ -193,19 +193,19 @@ def finetune(source: str | Path | FinetuneConfig | None = None, overrides: Overr
     return run(config)
 
 
-class _Asked:
-    """The arguments of an evaluation that are no options of the configuration, checked as the command line does."""
+class _EvalArguments:
+    """The arguments of an evaluation that are not options of the configuration, checked as on the command line."""
 
     def __init__(
         self, episodes: int | None, temperature: float, seed: int, videos: Videos, device: str, trust: bool
     ) -> None:
         problems = []
         if episodes is not None and (not _is_whole(episodes) or episodes < 1):
-            problems.append(Problem(f"episodes = {episodes!r}", "must be a whole number above 0", ("episodes",)))
+            problems.append(Problem(f"episodes = {episodes!r}", "must be an integer above 0", ("episodes",)))
         if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature < 0:
             problems.append(Problem(f"temperature = {temperature!r}", "must be 0 (greedy) or above", ("temperature",)))
         if not _is_whole(seed) or seed < 0:
-            problems.append(Problem(f"seed = {seed!r}", "must be a whole number, 0 or above", ("seed",)))
+            problems.append(Problem(f"seed = {seed!r}", "must be an integer, 0 or above", ("seed",)))
         if problems:
             raise ConfigError(problems)
         self.episodes, self.temperature, self.seed = episodes, float(temperature), seed
@@ -217,14 +217,14 @@ def _is_whole(value: object) -> bool:
 
 
 def _videos(videos: Videos | str, out: str | Path | None) -> Videos:
-    """all, failures, none or a number; they are written into `out`."""
+    """all, failures, none or a count; the videos are written into `out`."""
     words: dict[object, Videos] = {"all": "all", "failures": "failures", "none": 0}
     if isinstance(videos, str) and videos in words:
         chosen = words[videos]
     elif isinstance(videos, int) and not isinstance(videos, bool) and videos >= 0:
         chosen = videos
     else:
-        raise UsageError(f"videos = {videos!r}: must be all, failures, none or a number")
+        raise UsageError(f"videos = {videos!r}: must be all, failures, none or a count")
     if chosen and out is None:
         raise UsageError(f"videos = {videos!r}: name the new folder that they are written to with out=")
     return chosen
@@ -248,7 +248,7 @@ def _eval_options(
     return given
 
 
-def _request(checkpoint: str | Path, flags: Flags, asked: _Asked) -> EvalRequest:
+def _request(checkpoint: str | Path, flags: Flags, arguments: _EvalArguments) -> EvalRequest:
     from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
 
     own = [path for path in flags.values if path.partition(".")[0] in SECTIONS]
@@ -263,12 +263,12 @@ def _request(checkpoint: str | Path, flags: Flags, asked: _Asked) -> EvalRequest
         found,
         flags.values,
         training=hub_training_data(found),
-        states_per_task=asked.episodes,
-        temperature=asked.temperature,
-        seed=asked.seed,
-        videos=asked.videos,
-        device=asked.device,
-        trust=asked.trust,
+        states_per_task=arguments.episodes,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        videos=arguments.videos,
+        device=arguments.device,
+        trust=arguments.trust,
     )
     request.gym.given.update(flags.given.get("gym", {}))
     return request
@@ -288,7 +288,7 @@ def _run(
 
 
 def _flags(overrides: Overrides, given: Mapping[str, object], schema: type[Config]) -> Flags:
-    """The overrides, and what was given by arguments; UsageError for an option that is given by both."""
+    """The overrides and the options given by arguments; UsageError for an option that is given by both."""
     flags = as_flags(overrides, schema)
     more = from_mapping(given)
     if twice := sorted(flags.values.keys() & more.values.keys()):
@@ -300,7 +300,7 @@ def _flags(overrides: Overrides, given: Mapping[str, object], schema: type[Confi
 
 
 def _callable(argument: str, function: Callable[..., object] | None) -> Callable[..., object] | None:
-    given: object = function  # which may be anything, whatever the signature says
+    given: object = function  # callers may pass anything
     if given is not None and not callable(given):
         raise UsageError(f"{argument}: give a function that takes one record, not {type(given).__name__}")
     return function
@@ -317,12 +317,12 @@ def _reward(reward: Callable[[Trajectory], float] | str) -> Callable[[Trajectory
 
 
 def _env(env: Callable[..., Any] | str, suite_option: str) -> Callable[..., Any] | str:
-    """What makes an environment, or its id; a suite is named by `suite_option`."""
+    """The factory of an environment, or its id; `suite_option` is how a suite is given instead."""
     if isinstance(env, str):
         if suite := nearest(suite_name(env), KNOWN_SUITES, cutoff=0.85):
             raise UsageError(
-                f"env = {env!r}: a suite of tasks is chosen by {suite_option % suite}; env takes what makes a "
-                "Gymnasium environment, or its id."
+                f"env = {env!r}: a suite of tasks is chosen by {suite_option % suite}; env takes a function that makes "
+                "a Gymnasium environment, or its id."
             )
         return env
     given: object = env

@@ -1,10 +1,10 @@
-"""A user's own functions that a run calls: once per iteration, and once per episode.
+"""The user's functions that a run calls: once per iteration, and once per episode.
 
     loop ──► Session.record_rollout, record_evaluation ──► on_episode(EpisodeRecord), for each episode
          └─► Session.end_iteration ──────────────────────► on_iteration(IterationRecord), after its row is written
 
-They are called in the process and in the thread of the loop, which waits for them. What they return is not read. What
-they raise ends the run as any other failure does: the last whole iteration is saved, and the error names the callback.
+They are called in the process and in the thread of the loop, which waits for them. Their return value is ignored. An
+exception ends the run like any other failure: the last complete iteration is saved, and the error names the callback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode, after it was scored. `trajectory` holds its decisions; evaluated episodes don't keep theirs."""
+    """One episode, after it was scored. `trajectory` holds its decisions; it is None for evaluated episodes."""
 
     iteration: int
     phase: Literal["rollout", "eval"]
@@ -40,17 +40,17 @@ class EpisodeRecord:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a run calls; None: nothing."""
+    """The functions that a run calls; None: no call."""
 
     on_iteration: Callable[[IterationRecord], object] | None = None
     on_episode: Callable[[EpisodeRecord], object] | None = None
 
     def iteration(self, record: IterationRecord) -> None:
-        """Tell of an iteration that has ended."""
+        """Report a finished iteration."""
         _call("on_iteration", self.on_iteration, record)
 
     def episode(self, record: EpisodeRecord) -> None:
-        """Tell of an episode."""
+        """Report a finished episode."""
         _call("on_episode", self.on_episode, record)
 
 

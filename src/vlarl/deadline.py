@@ -1,10 +1,10 @@
-"""Calls that are waited for no longer than a deadline, whatever they do.
+"""Calls with a deadline.
 
-    caller ── work ──► thread, which does one call after the other
-           ◄── its result, or DeadlineError when the time is up: the thread is given up, the next call has another
+    caller ── work ──► thread, which runs one call after another
+           ◄── its result, or DeadlineError when the time is up: the thread is abandoned, the next call gets a new one
 
-A thread can't be killed. One that is given up is told to end: Python code does, at its next line; code that hangs
-inside a library or the system stays until that returns, or until the process ends.
+A thread can't be killed. SystemExit is raised in an abandoned one, which ends Python code at its next line; code that
+hangs inside a library or the system stays until that returns, or until the process ends.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class DeadlineError(TimeoutError):
 
 
 class TimedCaller:
-    """Makes calls in a thread of its own, always the same one as long as calls return in time."""
+    """Runs calls in a separate thread, always the same one as long as calls return in time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: _CallThread | None = None
 
     def call(self, work: Callable[[], Result], timeout_s: float) -> Result:
-        """What the work returns or raises; DeadlineError when it does neither in time."""
+        """Return or raise what the work does; DeadlineError if it does neither in time."""
         if self._thread is None:
             self._thread = _CallThread(self._name)
             self._thread.start()
-        answers: queue.SimpleQueue[tuple[Result, BaseException | None]] = queue.SimpleQueue()
-        self._thread.calls.put((work, answers))
+        results: queue.SimpleQueue[tuple[Result, BaseException | None]] = queue.SimpleQueue()
+        self._thread.calls.put((work, results))
         try:
-            result, error = answers.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+            result, error = results.get(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         except queue.Empty:
             self._give_up()
             raise DeadlineError(f"took longer than {timeout_s:g} s") from None
@@ -64,11 +64,11 @@ class _CallThread(threading.Thread):
 
     def run(self) -> None:
         while not self._given_up:
-            work, answers = self.calls.get()
+            work, results = self.calls.get()
             try:
-                answers.put((work(), None))
-            except BaseException as error:  # noqa: BLE001 - a thread's border: the caller raises it
-                answers.put((None, error))
+                results.put((work(), None))
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                results.put((None, error))
 
     def give_up(self) -> None:
         """Raise SystemExit in the thread, at the next line of Python that it runs."""
@@ -77,5 +77,5 @@ class _CallThread(threading.Thread):
 
 
 def call_in_time(work: Callable[[], Result], timeout_s: float, name: str = "call") -> Result:
-    """One call with a deadline; DeadlineError when it does not return in time."""
+    """One call with a deadline; DeadlineError if it does not return in time."""
     return TimedCaller(name).call(work, timeout_s)

@@ -1,4 +1,4 @@
-"""The device that a user asks for, or what keeps torch from using it."""
+"""The device that a user chose, or why torch can't use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlarl.errors import UsageError
 
 
 def usable_device(option: str, wanted: str) -> torch.device:
-    """The device of this name; UsageError, with what helps, where torch can't use it."""
+    """The device of this name; UsageError with a remedy if torch can't use it."""
     try:
         device = torch.device(wanted)
         torch.empty(0, device=device)
@@ -23,12 +23,12 @@ def usable_device(option: str, wanted: str) -> torch.device:
 
 
 def _why_no_cuda(wanted: str) -> str | None:
-    """What is missing, as the end of a sentence; None where torch's own words are the best there is."""
+    """What is missing, as the end of a sentence; None if torch's own message is the best explanation."""
     version, built_for = torch.__version__, torch.version.cuda or torch.version.hip
     if built_for is None:
         install = f"pip uninstall -y torch && pip install torch=={version.partition('+')[0]}"
         return (
-            f"this torch ({version}) is built for the CPU alone. Install its CUDA build: `{install}` "
+            f"this torch ({version}) is built for the CPU only. Install its CUDA build: `{install}` "
             "(https://pytorch.org/get-started has the command for your system and driver), or use `cpu`."
         )
     found = torch.cuda.device_count()
@@ -46,7 +46,7 @@ def _why_no_cuda(wanted: str) -> str | None:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device asked for; `auto` is a GPU when there is one."""
+    """The chosen device; `auto` is a GPU if there is one."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return usable_device("run.device", wanted)

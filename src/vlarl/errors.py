@@ -1,14 +1,14 @@
-"""Errors that a user can act on: the command line prints their text alone. Anything else is a defect."""
+"""Errors that a user can act on: the command line prints only their message. Any other exception is a defect."""
 
 from __future__ import annotations
 
 import traceback
 
-LONGEST_TEXT = 4000  # characters of an error that others have written, in a message
+LONGEST_TEXT = 4000  # characters of another library's or a user's error in a message
 
 
 def excerpt(text: str, limit: int = LONGEST_TEXT) -> str:
-    """The text, or the beginning and the end of one that is too long for a message or a log."""
+    """The text; of one that is too long for a message or a log, the beginning and the end."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -16,13 +16,13 @@ def excerpt(text: str, limit: int = LONGEST_TEXT) -> str:
 
 
 def raised_in(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames that an error went through, the innermost last, but for that of W&B, which wraps sys.exit."""
+    """The frames of an error's traceback, the innermost last, without that of W&B, which wraps sys.exit."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.endswith("exit_hooks.py")]
 
 
-def told(error: BaseException) -> str:
-    """What a user's code did, as the rest of a sentence: `raised KeyError: 'x'`, or that it called sys.exit."""
+def describe_error(error: BaseException) -> str:
+    """An exception of a user's code as the end of a sentence: `raised KeyError: 'x'`, or `called sys.exit(1)`."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({excerpt(repr(error.code))})"
     try:
@@ -33,24 +33,24 @@ def told(error: BaseException) -> str:
 
 
 class VlarlError(Exception):
-    """Something went wrong that the message explains; the command line ends with `exit_code`."""
+    """An error whose message explains it to the user; the command line ends with `exit_code`."""
 
     exit_code = 1
 
 
 class UsageError(VlarlError):
-    """The request itself is at fault: configuration, input, a missing file, an existing run, an unwritable folder."""
+    """The request is wrong: configuration, input, a missing file, an existing run, an unwritable folder."""
 
     exit_code = 2
 
 
 def install_command(extra: str | None = None) -> str:
-    """How vlarl is installed, with an extra where it is named: in a clone of its repository, as README says."""
+    """The command that installs vlarl, with an extra if one is named, in a clone of its repository."""
     return "pip install -c constraints.txt -e " + (f"'.[{extra}]'" if extra else ".")
 
 
 class MissingExtraError(UsageError):
-    """An optional package is asked for and not installed; the message holds the command that installs it."""
+    """An optional package is needed and not installed; the message has the command that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; in your clone of vlarl run: {install_command(extra)}")
@@ -59,11 +59,11 @@ class MissingExtraError(UsageError):
 
 
 class DivergedError(VlarlError):
-    """The policy acts no more: its newest weights are not worth saving."""
+    """The policy has diverged: its newest weights are unusable and not saved."""
 
 
 class ClusterError(VlarlError):
-    """The run can't go on where it runs; what was learnt before is in the last checkpoint."""
+    """The run can't continue on this cluster; its last checkpoint has the progress until then."""
 
 
 class WorkerLostError(ClusterError):
@@ -78,4 +78,4 @@ class WorkerLostError(ClusterError):
 
 
 class WorkerFailedError(WorkerLostError):
-    """A worker raised what it should not have: it is there, and not to be trusted any more."""
+    """A worker raised an unexpected exception: it is alive, but its state can't be trusted."""

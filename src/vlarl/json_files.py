@@ -1,4 +1,4 @@
-"""Reading JSON that somebody else may have written: a pipe doesn't hang, and nesting without end is only bad JSON."""
+"""Reads JSON from untrusted sources: a pipe does not hang, and endless nesting is reported as invalid JSON."""
 
 import errno
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text; ValueError where it is not valid JSON."""
+    """The value of a text; ValueError if it is not valid JSON."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -15,14 +15,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file: OSError where it can't be read, ValueError where it is not valid JSON."""
+    """The value in a file: OSError if it can't be read, ValueError if it is not valid JSON."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return parse_json(path.read_text(encoding="utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file, empty where there is none that can be read."""
+    """The object in a file; empty if the file can't be read or holds no object."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

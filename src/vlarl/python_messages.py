@@ -1,8 +1,8 @@
-"""How the functions of the Python interface answer mistakes: with the arguments and the overrides that Python has.
+"""Error messages of the Python interface: with arguments and overrides in place of command-line flags.
 
-Messages are written for the command line. `explained` turns the flags in them into what a Python program writes:
-`--trust` into `trust=True`, `--optim.lr 0.1` into `{'optim.lr': 0.1}`; and commands that are one call with one name,
-`vlarl train --resume runs/mine`, into that call. Other commands (`vlarl push RUN ORG/NAME`) stay.
+Messages are written for the command line. `explained` turns their flags into Python: `--trust` into `trust=True`,
+`--optim.lr 0.1` into `{'optim.lr': 0.1}`; and commands that are one call with one name, `vlarl train --resume
+runs/mine`, into that call. Other commands (`vlarl push RUN ORG/NAME`) stay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PHRASES = {
     "must be true or false": "must be True or False",
     "yourself on the command line": "yourself",
 }
-"""What is said differently in Python besides."""
+"""Other phrases that differ in Python."""
 
 _QUOTED = r"`(?:vlarl|ray|hf|pip) [^`]*`"
 _BARE = rf"\b(?:vlarl (?:{'|'.join(COMMANDS)})|ray start|hf download|pip install)\b[^\n;`)]*"
@@ -72,7 +72,7 @@ class UnknownArgumentError(UsageError, TypeError):
 
 
 def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function as the command runs it, with all that goes wrong told in the words of Python."""
+    """The function with its error messages translated to Python, set up like a command."""
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -93,7 +93,7 @@ def explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 def in_python(text: str, parameters: Parameters) -> str:
     """A message with its flags as arguments of a function, or as overrides; commands stay as they are."""
 
-    def said(span: re.Match[str]) -> str:
+    def translated(span: re.Match[str]) -> str:
         if (command := span["command"]) is not None:
             is_whole = command.startswith("`") or text[: span.start()].endswith("run: ")
             call = _CALL.fullmatch(command.strip("`")) if is_whole else None
@@ -112,7 +112,7 @@ def in_python(text: str, parameters: Parameters) -> str:
         ending = words[taken - 1][len(_bare(words[taken - 1])) :] if taken else ""  # the end of a sentence
         return f"{form}{ending}{left}"
 
-    text = _SPANS.sub(said, text)
+    text = _SPANS.sub(translated, text)
     for words, python in PHRASES.items():
         text = re.sub(rf"\b{words}\b", python, text)
     return text
@@ -162,14 +162,14 @@ def _bare(word: str) -> str:
 
 
 def _written(word: str) -> str:
-    """A word of a command line as a Python program has it; PLACES for values stay."""
+    """A word of a command line as a Python literal; PLACEHOLDERS stay."""
     if re.fullmatch(r"[A-Z/]+", word):
         return word
     return repr(parse_value(word.strip("'")))
 
 
 def _unknown(function: str, name: str, value: object, known: Sequence[str]) -> str:
-    """What to say of a keyword argument that a function does not have."""
+    """The message for a keyword argument that a function does not have."""
     subject = f"vlarl.{function}: unknown argument {name!r}"
     if function == "evaluate" and name == "against":
         return f"{subject}; two checkpoints are compared by vlarl.compare(FIRST, SECOND)"
@@ -179,15 +179,15 @@ def _unknown(function: str, name: str, value: object, known: Sequence[str]) -> s
     if match := habit or nearest(name, known, cutoff=0.75):
         return f"{subject}; did you mean {match!r}?"
     schema: type[Section] = FinetuneConfig if function == "finetune" else Config
-    if "overrides" in known and (answer := _as_option(name, value, schema, function in ("evaluate", "compare"))):
-        return f"{subject}; {answer}"
+    if "overrides" in known and (advice := _as_option(name, value, schema, function in ("evaluate", "compare"))):
+        return f"{subject}; {advice}"
     if match := nearest(name, known, cutoff=0.5):
         return f"{subject}; did you mean {match!r}? Arguments: {', '.join(known)}"
     return f"{subject}; arguments: {', '.join(known)}"
 
 
 def _as_option(name: str, value: object, schema: type[Section], by_keyword: bool) -> str | None:
-    """The options of the configuration that a keyword argument may have been meant for; None where it is none."""
+    """The options of the configuration that a keyword argument may refer to; None if there is none."""
     paths = list(options(schema))
     if name in schema.model_fields:
         own = [path for path in paths if path.startswith(f"{name}.")]
@@ -196,11 +196,11 @@ def _as_option(name: str, value: object, schema: type[Section], by_keyword: bool
     else:
         folded = name.replace("__", "_")
         meant = [path for path in paths if path.replace(".", "_") == folded]
-        answer = advice_for(name, frozenset(paths))
-        if not meant and answer is not None:
-            meant = [path for path in paths if answer == f"here it is {path}"]
+        advice = advice_for(name, frozenset(paths))
+        if not meant and advice is not None:
+            meant = [path for path in paths if advice == f"here it is {path}"]
             if not meant:
-                return answer
+                return advice
         meant = meant or [path for path in paths if path.partition(".")[2] == name]
         examples = [f"{{{path!r}: ...}}" for path in meant]
     argument = "overrides=" if by_keyword else ""

@@ -384,7 +384,7 @@ def _configuration(printed: str) -> str:
 ROW = Row(
     name="configurations",
     about="YAML files and flags of `vlarl train` and `vlarl finetune`: damaged bytes, tags, anchors, nesting, wrong "
-    "types, absurd values, unknown and contradicting options; what is taken must be read back the same",
+    "types, absurd values, unknown and contradicting options; an accepted configuration must be read back the same",
     mutations=tuple(MUTATIONS),
     cases=2_080,
     deadline_s=15.0,

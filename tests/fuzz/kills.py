@@ -131,7 +131,7 @@ def _killed(process: Popen[str], come: Callable[[], bool]) -> bool:
 
 ROW = Row(
     name="kills",
-    about="SIGKILL of a small training run at seeded moments, also twice and while a checkpoint is written; the resumed "
+    about="SIGKILL of a small training run at seeded times, also twice and while a checkpoint is written; the resumed "
     "run must equal the undisturbed one to the bit: weights, optimizer, counters, metrics, episodes",
     mutations=tuple(MOMENTS),
     cases=50,

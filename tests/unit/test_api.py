@@ -97,7 +97,7 @@ def test_without_a_source_it_is_the_preset_of_the_suite(trained):
     vlarl.train(overrides={"env.suite": "libero_spatial"})
     ((config, *_),) = trained
     assert config == vlarl.load_config("libero_spatial_grpo_oft")
-    assert "a run starts from the preset of its suite" in " ".join(inspect.getdoc(vlarl.train).split())
+    assert "a run starts from the preset of the suite" in " ".join(inspect.getdoc(vlarl.train).split())
 
 
 def test_a_reward_and_an_environment_as_callables(trained):
@@ -353,11 +353,11 @@ def test_an_environment_as_a_callable(evaluated):
         ({"unnorm_key": "x"}, r"overrides=\{'policy.unnorm_key': ...\}"),
         ({"tasks": 3}, r"tasks = 3: give a list of task ids"),
         ({"tasks": [99]}, r"^tasks = \[99\]: no task 99"),
-        ({"episodes": 0}, "episodes = 0: must be a whole number above 0"),
+        ({"episodes": 0}, "episodes = 0: must be an integer above 0"),
         ({"episodes": 2.5}, "episodes = 2.5"),
         ({"temperature": -1}, "temperature = -1: must be 0"),
         ({"seed": "x"}, "seed = 'x'"),
-        ({"videos": "some"}, "videos = 'some': must be all, failures, none or a number"),
+        ({"videos": "some"}, "videos = 'some': must be all, failures, none or a count"),
         ({"videos": 2}, "videos = 2: name the new folder"),
         ({"suite": "tabletop_gaol"}, "tabletop_goal"),
         ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, policy only"),

@@ -219,7 +219,7 @@ def test_a_finished_run_says_that_it_is_and_how_to_go_on(saved_run, capsys):
     training = FakeTraining(Summary(saved_run))
     assert configured.train(["--resume", "first"], training) == 0
     assert capsys.readouterr().out == (
-        "the run runs/first has done 5 iterations, all of run.iterations = 5: it is finished. To go on, ask for more: "
+        "the run runs/first has done 5 iterations, all of run.iterations = 5: it is finished. To train longer: "
         "vlarl train --resume runs/first --run.iterations 10\n"
     )
     assert training.calls == []
@@ -293,7 +293,7 @@ def test_a_policy_of_another_suite_than_the_presets_is_noted(saved_run, capsys, 
     (saved_run / "config.yaml").write_text(to_yaml(config))
     (save_counters(saved_run, "final", iteration=5) / "config.json").write_text("{}")
     assert configured.train(["--policy.path", "first", "--dry-run", *flags]) == 0
-    note = "# policy.path was trained on tabletop_goal, and this run is on tabletop_spatial: --env.suite tabletop_goal"
+    note = "# policy.path was trained on tabletop_goal, but this run is on tabletop_spatial: --env.suite tabletop_goal"
     assert (note in capsys.readouterr().out) is is_said
 
 
@@ -381,7 +381,7 @@ def test_a_defect_is_not_hidden(monkeypatch):
         (["bench", "x"], "argument what: invalid choice: 'x'"),
         (["bench"], "say what to measure: `vlarl bench env` "),
         (["report", "x"], "no run 'x': runs/ holds no runs. `vlarl train` makes one"),
-        (["report"], "say which run: `vlarl report RUN` takes the name or the folder of a run. runs/ holds none"),
+        (["report"], "name a run: `vlarl report RUN` takes the name or the folder of a run. runs/ holds none"),
     ],
 )  # fmt: skip
 def test_bad_arguments_of_the_other_commands(work, capsys, arguments, message):

@@ -123,7 +123,7 @@ def test_a_run_that_is_refused_leaves_nothing(programs, tmp_path, capsys):
 def test_a_process_that_is_killed_while_it_starts(programs, tmp_path, capsys):
     killed = "os.kill(os.getpid(), signal.SIGKILL)\n"
     assert start(programs.command(HEAD, killed), programs.folder) == 128 + 9
-    error = "error: the process was ended by SIGKILL before the run was under way\n"
+    error = "error: the process was ended by SIGKILL before the run had started\n"
     assert capsys.readouterr().err == f"loading ''\n{error}"
     assert [path.name for path in tmp_path.iterdir()] == ["pid"]
 

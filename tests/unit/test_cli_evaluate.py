@@ -159,7 +159,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_has_ended(work, capsys, monkeypatch
     monkeypatch.setattr(EpisodeCounter, "__call__", lambda self, *result: signal.raise_signal(signal.SIGINT))
     assert main(["eval", BUILTIN, *GOALS, "--num-envs", "1", "--out", "stopped"]) == 130
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "interrupted: 1 of 2 episodes had ended and are kept. Successes end first, so the rate may be too high.",
+        "interrupted: 1 of 2 episodes had finished and are kept. Successes end first, so the rate may be too high.",
         "results: stopped",
     ]
     content = json.loads(Path("stopped/results.json").read_text())
@@ -183,15 +183,15 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
         " all  3/4    75.0%   30.1 - 95.4%   10.0",
     ]
     assert closing_lines(made) == [
-        "2 of 6 episodes could not be run, since the simulator failed, and count neither as won nor as lost.",
+        "2 of 6 episodes could not be run because the simulator failed, and count neither as won nor as lost.",
         "initial states: indices 1 to 3 of each task; 2 of them were trained on, says x/training_data.json",
         "warning: mind this.",
-        "interrupted: 6 of 9 episodes had ended and are kept. Successes end first, so the rate may be too high.",
+        "interrupted: 6 of 9 episodes had finished and are kept. Successes end first, so the rate may be too high.",
         "results: somewhere",
     ]
     num_retries = replace(made.result.episodes[0], num_retries=2)
     again = replace(made, result=replace(made.result, episodes=(num_retries,), complete=True), folder=None)
-    assert closing_lines(again)[0] == "2 times an episode was run again because its simulator had died."
+    assert closing_lines(again)[0] == "2 times an episode was retried because its simulator had died."
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_comparison_names_what_it_leaves_out():
         "A: one",
         "B: two",
         "A wins 1, B wins 0 of 1 episode on which they differ (1 compared): p = 1.0000, that may be chance.",
-        f"8 episodes of A are left out, since B has none: {', '.join(ids)} and 3 more",
+        f"8 episodes of A are left out, because B has none: {', '.join(ids)} and 3 more",
         "B is not complete: 2 of 9 episodes.",
     ]
 
@@ -271,7 +271,8 @@ def test_runs_without_or_with_several_evaluations_are_answered_with_what_to_type
         assert main(["compare", name, "two"]) == 2
         message = capsys.readouterr().err
         assert (
-            f"the run runs/{name} has no whole evaluation" in message and f"vlarl eval {name} --against two" in message
+            f"the run runs/{name} has no complete evaluation" in message
+            and f"vlarl eval {name} --against two" in message
         )
     assert main(["compare", "two", "none"]) == 2
     message = capsys.readouterr().err
@@ -293,9 +294,9 @@ def run_on_tasks(work: Path, task_ids: str) -> None:
         (
             "[0, 3]",
             [],
-            "its run was trained on tasks 0, 3 only; all tasks are evaluated (--tasks 0 3: those of the run",
+            "its run was trained on tasks 0, 3 only; all tasks are evaluated (--tasks 0 3: only those of the run",
         ),
-        ("[4]", [], "its run was trained on task 4 only; all tasks are evaluated (--tasks 4: those of the run alone)"),
+        ("[4]", [], "its run was trained on task 4 only; all tasks are evaluated (--tasks 4: only those of the run)"),
         ("[0, 3]", ["--tasks", "0", "3"], None),
         ("[0, 3]", ["--suite", "tabletop_object"], None),
         ("null", [], None),

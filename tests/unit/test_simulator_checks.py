@@ -18,7 +18,7 @@ def found(monkeypatch, **replaced) -> dict[str, tuple[str, str]]:
 def test_the_backends_here_draw_a_picture(monkeypatch):
     checks = found(monkeypatch)
     assert checks["mujoco"] == ("ok", "3.3.0")
-    assert checks["gl egl"][0] == "ok" and checks["gl egl"][1].startswith("draws with ")
+    assert checks["gl egl"][0] == "ok" and checks["gl egl"][1].startswith("renders with ")
 
 
 def test_a_backend_that_is_not_there_says_so_and_how_to_get_it(monkeypatch):
@@ -29,8 +29,8 @@ def test_a_backend_that_is_not_there_says_so_and_how_to_get_it(monkeypatch):
 
 def test_a_blank_picture_is_no_picture(monkeypatch):
     unlit = simulators.PROBE.replace("rgba='1 0 0 1'", "rgba='0 0 1 1'")
-    status, detail = found(monkeypatch, PROBE=unlit, BACKENDS={"egl": "mend it"})["gl egl"]
-    assert (status, detail) == ("missing", "draws a blank picture; to use it: mend it")
+    status, detail = found(monkeypatch, PROBE=unlit, BACKENDS={"egl": "fix it"})["gl egl"]
+    assert (status, detail) == ("missing", "renders a blank image; to use it: fix it")
 
 
 @pytest.mark.parametrize(("version", "reason"), [("3.3.3", "floors"), ("3.4.0", "task 5")])

@@ -30,7 +30,7 @@ WORDS = (
     Word(
         r"[Ff]ilm(s|ed|ing)?",
         "video, record",
-        fine=r"FiLM|use_film|has_film|film_state|film_dim|.film.: config|openvla/film|openvla\.film|import film",
+        fine=r"FiLM|use_film|has_film|film_state|film_dim|.film.: config|openvla/film|openvla\.film|import film|`film`",
     ),
     Word(r"[Pp]ictures?", "image, frame"),
     Word(r"[Ss]omebody|[Nn]obody|[Ww]hoever", "the passive, or the role's name"),
@@ -45,12 +45,12 @@ WORDS = (
     Word(r"[Rr]ooms?", "resources, capacity"),
     Word(r"[Ss]ight", "attention mask"),
     Word(r"[Ss]pread(s|ing)?", "distribute; std"),
-    Word(r"shares? of|[a-z]+_shares?|(a|the|its|their) share", "fraction, weight, part"),
+    Word(r"shares? of|[a-z]+_shares?|(a|the|its|their) share", "fraction, weight, part", fine="entropy_top_share"),
     Word(r"(is|are) no(?= (?!longer|more))", "is not a …", fine=r"[Tt]here (is|are) no "),
     Word(
         r"numbers",
         "values, dimensions, indices",
-        fine=r"(random|whole|line|version|port|real) numbers|numbers\.(Real|Number)",
+        fine=r"(random|whole|line|version|port|real|list of) numbers|: .numbers.|numbers\.(Real|Number)",
     ),
     Word(r"[Aa]sk(s|ed|ing)?|[Aa]nswer(s|ed|ing)?|[Qq]uestions?", "call, request, result", WORKERS),
     Word(

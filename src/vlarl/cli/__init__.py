@@ -1,6 +1,6 @@
 """The command line: finds the command, runs its one function, turns errors into messages and exit codes.
 
-Commands import what they need when they run, so that `vlarl --help` answers at once and never loads torch.
+Commands import what they need when they run, so that `vlarl --help` is fast and never loads torch.
 Exit codes: 0 done, 1 failed, 2 bad usage or configuration, 130 interrupted (after saving).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlarl import __version__
-from vlarl.errors import UsageError, VlarlError, excerpt, raised_in, told
+from vlarl.errors import UsageError, VlarlError, describe_error, excerpt, raised_in
 
 INTERRUPTED = 130
 LONGEST_MESSAGE = 20_000  # characters
@@ -104,15 +104,15 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command(_train, "[PRESET|FILE] [--section.field value …]", "improve a policy by reinforcement learning"),
     "eval": Command(_eval, "RUN|CHECKPOINT", "measure a checkpoint, with intervals; compare two; replay an episode"),
-    "compare": Command(_compare, "RESULTS RESULTS", "two evaluations side by side, with a paired test"),
+    "compare": Command(_compare, "RESULTS RESULTS", "compare two evaluations by a paired test"),
     "finetune": Command(_finetune, "[PRESET|FILE] [--section.field value …]", "make a base policy from demonstrations"),
     "merge": Command(_merge, "RUN|ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
     "push": Command(_push, "RUN|CHECKPOINT ORG/NAME", "upload a checkpoint with a model card to the Hugging Face hub"),
-    "env": Command(_env, "list | tasks | check", "list suites and tasks; whether an environment keeps its promises"),
-    "data": Command(_data, "inspect | record", "look into recorded demonstrations, or record some by scripted experts"),
+    "env": Command(_env, "list | tasks | check", "list suites and tasks; check an environment"),
+    "data": Command(_data, "inspect | record", "inspect recorded demonstrations, or record scripted experts"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
     "doctor": Command(
-        _doctor, "[RUN|CHECKPOINT]", "say what this machine and a checkpoint can do, and what is missing"
+        _doctor, "[RUN|CHECKPOINT]", "check this machine, or a checkpoint and its memory; say what is missing"
     ),
     "status": Command(_status, "[RUN] [--json]", "print the status of a run, or of all runs"),
     "report": Command(_report, "RUN", "write the report of a run again"),
@@ -129,14 +129,14 @@ OTHER_COMMANDS = {
     "upload": "push {run} ORG/NAME",
     "run": "train",
 }
-"""What other programs call these commands."""
+"""Names of these commands in other programs."""
 
 
 def limit_spinning() -> None:
-    """Let threads of OpenMP wait without taking a core; it counts for a process that has not loaded torch yet.
+    """Let OpenMP threads wait without occupying a core; effective if the process has not loaded torch yet.
 
     Threads that wait by spinning take the core from the thread they wait for as soon as anything else runs on the
-    machine: a tenth of the speed on two shared cores. A short spin costs little when the machine is quiet.
+    machine: a tenth of the speed on two shared cores. A short spin costs little on an idle machine.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -153,10 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(printable(masked(f"error: {excerpt(str(error), LONGEST_MESSAGE)}")), file=sys.stderr)
         return error.exit_code
-    except SystemExit as error:  # of argparse, which has said why; or of a user's environment, where nothing has
+    except SystemExit as error:  # of argparse, which has printed why; or of a user's environment, which has not
         if _is_of_argparse(error):
             raise
-        print(f"error: code that vlarl calls {told(error)}; let it return, or raise what is wrong", file=sys.stderr)
+        reason = f"code that vlarl calls {describe_error(error)}"
+        print(f"error: {reason}; let it return, or raise what is wrong", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

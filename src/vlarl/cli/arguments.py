@@ -1,4 +1,4 @@
-"""argparse for the commands without a configuration, with vlarl's way to report mistakes."""
+"""argparse for the commands without a configuration; mistakes raise UsageError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlarl.errors import UsageError
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not the absence of one, nor that a switch is off."""
+    """Shows defaults, except None and switches that are off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action.default, list):
@@ -22,7 +22,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError, shows defaults and takes no abbreviations."""
+    """An ArgumentParser that raises UsageError, shows defaults and accepts no abbreviations."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -35,11 +35,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # one signature is enough for vlarl
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, with hyphens and underscores in names of options alike."""
+        """Parse; hyphens and underscores in names of options are equivalent."""
         return super().parse_known_args([self._hyphenated(text) for text in args], namespace)
 
     def flags(self) -> list[str]:
-        """The flags that the command takes."""
+        """The flags of the command."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
     def _hyphenated(self, text: str) -> str:
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
-    """Take the folder of all runs by the same two names everywhere."""
+    """Add the option for the folder of all runs, with the same two names in every command."""
     parser.add_argument(
         "--root", "--run.root", dest="root", default=DEFAULT_ROOT, metavar="DIR", help="folder that holds all runs"
     )

@@ -1,4 +1,4 @@
-"""`vlarl compare`: two finished evaluations side by side."""
+"""`vlarl compare`: compare two finished evaluations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vlarl.errors import UsageError
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Compare two evaluations episode by episode and print which is better, and how sure that is."""
+    """Compare two evaluations episode by episode and print which is better, with the p-value."""
     about = (
         "Compare two evaluations, paired by task, initial state and seed, by McNemar's exact test. "
-        "Of a run with one evaluation, the run may be named. `vlarl eval A --against B` evaluates and compares."
+        "A run with one evaluation may be named itself. `vlarl eval A --against B` evaluates and compares."
     )
     parser = args.Parser("compare", about)
     for name in ("a", "b"):
@@ -44,19 +44,19 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 def _results(name: str, root: str, other: str) -> Path:
-    """The folder of an evaluation: as named, or the only whole one of the run that is named."""
+    """The folder of an evaluation: as named, or the only complete one of the named run."""
     run = find_run_folder(name, root)
     if run is None or (Path(name) / "results.json").is_file():
         return Path(name).expanduser()
     from vlarl.evaluation.record import find_records
 
-    whole = [r.folder for r in find_records(run / "eval") if r.result.complete and r.settings.replay_of is None]
-    folders = [folder for folder in whole if folder is not None]
+    complete = [r.folder for r in find_records(run / "eval") if r.result.complete and r.settings.replay_of is None]
+    folders = [folder for folder in complete if folder is not None]
     if len(folders) == 1:
         return folders[0]
     both = f"`vlarl eval {name} --against {other}` evaluates both on the same episodes and compares them"
     if not folders:
-        raise UsageError(f"the run {brief(run)} has no whole evaluation to compare: {both}.")
+        raise UsageError(f"the run {brief(run)} has no complete evaluation to compare: {both}.")
     listed = ", ".join(brief(folder) for folder in folders)
     many = f"the run {brief(run)} has {len(folders)} evaluations, newest first: {listed}"
     raise UsageError(f"{many}. Name one of them; or {both}.")

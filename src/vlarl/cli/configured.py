@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
-from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, noted, nothing_left, opening_lines
+from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines, with_suite_note
 from vlarl.cli.runs import find_run
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
@@ -27,7 +27,7 @@ from vlarl.config.source.load import COMMANDS as SCHEMAS
 from vlarl.config.source.load import load_config, to_yaml
 from vlarl.config.source.presets import DEFAULT_PRESET, is_source, presets_of
 from vlarl.config.source.start import Start, start_of
-from vlarl.config.state_choice import Seen, seen_by_run
+from vlarl.config.state_choice import SeenStates, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
@@ -49,7 +49,7 @@ WITH_NAME = {
     "--resume": ("resume", "the name or folder of a run, or a checkpoint in it"),
     "--from": ("start", "the name of a checkpoint of the run, such as step_000002"),
 }
-"""Flags of `train` that a name follows: the field of the request, and what it is."""
+"""Flags of `train` that take a name: the field of the request, and what the name is."""
 
 WHERE = {
     "unseen": "unseen initial states",
@@ -61,7 +61,7 @@ WHERE = {
 
 @dataclass(frozen=True)
 class Request:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     source: str | None  # preset or file
     flags: Flags
@@ -86,7 +86,7 @@ def _supervised(config: FinetuneConfig) -> FinetuneSummary:
 
 
 def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
-    """`vlarl train`: improve a policy, print success before and after and where everything is."""
+    """`vlarl train`: improve a policy, print success before and after and the paths of the results."""
     request = _parse(arguments, Config, trains=True)
     if request.wants_help:
         print(_help("train", DEFAULT_PRESET))
@@ -109,7 +109,7 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     else:
         start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
-        start = noted(start, config, request.flags.values)
+        start = with_suite_note(start, config, request.flags.values)
     if request.dry_run:
         refuse_early(config, is_new=run_dir is None)
         head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
@@ -159,7 +159,7 @@ def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], 
 
 
 def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
-    """Take the command's own flags out; the rest is the configuration's, and at most one preset or file."""
+    """Parse the command's own flags; the rest are options of the configuration and at most one preset or file."""
     own: dict[str, Any] = {}  # fields of the request
     switches = dict.fromkeys(DRY_RUN, "dry_run") | ({"--trust": "trust", "--detach": "detach"} if trains else {})
     rest: list[str] = []
@@ -175,7 +175,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             field, needs = WITH_NAME[flag]
             if value.lower() in ("", "true"):
                 raise UsageError(f"{flag}: needs {needs}; `vlarl status` lists the runs")
-            own |= {} if value.lower() == "false" else {field: value}  # so other systems leave it off
+            own |= {} if value.lower() == "false" else {field: value}  # how other systems switch it off
         else:
             is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
             rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
@@ -186,7 +186,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
 
 
 def _one_source(flags: Flags, schema: type[Config] | type[FinetuneConfig], resumes: bool) -> str | None:
-    """The preset or file among what is no flag; UsageError for several, and for the name of an option."""
+    """The preset or file among the positional arguments; UsageError for several, and for the name of an option."""
     sources, flags.positionals = flags.positionals, []
     if len(sources) > 1:
         raise UsageError(f"one preset or file is enough; got {', '.join(sources)}")
@@ -199,7 +199,7 @@ def _one_source(flags: Flags, schema: type[Config] | type[FinetuneConfig], resum
 
 
 def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
-    """The configuration of the run to resume, changed by the flags, its folder, and the checkpoint that was named."""
+    """The configuration of the run to resume, changed by the flags, its folder, and the named checkpoint."""
     assert request.resume is not None
     root = str(request.flags.values.get("run.root", Config().run.root))
     checkpoint = resumed_checkpoint(request.resume, root)
@@ -208,7 +208,7 @@ def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
         checkpoint = named_checkpoint(folder, request.start)
     refuse_damaged(folder / "config.yaml")
     address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
-    saved = load_config(folder / "config.yaml", address, trust=True)  # only to compare with
+    saved = load_config(folder / "config.yaml", address, trust=True)  # for comparison only
     config = load_config(folder / "config.yaml", request.flags, trust=True)
     if not request.trust:
         refuse_untrusted(folder / "config.yaml", config.model_dump(), request.flags.values)
@@ -222,7 +222,7 @@ def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
 
 
 def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) -> int:
-    """Start the same command as a process of its own, under the name that was found for its run."""
+    """Start the same command as a separate process, with the name that was chosen for its run."""
     from vlarl.cli.detach import detach
 
     same = [argument for argument in arguments if argument != "--detach"]
@@ -233,7 +233,7 @@ def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) ->
 
 
 def _named(config: AnyConfig, start: Start) -> AnyConfig:
-    """The configuration with a name for its run, where it has none."""
+    """The configuration with a default name for its run, if it has none."""
     if config.run.name is not None:
         return config
     name = default_run_name(Path(start.source).stem, config.run.seed, datetime.now())
@@ -250,7 +250,7 @@ def _print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: li
 
 
 def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
-    """Success before and after, and where the evidence is."""
+    """Success before and after, and the paths of the results."""
     run = summary.run_dir
     lines = []
     how = "greedy" if config.eval.temperature == 0 else "sampled"
@@ -258,7 +258,7 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
         lines.append(f"{how} success before training: {summary.success_before:.1%}; there is no later evaluation")
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
-        if summary.interrupted:  # a sharded checkpoint on the way holds no policy that could say what it was trained on
+        if summary.interrupted:  # an intermediate sharded checkpoint has no training_data.json
             lines.append(f"{how} success: {change}")
         else:
             seen = _seen(run, config)
@@ -276,8 +276,8 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     return lines
 
 
-def _seen(run: Path, config: Config) -> Seen:
-    """Whether the run or its base was trained on the initial states that its loop evaluates on."""
+def _seen(run: Path, config: Config) -> SeenStates:
+    """Whether the run or its base was trained on the initial states of its own evaluation."""
     from vlarl.observability.report.data import newest_training_data
 
     env, facts = config.env, suite_facts(config.env, config.gym)
@@ -294,8 +294,8 @@ def _help(command: str, default_preset: str) -> str:
     chosen = ", or the one made for the suite or the size of the policy that you name" if command == "train" else ""
     resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
     own = [
-        "  --dry-run     print the resolved configuration and what follows from it, and write nothing",
-        "  --help        this text",
+        "  --dry-run     print the resolved configuration and derived values, and write nothing",
+        "  --help        print this text",
     ]
     if command == "train":
         own = [
@@ -303,7 +303,7 @@ def _help(command: str, default_preset: str) -> str:
             "                flags may change the run, for example --run.iterations 40",
             "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
             "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
-            "  --detach      run as a process of its own, which outlives the terminal; `vlarl status` says how it goes",
+            "  --detach      run in the background, independent of the terminal; `vlarl status` shows the progress",
             *own,
         ]
     lines = [

@@ -1,4 +1,4 @@
-"""`vlarl data`: look into a recorded dataset, or record scripted demonstrations."""
+"""`vlarl data`: inspect a recorded dataset, or record scripted demonstrations."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def data(arguments: Sequence[str]) -> int:
 
 
 def inspect(arguments: Sequence[str]) -> int:
-    """Print what a dataset holds, and draw a contact sheet if asked to."""
-    parser = args.Parser("data inspect", "Say what an RLDS dataset holds: episodes, instructions, fields, statistics.")
+    """Print what a dataset holds, and write a contact sheet if requested."""
+    about = "Print what an RLDS dataset holds: episodes, instructions, fields, statistics."
+    parser = args.Parser("data inspect", about)
     parser.add_argument("path", metavar="PATH", help="folder of the dataset, such as data/libero_spatial/1.0.0")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw frames of the first episodes to this PNG file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write frames of the first episodes to this PNG file")
     given = parser.parse_args(arguments)
 
     from vlarl.data.inspection import contact_sheet, summarize
@@ -83,10 +84,10 @@ def _inspection_lines(dataset: RldsDataset, summary: DatasetSummary) -> list[str
     lines += ["", f"statistics, of actions as a policy gives them:\n  {'':<12}" + _columns(STATISTICS)]
     for part in ("action", "proprio"):
         columns = summary.statistics[part]
-        for number in range(len(columns["mean"])):
-            values = [f"{columns[name][number]:.4g}" for name in STATISTICS]
-            left = "  left alone" if not columns["mask"][number] else ""
-            lines.append(f"  {f'{part} {number}':<12}{_columns(values)}{left}")
+        for dim in range(len(columns["mean"])):
+            values = [f"{columns[name][dim]:.4g}" for name in STATISTICS]
+            note = "  not normalised" if not columns["mask"][dim] else ""
+            lines.append(f"  {f'{part} {dim}':<12}{_columns(values)}{note}")
     return lines
 
 
@@ -101,7 +102,7 @@ def _columns(texts: Sequence[str]) -> str:
 
 
 def record(arguments: Sequence[str]) -> int:
-    """Record scripted demonstrations, and print how each task went."""
+    """Record scripted demonstrations, and print the successes of each task."""
     given = _record_parser().parse_args(arguments)
     facts = SUITES.get(given.suite)
     tasks = None if given.tasks is None else tuple(given.tasks)
@@ -131,12 +132,12 @@ def _record_parser() -> args.Parser:
     add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; by default all of the suite")
     add("--episodes", type=args.positive, default=10, metavar="N", help="demonstrations per task")
     add("--noise", type=args.temperature, default=0.1, metavar="X", help="std of the noise on executed actions")
-    add("--image-size", type=args.positive, default=256, metavar="N", help="pixels of a rendered view")
+    add("--image-size", type=args.positive, default=256, metavar="N", help="side length of a rendered view in pixels")
     cameras = get_args(Camera)
     add("--cameras", nargs="+", choices=cameras, default=list(cameras), help="views, the agent's first")
     add("--num-envs", type=args.positive, metavar="N", help="simulator processes; by default one per core")
     add("--seed", type=args.non_negative, default=0, metavar="N", help="seed of states and noise")
-    add("--keep-failures", action="store_true", help="record episodes that don't reach their goal, too")
+    add("--keep-failures", action="store_true", help="also record episodes that don't reach their goal")
     return parser
 
 

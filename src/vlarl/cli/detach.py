@@ -1,14 +1,14 @@
-"""`vlarl train … --detach`: the same command as a process of its own, which goes on when the terminal is closed.
+"""`vlarl train … --detach`: the same command as a separate process, which continues when the terminal is closed.
 
     vlarl train … --detach                       python -m vlarl.cli train …
     ──────────────────────                       ───────────────────────────
     checks what can be checked without torch
     starts ───────────────────────────────────►  builds its parts, makes the run's folder
     waits for status.json of that process  ◄───  writes it: running
-    moves the output to logs/output.log          goes on, writing to the same file under its new name
-    says where everything is, and returns
+    moves the output to logs/output.log          continues, writing to the same file under its new name
+    prints the run's paths, and returns
 
-It waits as long as a model takes to load. If the process ends instead, its output is shown and its exit code is ours.
+It waits as long as a model takes to load. If the process ends instead, its output is shown and its exit code returned.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from vlarl.config.paths import brief
 from vlarl.observability.run_dir import RunDirectory, nearest_existing
 
 POLL_S = 0.1
-STOP_S = 30.0  # how long a process that is no longer wanted may take to end
+STOP_S = 30.0  # how long a process may take to end after SIGINT
 
 
 def detach(arguments: Sequence[str], folder: Path, is_new: bool) -> int:
-    """Start `vlarl train` with these arguments for the run in this folder; wait until it goes on, and say where."""
+    """Start `vlarl train` with these arguments for the run in this folder; wait until it runs, and print its paths."""
     if is_new:
         RunDirectory.refuse_existing(folder.parent, folder.name)
-    # -P as the `vlarl` program has it: nothing in the folder it is called from stands in for a package.
+    # -P like the `vlarl` program: no file in the working directory can shadow a package.
     return start([sys.executable, "-P", "-u", "-m", "vlarl.cli", "train", *arguments], folder)
 
 
 def start(command: Sequence[str], folder: Path) -> int:
-    """Start a command that makes or resumes the run in this folder, and wait for it to say that it is running."""
+    """Start a command that makes or resumes the run in this folder, and wait until its status is running."""
     run = RunDirectory(folder)
-    # On the disk of the run's folder, which is not there yet, so that moving it leaves its writer undisturbed.
-    # Not in it: the folder of a run that never began must be empty to be used again.
+    # On the disk of the run's folder, which does not exist yet, so that moving it does not disturb its writer.
+    # Not in it: the folder of a run that never started must be empty to be used again.
     output = nearest_existing(folder.parent) / f".vlarl-output-{os.getpid()}.log"
     print(f"starting {brief(folder)} …", flush=True)
-    with _deaf_to_hangups():
+    with _ignoring_hangups():
         since = time.time()
         with output.open("wb") as file:
             process = subprocess.Popen(
@@ -68,14 +68,14 @@ def start(command: Sequence[str], folder: Path) -> int:
 
 @dataclass(frozen=True)
 class _Child:
-    """The detached process and the run it is to begin."""
+    """The detached process and its run."""
 
     process: subprocess.Popen[bytes]
     run: RunDirectory
     since: float
 
     def wait_until_running(self) -> bool:
-        """Whether the run goes on; false when the process has ended."""
+        """Whether the run is running; false if the process has ended."""
         while self.process.poll() is None:
             if self.state() == "running":
                 return True
@@ -83,9 +83,9 @@ class _Child:
         return False
 
     def state(self) -> str | None:
-        """What the process says of its run; None before it says anything."""
+        """The state that the process has written; None before it has written any."""
         status = self.run.read_status()
-        # What an earlier session left may bear the same pid: in a container there are few.
+        # The status of an earlier session may have the same pid: in a container there are few.
         is_its_own = status.get("pid") == self.process.pid and float(status.get("updated") or 0) >= self.since
         return str(status.get("state")) if is_its_own else None
 
@@ -98,7 +98,7 @@ class _Child:
             self.process.kill()
 
     def put_away(self, output: Path) -> str:
-        """Move the output into the run's logs, or take it away where no run began; what it says so far."""
+        """Move the output into the run's logs, or delete it if no run started; return its text."""
         text = output.read_text(encoding="utf-8", errors="replace")
         if self.state() is None:
             output.unlink()
@@ -109,8 +109,8 @@ class _Child:
 
 
 @contextmanager
-def _deaf_to_hangups() -> Iterator[None]:
-    """A terminal that is closed while a large model loads ends neither the wait nor, as it is passed on, the run."""
+def _ignoring_hangups() -> Iterator[None]:
+    """Closing the terminal while a large model loads ends neither the wait nor the run, which inherits the setting."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
@@ -119,21 +119,21 @@ def _deaf_to_hangups() -> Iterator[None]:
 
 
 def _set_aside(path: Path) -> None:
-    """Give the output of an earlier session a number."""
-    number = 1
-    while (numbered := path.with_stem(f"{path.stem}-{number}")).exists():
-        number += 1
+    """Rename the output of an earlier session by appending an index."""
+    index = 1
+    while (numbered := path.with_stem(f"{path.stem}-{index}")).exists():
+        index += 1
     if path.exists():
         path.rename(numbered)
 
 
 def _report_end(process: subprocess.Popen[bytes], text: str) -> int:
-    """Show what a process that is no longer there has said; its exit code, by a shell's rules."""
+    """Print the output of a process that has ended; return its exit code, by a shell's rules."""
     code = process.wait()
     print(text, end="", file=sys.stderr if code else sys.stdout)
     if code < 0:
         name = signal.Signals(-code).name
-        print(f"error: the process was ended by {name} before the run was under way", file=sys.stderr)
+        print(f"error: the process was ended by {name} before the run had started", file=sys.stderr)
         return 128 - code
     return code
 

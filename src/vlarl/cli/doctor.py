@@ -1,4 +1,4 @@
-"""`vlarl doctor`: what this machine can run; what a checkpoint is, and the memory that it takes."""
+"""`vlarl doctor`: what this machine can run; what a checkpoint is, and how much memory it needs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 MIB = 2**20
-CARDS = (24, 40, 48, 80)  # GB on the box, which are GiB to the driver, or nearly
-CONTEXT_BYTES = GIB  # what CUDA itself and gaps between tensors take
+CARDS = (24, 40, 48, 80)  # nominal GB, which are nearly GiB in the driver
+CONTEXT_BYTES = GIB  # memory of CUDA itself and of fragmentation
 SHOWN_NAMES = 300  # characters of a list of tensors
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "cache")
 NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
-NO_STATISTICS = "missing: add dataset_statistics.json, or actions can't be brought to the robot's units"
+NO_STATISTICS = "missing: add dataset_statistics.json, or actions can't be converted to the robot's units"
 NOTES = (
-    "checkpointed    with policy.gradient_checkpointing: layers are computed again in the backward pass",
-    "training run    the update, or the rollout beside adapters, gradients and optimizer, whichever is larger",
-    "cards           ok when they have it beside 1 GiB for CUDA itself; a GPU here counts what is free now",
+    "checkpointed    with policy.gradient_checkpointing: layers are recomputed in the backward pass",
+    "training run    the update, or the rollout with adapters, gradients and optimizer, whichever is larger",
+    "cards           ok if it fits beside 1 GiB for CUDA itself; for a GPU of this machine, by its free memory",
 )
 COLUMNS = {  # key -> title, and its second line
     "rollout": ("rollout", ""),
@@ -45,7 +45,7 @@ COLUMNS = {  # key -> title, and its second line
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Describe the machine, or with --model a checkpoint and its memory; 1 says that something is broken."""
+    """Describe the machine, or with --model a checkpoint and its memory; return 1 if there is a problem."""
     parser = args.Parser(
         "doctor",
         "Say what this machine can run, what is missing and how to install it. With --model: what a checkpoint is, and "
@@ -53,7 +53,7 @@ def doctor(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("named", nargs="?", metavar="MODEL", help="the same as --model MODEL")
-    models = "checkpoint or adapter folder, name or folder of a run, hub id (is downloaded), builtin:tiny-oft…"
+    models = "checkpoint or adapter folder, name or folder of a run, hub id (downloaded), builtin:tiny-oft…"
     add("--model", metavar="MODEL", help=models)
     args.add_root(parser)
     of_train = "by default what `vlarl train` would use"
@@ -117,12 +117,12 @@ def _describe_model(given: Any) -> int:
     rank = description.adapter.rank if description.adapter else config.lora.rank
     batch_size = _rollout_batch(config)
     estimates, needs = _estimate(config, description, batch_size, rank)
-    rooms = _rooms(find_gpus())
+    capacities = _capacities(find_gpus())
     if given.json:
-        print(json.dumps(_as_json(description, estimates, needs, rooms), indent=2))
+        print(json.dumps(_as_json(description, estimates, needs, capacities), indent=2))
     else:
         sizes = [f"batch {batch_size}", *[f"microbatch {config.optim.microbatch_size}"] * 2]
-        table = _memory_lines(sizes, estimates, needs, rooms)
+        table = _memory_lines(sizes, estimates, needs, capacities)
         title = _title(options, config, description, rank)
         print(printable("\n".join([*_facts_lines(description, config.policy.num_images), "", *title, "", *table])))
     return 1 if description.problems else 0
@@ -144,7 +144,7 @@ def _train_options(given: Any) -> dict[str, Any]:
 
 
 def _rollout_batch(config: Config) -> int:
-    """Observations in a pass of a rollout: as configured, or one of each environment."""
+    """Observations in a forward pass of a rollout: as configured, or one per environment."""
     from vlarl.run.parts import num_envs
 
     episodes = config.rollout.num_groups * config.rollout.group_size
@@ -152,7 +152,7 @@ def _rollout_batch(config: Config) -> int:
 
 
 def _title(options: dict[str, Any], config: Config, description: Description, rank: int) -> list[str]:
-    """What the estimate is of."""
+    """The command and the settings that the estimate is for."""
     from vlarl.policies.openvla.memory import PROMPT_LENGTH
 
     policy, start = config.policy, start_of(None, options)
@@ -164,7 +164,7 @@ def _title(options: dict[str, Any], config: Config, description: Description, ra
     update = COLUMNS["update_checkpointed" if policy.gradient_checkpointing else "update"][1]
     return [
         f"Memory of `{command}`, which starts from the {start.label}:",
-        f"{base}, LoRA of rank {rank} beside all linear layers, prompts of {PROMPT_LENGTH} tokens; its update is the "
+        f"{base}, LoRA of rank {rank} on all linear layers, prompts of {PROMPT_LENGTH} tokens; its update is the "
         f"column '{update}'.",
     ]
 
@@ -172,14 +172,14 @@ def _title(options: dict[str, Any], config: Config, description: Description, ra
 def _estimate(
     trained: Config, description: Description, batch_size: int, rank: int
 ) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
-    """Memory by column, and bytes that a card must have: rollouts alone, or training, which is rollouts and updates."""
+    """Memory by column, and the bytes that a card needs: for rollouts alone, or for training (rollouts and updates)."""
     from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
 
     config, dtype, quantize = description.config, trained.policy.dtype, trained.policy.quantize
     microbatch_size = trained.optim.microbatch_size
     sizes = (batch_size, PROMPT_LENGTH)
     rollout = estimate_rollout(config, *sizes, dtype, quantize)
-    # Adapters of a quantised base are trained in float32 around it, so rollouts in between are float32, too.
+    # Adapters of a quantised base are trained in float32, so rollouts between updates are float32, too.
     between = estimate_rollout(config, *sizes, "float32", quantize) if quantize else rollout
     updates = [
         estimate_lora_update(config, microbatch_size, PROMPT_LENGTH, dtype, rank, recompute, quantize)
@@ -189,15 +189,15 @@ def _estimate(
     return dict(zip(COLUMNS, (rollout, *updates), strict=True)), dict(zip(COLUMNS, needs, strict=True))
 
 
-def _rooms(gpus: Sequence[Gpu]) -> dict[str, int]:
-    """Bytes for tensors on usual cards and on those that are here."""
-    usual = {f"{size} GB card": size * GIB - CONTEXT_BYTES for size in CARDS}
-    here = {f"GPU {number} here": gpu.free_bytes - CONTEXT_BYTES for number, gpu in enumerate(gpus)}
-    return usual | here
+def _capacities(gpus: Sequence[Gpu]) -> dict[str, int]:
+    """Bytes for tensors on common cards and on the GPUs of this machine."""
+    common = {f"{size} GB card": size * GIB - CONTEXT_BYTES for size in CARDS}
+    here = {f"GPU {index} here": gpu.free_bytes - CONTEXT_BYTES for index, gpu in enumerate(gpus)}
+    return common | here
 
 
 def _facts_lines(description: Description, num_images: int | None) -> list[str]:
-    """What the checkpoint is: a name and its facts, one a line."""
+    """The facts about the checkpoint, one per line."""
     config, stored, language = description.config, description.stored, description.language
     images = f"{config.num_images} of {config.image_size} px, {config.towers[0].num_patches} tokens each"
     if num_images is None and not description.says_num_images:
@@ -234,9 +234,9 @@ def _key_lines(description: Description) -> list[str]:
 
 
 def _memory_lines(
-    sizes: Sequence[str], estimates: dict[str, MemoryEstimate], needs: dict[str, int], rooms: dict[str, int]
+    sizes: Sequence[str], estimates: dict[str, MemoryEstimate], needs: dict[str, int], capacities: dict[str, int]
 ) -> list[str]:
-    """The table of memory, and which cards have it."""
+    """The table of memory, and which cards have enough."""
     unit, name = (GIB, "GiB") if max(needs.values()) >= GIB else (MIB, "MiB")
 
     def amounts(values: Sequence[int]) -> list[str]:
@@ -247,20 +247,22 @@ def _memory_lines(
     rows += [(part, amounts([e.parts[part] for e in estimates.values()])) for part in PARTS]
     rows += [("total", amounts([e.total for e in estimates.values()]))]
     rows += [("training run", ["", *amounts(list(needs.values())[1:])])]
-    rows += [(card, ["ok" if need <= room else "no" for need in needs.values()]) for card, room in rooms.items()]
+    rows += [
+        (card, ["ok" if need <= capacity else "no" for need in needs.values()]) for card, capacity in capacities.items()
+    ]
     lines = [f"{label:<14}" + "".join(f"{cell:>15}" for cell in cells) for label, cells in rows]
     return [*lines, "", *NOTES]
 
 
 def _as_json(
-    description: Description, estimates: dict[str, MemoryEstimate], needs: dict[str, int], rooms: dict[str, int]
+    description: Description, estimates: dict[str, MemoryEstimate], needs: dict[str, int], capacities: dict[str, int]
 ) -> dict[str, Any]:
     return {
         "checkpoint": description.to_json(),
         "memory_bytes": {
             key: estimate.parts | {"total": estimate.total, "needed": needs[key]} for key, estimate in estimates.items()
         },
-        "fits": {card: {key: need <= room for key, need in needs.items()} for card, room in rooms.items()},
+        "fits": {card: {key: need <= capacity for key, need in needs.items()} for card, capacity in capacities.items()},
     }
 
 
@@ -269,5 +271,5 @@ def _size(num_bytes: int) -> str:
 
 
 def _short(text: str) -> str:
-    """Enough of a list of tensors to know what is wrong; --json has all of it."""
+    """The beginning of a long list of tensors; --json has all of it."""
     return text if len(text) <= SHOWN_NAMES else f"{text[:SHOWN_NAMES]}… (all of them: --json)"

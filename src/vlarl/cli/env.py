@@ -1,4 +1,4 @@
-"""`vlarl env`: what suites there are, what their tasks are, and whether an environment keeps the contract."""
+"""`vlarl env`: list suites and their tasks, and check that an environment meets the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vlarl.envs.base import EnvFactory, Expert, RewardMode, SingleEnv, SuiteSpec
     from vlarl.envs.check import Subject
 
-IMAGE_SIZE = 224  # where env.image_size does not say: what OpenVLA reads; on the tabletop, what the built-in ones do
+IMAGE_SIZE = 224  # default of env.image_size: what OpenVLA reads; on the tabletop, what the built-in policies read
 WIDTH = 110
 LABELS = {"passed": "ok", "breach": "BREACH", "note": "note"}
 
@@ -35,11 +35,11 @@ usage: vlarl env list
 
   list    suites, their tasks and limits, and what to install for them
   tasks   ids and instructions of a suite's tasks
-  check   play with the configured environment and say what breaks the contract that training relies on"""
+  check   run the configured environment and report what breaks the contract that training relies on"""
 
 
 def env(arguments: Sequence[str]) -> int:
-    """Run one of the three."""
+    """Run `vlarl env list`, `tasks` or `check`."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(HELP)
@@ -70,15 +70,15 @@ def list_tasks(arguments: Sequence[str]) -> int:
     parser.add_argument("suite", type=args.suite, metavar="SUITE", help="one of `vlarl env list`")
     suite = parser.parse_args(arguments).suite
     if suite == GYM:
-        raise UsageError("the tasks of gym are what gym.instructions of your configuration says")
+        raise UsageError("the tasks of gym are those of gym.instructions in your configuration")
     print("\n".join(f"{task.task_id:>3}  {task.instruction}" for task in _spec(suite).tasks))
     return 0
 
 
 def check(arguments: Sequence[str]) -> int:
-    """Check the configured environment, print what is found, and return 1 if it breaks the contract."""
+    """Check the configured environment, print the findings, and return 1 if it breaks the contract."""
     about = (
-        "Play short episodes of random actions with the configured environment and say what breaks the contract that "
+        "Run short episodes of random actions in the configured environment and report what breaks the contract that "
         "training relies on. Options are those of `vlarl train`, such as --env.suite, --env.max_steps and section gym."
     )
     parser = args.Parser("env check", about)
@@ -108,7 +108,7 @@ def check(arguments: Sequence[str]) -> int:
             num_passed += finding.kind == "passed"
             print(_entry(LABELS[finding.kind], finding.text, finding.remedy), flush=True)
         if given.out is not None:
-            for file in _write_pictures(subject, given.out):
+            for file in _write_images(subject, given.out):
                 print(f"image: {file}")
     print(f"{num_breaches or 'no'} {plural(num_breaches, 'breach')}, {counted(num_passed, 'check')} passed")
     return 1 if num_breaches else 0
@@ -121,7 +121,7 @@ def _entry(label: str, text: str, remedy: str) -> str:
 
 
 def _suite(name: str) -> str | None:
-    """The suite that its own name stands for, or its family's (`libero`, the first one); None for a preset or file."""
+    """The suite of this name, or the first of a family (`libero`); None for a preset or file."""
     found = name if name in KNOWN_SUITES else next((suite for suite in SUITES if suite.startswith(f"{name}_")), None)
     is_word = Path(name).name == name and not Path(name).suffix and not Path(name).exists()
     if found is None and is_word and name not in (known := presets_of(Config)):
@@ -131,7 +131,7 @@ def _suite(name: str) -> str | None:
 
 @contextmanager
 def _subject(config: Config) -> Iterator[Subject]:
-    """The configured environment in this process, and the same once more in another one, or in another slot."""
+    """The configured environment in this process, and a second instance in another process or slot."""
     from vlarl.envs.build import build_factory, build_pool
     from vlarl.envs.check import SlotEnv, Subject
     from vlarl.envs.process_pool import WorkerPool
@@ -171,17 +171,17 @@ def _expert(factory: EnvFactory, made: SingleEnv) -> Expert | None:
         return None
 
 
-def _write_pictures(subject: Subject, folder: Path) -> list[Path]:
-    """The first views of the first task, and a frame of its film."""
+def _write_images(subject: Subject, folder: Path) -> list[Path]:
+    """Write the first views of the first task, and a frame of its video."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     subject.env.reset(subject.task())
-    pictures = {f"view_{number}.png": view for number, view in enumerate(subject.env.observe().images)}
-    pictures["frame.png"] = subject.env.frame()
-    for name, picture in pictures.items():
-        Image.fromarray(picture).save(folder / name)
-    return [folder / name for name in pictures]
+    images = {f"view_{index}.png": view for index, view in enumerate(subject.env.observe().images)}
+    images["frame.png"] = subject.env.frame()
+    for name, image in images.items():
+        Image.fromarray(image).save(folder / name)
+    return [folder / name for name in images]
 
 
 def _spec(suite: str) -> SuiteSpec:

@@ -1,4 +1,4 @@
-"""What `vlarl eval` and `vlarl compare` show: a counter while episodes run, tables at the end."""
+"""The output of `vlarl eval` and `vlarl compare`: a counter while episodes run, tables at the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vlarl.observability.clock import duration
 from vlarl.observability.significance import wilson_interval
 from vlarl.types import EpisodeResult, EvalResult
 
-LINES = 10  # of a whole evaluation, where the terminal can't be written over
-SILENCE_S = 60.0  # and no longer than this without one
-LISTED = 5  # episodes named of those that could not be paired
+LINES = 10  # progress lines of a whole evaluation, if the output is not a terminal
+SILENCE_S = 60.0  # the longest time without a progress line
+LISTED = 5  # unpaired episodes that are listed
 
 
 class EpisodeCounter:
-    """Says on stderr how far an evaluation is: a bar in a terminal, a line now and then elsewhere."""
+    """Shows the progress of an evaluation on stderr: a bar in a terminal, otherwise a line from time to time."""
 
     def __init__(self, label: str, console: Console | None = None) -> None:
         self._label = label
@@ -51,7 +51,7 @@ class EpisodeCounter:
             self._bar.stop()
 
     def __call__(self, result: EpisodeResult, done: int, total: int) -> None:
-        """An episode has ended, the `done`-th of `total`."""
+        """Count a finished episode, the `done`-th of `total`."""
         self._won += result.outcome == "success"
         self._counted += result.outcome != "crashed"
         elapsed = time.monotonic() - self._started
@@ -80,20 +80,20 @@ def success_table(result: EvalResult) -> str:
 
 
 def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
-    """What has to be known about an evaluation beside its table; a comparison has said which states were used."""
+    """Remarks on an evaluation below its table; a comparison has printed the states already."""
     result, settings, lines = record.result, record.settings, []
     if result.num_crashed:
         lines.append(
-            f"{result.num_crashed} of {counted(len(result.episodes), 'episode')} could not be run, since the simulator "
-            "failed, and count neither as won nor as lost."
+            f"{result.num_crashed} of {counted(len(result.episodes), 'episode')} could not be run because the "
+            "simulator failed, and count neither as won nor as lost."
         )
     if num_retries := sum(e.num_retries for e in result.episodes):
-        lines.append(f"{counted(num_retries, 'time')} an episode was run again because its simulator had died.")
+        lines.append(f"{counted(num_retries, 'time')} an episode was retried because its simulator had died.")
     lines += states_lines(settings) if with_states else []
     if not result.complete:
         lines.append(
-            f"interrupted: {len(result.episodes)} of {counted(record.num_planned, 'episode')} had ended and are kept. "
-            "Successes end first, so the rate may be too high."
+            f"interrupted: {len(result.episodes)} of {counted(record.num_planned, 'episode')} had finished and are "
+            "kept. Successes end first, so the rate may be too high."
         )
     if record.folder is not None:
         lines.append(f"results: {brief(record.folder)}")
@@ -101,7 +101,7 @@ def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
 
 
 def states_lines(settings: EvalSettings) -> list[str]:
-    """Which initial states were used, where it is known from whether they were trained on, and what to mind."""
+    """Which initial states were used, whether they were trained on and which file says so, and the warnings."""
     lines = []
     if settings.init_states:
         trained, is_one = settings.num_trained_states, len(settings.init_states) == 1
@@ -127,7 +127,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 
 def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> list[str]:
-    """Who A and B are, what the difference means, and what could not be compared."""
+    """The checkpoints A and B, the result of the test, and the episodes that could not be paired."""
     lines = [f"{name}: {brief(record.settings.checkpoint)}" for name, record in (("A", a), ("B", b))]
     lines.append(comparison.in_words())
     for name, other, unpaired in (("A", "B", comparison.unpaired_a), ("B", "A", comparison.unpaired_b)):
@@ -135,7 +135,7 @@ def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> li
             more = f" and {len(unpaired) - LISTED} more" if len(unpaired) > LISTED else ""
             listed = ", ".join(unpaired[:LISTED])
             are = f"{counted(len(unpaired), 'episode')} of {name} {'is' if len(unpaired) == 1 else 'are'}"
-            lines.append(f"{are} left out, since {other} has none: {listed}{more}")
+            lines.append(f"{are} left out, because {other} has none: {listed}{more}")
     for name, record in (("A", a), ("B", b)):
         if not record.result.complete:
             of = counted(record.num_planned, "episode")
@@ -160,7 +160,7 @@ def _side_by_side(a: EvalResult, b: EvalResult) -> tuple[str, ...]:
 
 
 def _aligned(table: Sequence[tuple[str, ...]]) -> str:
-    """Columns to the right, the last one to the left."""
+    """Right-aligned columns; the last one is left-aligned."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
     lines = ("  ".join([*(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in table)
     return "\n".join(line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""`vlarl eval`: how often a checkpoint succeeds, task by task; and one episode of it, or another one, again."""
+"""`vlarl eval`: the success rate of a checkpoint by task; comparison of two checkpoints; replay of one episode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlarl.cli import arguments as args
 from vlarl.config.known import KNOWN_SUITES
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
-from vlarl.config.run_checkpoints import Located, as_hub_id, locate_checkpoint, refuse_unknown
+from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
 from vlarl.config.source.aliases import ALIASES, plain_name
 from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 ABOUT = (
     "Measure how often a checkpoint succeeds on fixed initial states. Results go into a new folder: in the run's "
-    "`eval` for a checkpoint of a run, else in `evals`. How the checkpoint is loaded and the simulator is run is said "
-    "by --policy.FIELD, --env.FIELD and --gym.FIELD as in `vlarl train --help`, such as --policy.actions l1 for OFT's "
-    "regression head; a run's checkpoint knows."
+    "`eval` for a checkpoint of a run, else in `evals`. --policy.FIELD, --env.FIELD and --gym.FIELD set how the "
+    "checkpoint is loaded and the simulator is run, as in `vlarl train --help`, such as --policy.actions l1 for OFT's "
+    "regression head; a run's checkpoint needs none of them."
 )
 CHECKPOINT_NAMES = ("checkpoint", "model", "pretrained_checkpoint", "vla_path", "policy.path")
 OTHER_NAMES = {
@@ -63,17 +63,17 @@ HABITS = {
     "json": "the folder of the results has them as results.json; --out DIR names the folder",
     "dry_run": "not a flag of eval; --episodes 1 is a quick try",
 }
-"""Switches that people try: what there is instead."""
+"""Switches of other programs, and the advice for them."""
 TRUST = (
     "run the code that the configuration of another user's run names, such as its gym.env; without this flag such a "
     "checkpoint is refused (docs/security.md)"
 )
-SAID_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "videos")
+GIVEN_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "videos")
 
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
-    given, rest = _parser().parse_known_args(_familiar(arguments))
+    given, rest = _parser().parse_known_args(_with_own_names(arguments))
     options = _options(given, rest)
     first = locate_checkpoint(given.checkpoint, given.root)
     second = None if given.against is None else locate_checkpoint(given.against, given.root)
@@ -89,8 +89,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0 if record.result.complete else INTERRUPTED
 
 
-def _familiar(arguments: Sequence[str]) -> list[str]:
-    """The arguments with names that the flags of eval have in training and in other systems replaced."""
+def _with_own_names(arguments: Sequence[str]) -> list[str]:
+    """The arguments with flag names of training and of other systems replaced by those of eval."""
     found: list[str] = []
     for text in arguments:
         name, has_value, value = text.partition("=")
@@ -132,7 +132,7 @@ def _parser() -> args.Parser:
     add("--episodes", type=args.positive, metavar="N", help=episodes)
     add("--episode", metavar="ID", help="run one episode again and record a video, by its id in results.json")
     add("--temperature", type=args.temperature, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
-    environments = "environments side by side; by default 64 tabletops, or one simulator process for each core"
+    environments = "environments in parallel; by default 64 tabletops, or one simulator process per core"
     add("--num-envs", type=args.positive, metavar="N", help=environments)
     videos = "videos to record: all, failures, none, or a count, which is distributed over the tasks; by default none"
     add("--videos", type=_videos, metavar="WHICH", help=videos)
@@ -146,13 +146,13 @@ def _parser() -> args.Parser:
 
 
 def _announce(*lines: str) -> None:
-    """Print what there is to say of checkpoints that have been found."""
+    """Print remarks on the located checkpoints to stderr."""
     for line in filter(None, lines):
         print(line, file=sys.stderr, flush=True)
 
 
 def _more_tasks(request: EvalRequest, tasks: Sequence[int] | None) -> str:
-    """A line for a run that trained on some tasks of the suite and is now measured on all of them; empty otherwise."""
+    """A remark if a run that trained on some tasks of the suite is evaluated on all of them; empty otherwise."""
     run = run_of(request.checkpoint)
     if run is None or tasks is not None or request.env.task_ids is not None:
         return ""
@@ -162,7 +162,7 @@ def _more_tasks(request: EvalRequest, tasks: Sequence[int] | None) -> str:
         return ""
     ids = " ".join(str(task) for task in trained)
     named = f"{plural(len(trained), 'task')} {ids.replace(' ', ', ')}"
-    return f"its run was trained on {named} only; all tasks are evaluated (--tasks {ids}: those of the run alone)"
+    return f"its run was trained on {named} only; all tasks are evaluated (--tasks {ids}: only those of the run)"
 
 
 def _videos(text: str) -> Videos:
@@ -175,8 +175,8 @@ def _videos(text: str) -> Videos:
 
 
 def _habits(rest: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The switches of HABITS with their answers, and all else; what is true or false after a switch belongs to it."""
-    said: dict[str, str] = {}
+    """The switches of HABITS with their advice, and all other arguments; true or false after a switch is its value."""
+    advice: dict[str, str] = {}
     others: list[str] = []
     tokens = list(rest)
     while tokens:
@@ -190,21 +190,21 @@ def _habits(rest: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         is_off = value.lower() == "false"
         sampled = "set --temperature, such as 1, to sample" if HABITS[plain_name(flag)] == GREEDY else ""
         if sampled and is_off:
-            said[flag] = sampled
+            advice[flag] = sampled
         elif not is_off:
-            said[flag] = HABITS[plain_name(flag)]
-    return said, others
+            advice[flag] = HABITS[plain_name(flag)]
+    return advice, others
 
 
 def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object]:
     """Options of the sections env, gym and policy, by dotted path: the flags of eval and those of the schema."""
-    said, rest = _habits(rest)
+    advice, rest = _habits(rest)
     flags = parse_flags(rest, EvalOptions, _parser().flags())
-    needless = {text: answer for text, answer in said.items() if answer == GREEDY}
-    problems = [Problem(text, answer) for text, answer in said.items() if text not in needless]
+    needless = {text: reason for text, reason in advice.items() if reason == GREEDY}
+    problems = [Problem(text, remedy) for text, remedy in advice.items() if text not in needless]
     stray = f"unexpected argument; for another checkpoint of a run write {given.checkpoint}/NAME, for two --against"
     problems += [*flags.problems, *(Problem(text, stray) for text in flags.positionals)]
-    for note in [*flags.notes, *(f"{text} is not needed: {answer}" for text, answer in needless.items())]:
+    for note in [*flags.notes, *(f"{text} is not needed: {reason}" for text, reason in needless.items())]:
         print(f"note: {note}", file=sys.stderr)
     if problems:
         raise ConfigError(problems)
@@ -217,7 +217,7 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
     request = eval_request(
         checkpoint,
         options,
-        training=_of_the_hub(checkpoint),
+        training=_hub_training_data(checkpoint),
         states_per_task=given.episodes,
         temperature=given.temperature,
         seed=given.seed or 0,
@@ -233,11 +233,11 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
 def _refuse_fresh(checkpoint: str) -> None:
     kind, _, size = checkpoint.partition(":")
     if kind == "init":
-        raise UsageError(f"{checkpoint}: fresh weights, which have learnt nothing; did you mean builtin:{size}?")
+        raise UsageError(f"{checkpoint}: fresh weights, which are untrained; did you mean builtin:{size}?")
 
 
-def _of_the_hub(checkpoint: str) -> TrainingData | None:
-    """What a checkpoint of the hub was trained on; None for a checkpoint on this machine, which tells by itself."""
+def _hub_training_data(checkpoint: str) -> TrainingData | None:
+    """What a checkpoint on the hub was trained on; None for a checkpoint on this machine, whose folder has it."""
     if as_hub_id(checkpoint) is None:
         return None
     from vlarl.policies.locate import hub_training_data  # loads torch, which takes seconds
@@ -290,16 +290,16 @@ def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     return 0
 
 
-def _replay(located: Located, given: argparse.Namespace, options: dict[str, object]) -> int:
-    """Run one episode again, record a video, and say whether it went as it is on record."""
-    if said := [f"--{name}" for name in SAID_BY_ID if getattr(given, name) is not None]:
+def _replay(located: LocatedCheckpoint, given: argparse.Namespace, options: dict[str, object]) -> int:
+    """Run one episode again, record a video, and print whether the outcome is the recorded one."""
+    if needless := [f"--{name}" for name in GIVEN_BY_ID if getattr(given, name) is not None]:
         raise UsageError(
-            f"--episode says which episode to run, and a video of it is recorded: leave out {', '.join(said)}"
+            f"--episode says which episode to run, and a video of it is recorded: leave out {', '.join(needless)}"
         )
     request = eval_request(
         located.path,
         options,
-        training=_of_the_hub(located.path),
+        training=_hub_training_data(located.path),
         temperature=given.temperature,
         videos="all",
         device=given.device,
@@ -322,7 +322,7 @@ def _replay(located: Located, given: argparse.Namespace, options: dict[str, obje
 
 
 def _on_record(replay: EvalRecord) -> str:
-    """Whether a replayed episode went as an earlier evaluation of the same checkpoint says."""
+    """Whether a replayed episode ended as in an earlier evaluation of the same checkpoint."""
     from vlarl.evaluation.record import find_records, results_root
 
     (episode,) = replay.result.episodes

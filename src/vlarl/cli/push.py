@@ -1,4 +1,4 @@
-"""`vlarl push`: a checkpoint or an adapter, with its model card, to the Hugging Face hub."""
+"""`vlarl push`: upload a checkpoint or an adapter, with its model card, to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vlarl.errors import UsageError
 
 
 def push(arguments: Sequence[str]) -> int:
-    """Upload a checkpoint with a card that says what it is; or say what would be uploaded."""
+    """Upload a checkpoint with a model card; or print what would be uploaded."""
     parser = args.Parser(
         "push",
         "Upload a checkpoint or an adapter to the Hugging Face hub, with a model card: base, algorithm, tasks, success "
-        "before and after with intervals, options, and how to load it. A README.md in the folder is used in its place.",
+        "before and after with intervals, options, and how to load it. A README.md in the folder replaces the card.",
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="checkpoint or adapter folder, or a run by its name or folder")
-    add("repository", metavar="ORG/NAME", help="model repository; it is made if there is none")
+    add("repository", metavar="ORG/NAME", help="model repository; it is created if it does not exist")
     add("--private", action="store_true", help="make a new repository private")
     add("--dry-run", action="store_true", help="print the files, their size and the card; upload nothing")
     args.add_root(parser)
@@ -51,7 +51,7 @@ def push(arguments: Sequence[str]) -> int:
         files = pushed_files(folder)
         for path in files:
             print(f"{_size(path.stat().st_size):>10}  {path.relative_to(folder)}")
-        print(f"{_size(sum(path.stat().st_size for path in files)):>10}  in all, to {given.repository}; not uploaded")
+        print(f"{_size(sum(path.stat().st_size for path in files)):>10}  in total, to {given.repository}; not uploaded")
         print(f"\n{card or (folder / CARD).read_text(encoding='utf-8')}")
         return 0
     print(f"pushed: {push_folder(folder, given.repository, given.private, card)}")
@@ -65,7 +65,7 @@ def _folder(checkpoint: str, root: str) -> Path:
         print(located.note, file=sys.stderr)
     found = located.path
     if found.startswith(("builtin:", "init:")):
-        raise UsageError(f"{found} is part of vlarl: there is nothing to push. Name a checkpoint of a run of yours.")
+        raise UsageError(f"{found} is part of vlarl: there is nothing to push. Name a checkpoint of your own run.")
     folder = local_folder(found)
     if folder is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What `vlarl train --resume` checks before anything is loaded: the configuration is whole, the checkpoint is there."""
+"""Checks of `vlarl train --resume` before anything is loaded: the configuration is complete, the checkpoint exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDY = (
 
 
 def refuse_damaged(file: Path) -> None:
-    """Refuse a run's configuration that is cut off or not one of a run: defaults would stand in for what is missing."""
+    """Refuse a configuration that is truncated or not a run's: missing options would silently get their defaults."""
     try:
         text = file.read_text(encoding="utf-8")
         sections = read_document(file).data if text.strip() else {}
@@ -28,17 +28,17 @@ def refuse_damaged(file: Path) -> None:
         raise _refused(file, f"it is not the configuration of a run of `vlarl train`: it has {shown(foreign[0])}")
     if text.rstrip().endswith(END_OF_CONFIG):
         return
-    *_, last = Config.model_fields  # earlier versions wrote no last line: then everything must be there
+    *_, last = Config.model_fields  # earlier versions wrote no last line: all options must be there
     missing = [name for name in Config.model_fields if name not in sections]
     content = sections.get(last)
     if not missing and isinstance(content, dict):
         missing = [f"{last}.{name}" for name in type(getattr(Config(), last)).model_fields if name not in content]
     if missing:
-        raise _refused(file, f"it is cut off: {missing[0]} is missing")
+        raise _refused(file, f"it is truncated: {missing[0]} is missing")
 
 
 def named_checkpoint(run: Path, name: str) -> Path:
-    """The checkpoint of a run that `--from` names; UsageError with those that there are."""
+    """The checkpoint of a run that `--from` names; UsageError lists the existing ones."""
     folder = run / "checkpoints"
     found = list(resumable_checkpoints(run))
     if name in found:

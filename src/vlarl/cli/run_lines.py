@@ -1,4 +1,4 @@
-"""What `vlarl train` and `vlarl finetune` say of a run beside its progress. Nothing here loads torch."""
+"""The lines that `vlarl train` and `vlarl finetune` print about a run besides its progress. Does not load torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ words:
 
 
 def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | None) -> list[str]:
-    """The run, what it starts from (None: a run that is resumed), its policy, tasks and device in one line, before
-    anything is loaded, and what to know of the start."""
+    """The run, its start (None: a resumed run), policy, tasks and device in one line, printed before anything is
+    loaded; and the note on the start."""
     if isinstance(config, Config):
         what = f"suite {config.env.suite}"
         is_here = config.distributed.backend == "local"
@@ -46,14 +46,16 @@ def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | 
     return [line, f"note: {start.note}"] if start is not None and start.note else [line]
 
 
-def noted(start: Start, config: Config, given: Mapping[str, object]) -> Start:
-    """The start with a note where its preset brings another suite than the policy that was given was trained on."""
+def with_suite_note(start: Start, config: Config, given: Mapping[str, object]) -> Start:
+    """The start with a note if its preset has another suite than the one that the given policy was trained on."""
     if "policy.path" not in given or "env.suite" in given or not is_preset(start.source):
         return start
     data, suite = training_data_of(config.policy.path), config.env.suite
     if data is None or data.suite is None or data.suite == suite:
         return start
-    note = f"policy.path was trained on {data.suite}, and this run is on {suite}: --env.suite {data.suite} stays there"
+    note = (
+        f"policy.path was trained on {data.suite}, but this run is on {suite}: --env.suite {data.suite} keeps the suite"
+    )
     return replace(start, note="; ".join(filter(None, (start.note, note))))
 
 
@@ -68,7 +70,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def not_checked(config: Config | FinetuneConfig) -> list[str]:
-    """What `--dry-run` takes for granted, and the command that looks at it."""
+    """What `--dry-run` does not check, and the command that does."""
     lines, of_model = [], f"vlarl doctor --model {shlex.quote(brief(config.policy.path))}"
     if config.policy.path.partition(":")[0] not in ("builtin", "init"):
         lines.append(f"the files of policy.path: {of_model}")
@@ -89,7 +91,7 @@ def not_checked(config: Config | FinetuneConfig) -> list[str]:
 
 
 def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequence[str]) -> str:
-    """What to say of a run that has nothing left to do; UsageError where flags ask for what it would not do."""
+    """The message for a run that has finished; UsageError if flags were given, as they would have no effect."""
     shown, done, limit = brief(run), progress.iteration, config.run.iterations
     if limit is not None and done >= limit:
         than = "all of" if done == limit else "more than"
@@ -98,17 +100,17 @@ def nothing_left(run: Path, progress: RunProgress, config: Config, flags: Sequen
     else:
         state = f"the run {shown} has used up its {config.run.total_env_steps:,} environment steps"
         option, more = "run.total_env_steps", 2 * progress.env_steps
-    go_on = resume_command(run, {option: more})
+    longer = resume_command(run, {option: more})
     if flags:
         raise UsageError(
-            f"{state}: nothing is left to do, so {_listed(flags)} would have no effect, and nothing was changed. To go "
-            f"on, ask for more: {go_on}"
+            f"{state}: nothing is left to do, so {_listed(flags)} would have no effect, and nothing was changed. To "
+            f"train longer: {longer}"
         )
-    return f"{state}: it is finished. To go on, ask for more: {go_on}"
+    return f"{state}: it is finished. To train longer: {longer}"
 
 
 def log_lines(run: RunDirectory, lines: Sequence[str]) -> None:
-    """Write lines that were printed after the end of a run to its log."""
+    """Write the lines that were printed after the end of a run to its log."""
     if not run.logs.is_dir():
         return
     with run.log_to_file():

@@ -1,4 +1,4 @@
-"""Finds runs by name or folder, and their checkpoints."""
+"""Finds runs by name or folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LISTED = 12
 
 
 def find_run(run: str, root: str = "runs") -> Path:
-    """The folder of a run, given as a path or as a name under the root; an unknown one is an error with a list."""
+    """The folder of a run, given as a path or as a name under the root; UsageError lists the runs if it is unknown."""
     for folder in (expanded(run), expanded(root) / run):
         if (folder / "config.yaml").is_file():
             return folder

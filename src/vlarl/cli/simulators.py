@@ -1,4 +1,4 @@
-"""What the simulators find on this machine: packages, ways to draw, assets. Facts of `vlarl doctor`."""
+"""Checks of the simulators on this machine: packages, rendering backends, assets. Part of `vlarl doctor`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BACKENDS = {
 }
 PROBE_S = 60
 
-# Draws a red wall, so that a backend that opens and shows nothing is found out. Each backend needs a process: MuJoCo
-# and PyOpenGL choose theirs when they are imported.
+# Renders a red wall, to detect a backend that opens but renders nothing. Each backend needs its own process: MuJoCo and
+# PyOpenGL choose theirs when they are imported.
 PROBE = """
 import os
 import mujoco
@@ -33,12 +33,12 @@ name = GL.glGetString(GL.GL_RENDERER).decode()
 renderer.update_scene(data)
 red, green, _ = renderer.render()[24:].mean((0, 1))
 print(name if red > 2 * green + 5 else "BLANK", flush=True)
-os._exit(0)  # taking a context down is another matter, and noisy
+os._exit(0)  # skips closing the context, which is noisy
 """
 
 
 def check_simulators() -> list[Check]:
-    """MuJoCo, each way it can draw, and LIBERO's assets; a line for each, whether or not it is there."""
+    """MuJoCo, each rendering backend, and LIBERO's assets; a line for each, installed or not."""
     found = _version("mujoco")
     if found is None:
         return [Check("missing", "mujoco", f"no LIBERO, no Meta-World: run {install_command('libero,metaworld')}")]
@@ -55,26 +55,26 @@ def _version(package: str) -> str | None:
 
 
 def _backend(name: str, remedy: str) -> Check:
-    """Whether MuJoCo draws a picture with this backend, and by which driver."""
+    """Whether MuJoCo renders an image with this backend, and by which driver."""
     environment = {**os.environ, "MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
     try:
         probe = subprocess.run(
             [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=PROBE_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Check("missing", f"gl {name}", f"did not draw within {PROBE_S} s; to use it: {remedy}")
+        return Check("missing", f"gl {name}", f"did not render within {PROBE_S} s; to use it: {remedy}")
     driver = probe.stdout.strip()
     if probe.returncode == 0 and driver != "BLANK":
-        return Check("ok", f"gl {name}", f"draws with {driver}")
-    reason = "draws a blank picture" if driver == "BLANK" else _last_line(probe.stderr)
+        return Check("ok", f"gl {name}", f"renders with {driver}")
+    reason = "renders a blank image" if driver == "BLANK" else _last_line(probe.stderr)
     return Check("missing", f"gl {name}", f"{reason}; to use it: {remedy}")
 
 
 def _last_line(text: str) -> str:
-    """The error itself, of a traceback."""
+    """The error line of a traceback."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
-    return (errors or lines or ["fails without a word"])[0]
+    return (errors or lines or ["fails without a message"])[0]
 
 
 def _libero_assets() -> Check:

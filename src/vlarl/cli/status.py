@@ -1,4 +1,4 @@
-"""`vlarl status`: where a run stands, or all of them, read from their folders alone."""
+"""`vlarl status`: the status of one run or of all, read from their folders only."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from vlarl.observability.clock import duration_in_words
 from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
 from vlarl.observability.terminal import printable
 
-RECENT = 5  # iterations that the estimate of the time left looks at
+RECENT = 5  # iterations that the remaining time is estimated from
 LOG_LINES = 8
-LOG_TAIL = 16_384  # bytes that they are looked for in
+LOG_TAIL = 16_384  # bytes of the log that are read for them
 LABEL = 11
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands. Times are unix seconds, durations seconds; None is unknown."""
+    """The status of a run. Times are unix seconds, durations seconds; None is unknown."""
 
     run: str
     path: str
-    state: str  # starting, running, finished, failed, interrupted; died: it says running and nobody runs it;
-    # unreadable: status.json is damaged
+    state: str  # starting, running, finished, failed, interrupted; died: status.json says running, but no process
+    # runs it; unreadable: status.json is damaged
     iteration: int
     iterations: int
     started: float | None
@@ -50,14 +50,14 @@ class RunStatus:
     val_success: float | None
     val_iteration: int | None
     message: str
-    resume: str  # empty where a run can't be resumed
+    resume: str  # empty if the run can't be resumed
     pid: int | None
     host: str
     machine: str
 
 
 def status(arguments: Sequence[str]) -> int:
-    """Say where a run stands, or all below a root."""
+    """Print the status of a run, or of all runs below a root."""
     parser = args.Parser("status", "Print the status of a run; without RUN one line per run, newest last.")
     parser.add_argument("run", nargs="?", metavar="RUN", help="name or folder of a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -66,36 +66,36 @@ def status(arguments: Sequence[str]) -> int:
     now = time.time()
     if given.run is None:
         root = expanded(given.root)
-        standings = [standing(RunDirectory(root / name), now) for name in reversed(list_runs(root))]
-        text = _as_json([asdict(s) for s in standings]) if given.json else _table(standings, given.root, now)
+        statuses = [run_status(RunDirectory(root / name), now) for name in reversed(list_runs(root))]
+        text = _as_json([asdict(s) for s in statuses]) if given.json else _table(statuses, given.root, now)
         print(printable(text))
         return 0
     run = RunDirectory(find_run(given.run, given.root))
-    where, tail, logs = standing(run, now), _tail(run.log_file), _other_logs(run)
+    found, tail, logs = run_status(run, now), _tail(run.log_file), _other_logs(run)
     if given.json:
-        print(printable(_as_json({**asdict(where), "log": tail, "logs": logs})))
+        print(printable(_as_json({**asdict(found), "log": tail, "logs": logs})))
     else:
-        print(printable("\n".join(_described(where, now) + _logs_described(tail, logs))))
+        print(printable("\n".join(_described(found, now) + _logs_described(tail, logs))))
     return 0
 
 
-def standing(run: RunDirectory, now: float) -> RunStatus:
-    """What the files of a run say about it."""
-    told = run.read_status()
-    state = _state(run, told)
+def run_status(run: RunDirectory, now: float) -> RunStatus:
+    """The status of a run, from its files."""
+    saved = run.read_status()
+    state = _state(run, saved)
     if state == "died":
-        told = run.read_status()  # it may have ended, and said so, between two looks
-        state = _state(run, told)
+        saved = run.read_status()  # it may have ended properly between reading the status and checking the process
+        state = _state(run, saved)
     rows = run.read_metrics()
-    iteration = max([told.get("iteration", 0), *(_iteration(row) for row in rows[-1:])])
-    iterations = told.get("iterations", 0)
-    started, updated = _number(told, "started"), _number(told, "updated")
+    iteration = max([saved.get("iteration", 0), *(_iteration(row) for row in rows[-1:])])
+    iterations = saved.get("iterations", 0)
+    started, updated = _number(saved, "started"), _number(saved, "updated")
     last = now if state in ("running", "starting") else updated
     times = [t for row in rows if row.get("iteration") and (t := _number(row, "time/iteration")) is not None][-RECENT:]
     iteration_s = sum(times) / len(times) if times else None
     left = None
     if state == "running" and iteration_s is not None and updated is not None:
-        # The iteration that is going on has used some of it already.
+        # The current iteration has used some of this time already.
         left = max(0.0, (iterations - iteration) * iteration_s - (now - updated))
     rollout, val = _newest(rows, "rollout/success_rate"), _newest(rows, "val/success_rate")
     return RunStatus(
@@ -113,34 +113,34 @@ def standing(run: RunDirectory, now: float) -> RunStatus:
         rollout_iteration=rollout[0],
         val_success=val[1],
         val_iteration=val[0],
-        message=run.status_problem() or (told.get("message", "") if told else "it has not written a status.json"),
-        resume=resume_command(run.path) if told.get("resume", True) else "",
-        pid=told.get("pid"),
-        host=str(told.get("host") or ""),
-        machine=str(told.get("machine") or ""),
+        message=run.status_problem() or (saved.get("message", "") if saved else "it has not written a status.json"),
+        resume=resume_command(run.path) if saved.get("resume", True) else "",
+        pid=saved.get("pid"),
+        host=str(saved.get("host") or ""),
+        machine=str(saved.get("machine") or ""),
     )
 
 
-def _state(run: RunDirectory, told: Mapping[str, Any]) -> str:
-    """The state that status.json tells, or the truth where nobody was left to tell it."""
+def _state(run: RunDirectory, saved: Mapping[str, Any]) -> str:
+    """The state in status.json, or `died` if the process ended without writing its state."""
     if run.status_problem():
         return "unreadable"
-    state = str(told.get("state") or "starting")
-    return "died" if state in ("running", "starting") and not _goes_on(run, told) else state
+    state = str(saved.get("state") or "starting")
+    return "died" if state in ("running", "starting") and not _is_running(run, saved) else state
 
 
-def _goes_on(run: RunDirectory, told: Mapping[str, Any]) -> bool:
-    """Whether a process works on the run: its lock knows; without one, its pid on this machine; else it is believed."""
+def _is_running(run: RunDirectory, saved: Mapping[str, Any]) -> bool:
+    """Whether a process works on the run: by its lock; without one, by its pid on this machine; else assumed."""
     locked = run.is_locked()
     if locked is not None:
         return locked
-    if told.get("host") not in (None, socket.gethostname()):
+    if saved.get("host") not in (None, socket.gethostname()):
         return True
     try:
-        os.kill(int(told["pid"]), 0)  # sends nothing
+        os.kill(int(saved["pid"]), 0)  # sends nothing
     except (KeyError, ProcessLookupError):
         return False
-    except PermissionError:  # it is there, and another user's
+    except PermissionError:  # it exists and is another user's
         return True
     return True
 
@@ -157,7 +157,7 @@ def _iteration(row: Mapping[str, Any]) -> int:
 
 
 def _newest(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[int | None, float | None]:
-    """Iteration and value of the last row that has it."""
+    """Iteration and value of the last row with this key."""
     for row in reversed(rows):
         if (value := _number(row, key)) is not None:
             return _iteration(row), value
@@ -183,12 +183,12 @@ def _as_json(content: object) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
-def _table(standings: Sequence[RunStatus], root: str, now: float) -> str:
-    """One line per run; its name comes last, so that it need not be cut."""
-    if not standings:
+def _table(statuses: Sequence[RunStatus], root: str, now: float) -> str:
+    """One line per run; its name comes last, so that it is never truncated."""
+    if not statuses:
         return f"no runs in {root}/"
     rows = [("state", "iteration", "val", "ago", "run")]
-    for s in standings:
+    for s in statuses:
         ago = "-" if s.updated is None else _short(now - s.updated)
         rows.append((s.state, f"{s.iteration}/{s.iterations}", _percent(s.val_success), ago, s.run))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -196,7 +196,7 @@ def _table(standings: Sequence[RunStatus], root: str, now: float) -> str:
 
 
 def _described(s: RunStatus, now: float) -> list[str]:
-    """A run in words, a fact a line."""
+    """The status of a run as text, one fact per line."""
     facts = [("run", brief(s.path)), ("state", s.state), ("iteration", f"{s.iteration} of {s.iterations}")]
     if s.state in ("running", "starting") and s.pid is not None:
         facts[1] = ("state", f"{s.state}, pid {s.pid} on {s.host}")
@@ -239,7 +239,7 @@ def _logs_described(tail: Sequence[str], logs: Sequence[Mapping[str, str | int]]
 
 
 def _columns() -> int | None:
-    """The width of the terminal; None where the output goes to a file or a program, which cuts and wraps nothing."""
+    """The width of the terminal; None if the output goes to a file or a program, where lines are not wrapped."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return None
     return max(40, shutil.get_terminal_size((80, 24)).columns)
@@ -262,5 +262,5 @@ def _short(seconds: float) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes as people read them."""
+    """A size in B, kB or MB."""
     return f"{count} B" if count < 1000 else f"{count / 1000:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB"

@@ -22,12 +22,13 @@ def bench(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("what", nargs="?", choices=BENCHES, help="env: steps per second of an environment")
     add("--suite", type=args.suite, default=KNOWN_SUITES[0], metavar="S", help=f"one of {', '.join(SUITES)}")
-    counts = "environments side by side, by default 64 on the tabletop; for simulators several counts, such as 1 2"
+    counts = "environments in parallel, by default 64 on the tabletop; for simulators several counts, such as 1 2"
     add("--num-envs", type=args.positive, nargs="+", metavar="N", help=counts)
-    add("--image-size", type=args.positive, metavar="N", help="pixels of a rendered view; 64, or 256 for LIBERO")
+    size = "side length of a rendered view in pixels; by default 64, or 256 for LIBERO"
+    add("--image-size", type=args.positive, metavar="N", help=size)
     add("--steps", type=args.positive, default=200, metavar="N", help="steps per environment")
     add("--chunk", type=args.positive, default=8, metavar="K", help="simulators: actions between two rendered views")
-    add("--exact-pixels", action="store_true", help="MuJoCo: render as the simulator does by itself")
+    add("--exact-pixels", action="store_true", help="MuJoCo: render with the simulator's own quality settings")
     given = parser.parse_args(arguments)
     if given.what is None:
         raise UsageError("say what to measure: `vlarl bench env` measures the speed of an environment (--suite S)")
@@ -60,11 +61,11 @@ def _simulator_speed(given: Any) -> list[str]:
     result = bench_simulator(env, given.num_envs or [1, 2], image_size, given.steps, given.chunk)
     lines = [f"{result.suite}, one camera of {image_size} px rendered every {result.chunk} steps: steps per second"]
     if result.stock_steps_per_s is not None:
-        lines.append(f"  hf-libero as it comes, 1 process   {result.stock_steps_per_s:>8.2f}")
-    alone = next(iter(result.steps_per_s.values()))
+        lines.append(f"  stock hf-libero, 1 process         {result.stock_steps_per_s:>8.2f}")
+    first = next(iter(result.steps_per_s.values()))
     for count, speed in result.steps_per_s.items():
         name = f"vlarl, {counted(count, 'process')}"
-        lines.append(f"  {name:<35}{speed:>8.2f}  {speed / alone:.2f} x")
+        lines.append(f"  {name:<35}{speed:>8.2f}  {speed / first:.2f} x")
     return [*lines, f"first reset {result.first_reset_s:.1f} s, another episode {result.reset_s:.2f} s"]
 
 
@@ -77,7 +78,7 @@ def report(arguments: Sequence[str]) -> int:
     if given.run is None:
         runs = list_runs(given.root)
         known = f"Newest first: {', '.join(runs[:LISTED])}" if runs else f"{given.root}/ holds none"
-        raise UsageError(f"say which run: `vlarl report RUN` takes the name or the folder of a run. {known}")
+        raise UsageError(f"name a run: `vlarl report RUN` takes the name or the folder of a run. {known}")
     folder = find_run(given.run, given.root)
 
     from vlarl.observability.report import write_report

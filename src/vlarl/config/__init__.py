@@ -1,4 +1,4 @@
-"""Configuration: the schema, files and flags, rules across sections, and the numbers that follow."""
+"""Configuration: the schema, files and flags, rules across sections, and derived values."""
 
 from vlarl.config.derive import Derived, derive
 from vlarl.config.finetune import FinetuneConfig

@@ -25,17 +25,17 @@ class GivenCallable:
 
     @property
     def name(self) -> str:
-        """What stands for it in a configuration: `python:my_module.f`."""
+        """Its name in a configuration: `python:my_module.f`."""
         function: Any = self.function
         while isinstance(function, functools.partial):
             function = function.func
         known = function if hasattr(function, "__qualname__") else type(function)
         parts = [part for part in f"{known.__module__}.{known.__qualname__}".split(".") if part != "<locals>"]
-        outer = [part for part in parts[:-1] if part != "<lambda>"]  # of one inside another the inner one is told
+        outer = [part for part in parts[:-1] if part != "<lambda>"]  # of nested lambdas only the inner one is named
         return PREFIX + ".".join([*outer, parts[-1]])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the user's callable returns."""
+        """Call the user's callable."""
         return self.function(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
@@ -57,13 +57,13 @@ def _unpickled(content: bytes) -> GivenCallable:
 
 
 def named(value: object, given: dict[str, GivenCallable]) -> object:
-    """The value with a name in place of every callable, which `given` gets under that name."""
+    """The value with a name in place of every callable; each callable is added to `given` under its name."""
     if isinstance(value, list | tuple):
         return tuple(named(item, given) for item in value)
     if not callable(value):
         return value
     found = GivenCallable(value)
-    names = (found.name, *(f"{found.name}_{number}" for number in range(2, len(given) + 3)))
+    names = (found.name, *(f"{found.name}_{index}" for index in range(2, len(given) + 3)))
     name = next(name for name in names if given.get(name, found) == found)
     given[name] = found
     return name
@@ -75,7 +75,7 @@ def is_given(name: str) -> bool:
 
 
 def find_given(option: str, name: str, given: dict[str, GivenCallable], argument: str) -> GivenCallable:
-    """The callable that a name stands for; UsageError where the configuration was read from a file."""
+    """The callable with this name; UsageError if the configuration was read from a file."""
     if name not in given:
         evaluate = " or vlarl.evaluate(CHECKPOINT, env=...)" if argument == "env" else ""
         raise UsageError(
@@ -86,14 +86,14 @@ def find_given(option: str, name: str, given: dict[str, GivenCallable], argument
 
 
 def refuse_unsendable(argument: str, function: Callable[..., Any]) -> None:
-    """Refuse a callable that other processes could not be given, before any of them is started."""
+    """Refuse a callable that can't be sent to other processes, before any of them is started."""
     import pickle
 
     try:
         pickle.dumps(GivenCallable(function))
-    except Exception as error:  # what a user's object raises when it is pickled may be anything
+    except Exception as error:  # pickling a user's object may raise anything
         raise UsageError(
             f"{argument}: {GivenCallable(function).name.removeprefix(PREFIX)} cannot be sent to the processes that run "
             f"environments ({type(error).__name__}: {error}). Create what it uses inside the function, or define the "
-            "function in a module, which each process imports by itself."
+            "function in a module, which each process then imports itself."
         ) from error

@@ -1,4 +1,4 @@
-"""Numbers that follow from a configuration. Pure, and never stored back into it."""
+"""Values derived from a configuration. Pure functions; nothing is stored back into the configuration."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from vlarl.config.suites import suite_facts
 
 @dataclass(frozen=True)
 class Derived:
-    """What a training run amounts to. None: not known before the checkpoint is loaded."""
+    """Sizes and counts of a training run. None: not known before the checkpoint is loaded."""
 
-    world_size: int  # processes that learn
-    num_engines: int | None  # of a cluster, as the next ones; None: all in one process
-    num_env_workers: int | None  # None, too, where each core has a simulator
+    world_size: int  # learner processes
+    num_engines: int | None  # on a cluster; None: all in one process
+    num_env_workers: int | None  # on a cluster; None also if each core has a simulator
     num_tasks: int
     episodes_per_iteration: int  # the rollout batch
-    episodes_per_iteration_and_env_worker: float | None  # on average: who is done takes the next one
-    decisions_per_iteration_max: int | None  # every episode lasting to the time limit
+    episodes_per_iteration_and_env_worker: float | None  # on average: a free worker takes the next one
+    decisions_per_iteration_max: int | None  # if every episode lasts to the time limit
     iterations_per_update: int
     episodes_per_update: int  # the train batch
-    episodes_per_minibatch: int  # on average, where minibatches are dealt from shuffled decisions
-    episodes_per_minibatch_and_rank: float | None  # on average: microbatches of decisions are dealt out
+    episodes_per_minibatch: int  # on average: minibatches are split from shuffled decisions
+    episodes_per_minibatch_and_rank: float | None  # on average: microbatches are distributed
     decisions_per_microbatch_max: int
     optimizer_steps_per_update: int
-    total_iterations: int | None  # None, as the totals below: for so many environment steps, how many are not known
-    total_env_steps_max: int | None  # every episode lasting to the time limit
+    total_iterations: int | None  # None, like the totals below: not known for the given run.total_env_steps
+    total_env_steps_max: int | None  # if every episode lasts to the time limit
     total_updates: int | None
     total_optimizer_steps: int | None
     total_episodes: int | None
@@ -44,12 +44,12 @@ class Derived:
 
 @dataclass(frozen=True)
 class FinetuneDerived:
-    """What a supervised run amounts to. None: not known before the recordings are read."""
+    """Sizes and counts of a supervised run. None: not known before the recordings are read."""
 
     world_size: int
     num_tasks: int | None
     num_demonstrations: int | None
-    total_samples: int  # samples drawn over all steps
+    total_samples: int  # over all steps
 
 
 def env_steps_per_iteration(config: Config) -> int | None:
@@ -61,10 +61,10 @@ def env_steps_per_iteration(config: Config) -> int | None:
 
 
 def total_iterations(config: Config, done: int = 0, env_steps: int = 0) -> int | None:
-    """How many iterations a run takes: run.iterations, or as many as make run.total_env_steps.
+    """How many iterations a run takes: run.iterations, or as many as reach run.total_env_steps.
 
-    The latter is an estimate from the `env_steps` of the iterations that are `done`; before the first one, as if every
-    episode lasted to its time limit, so that no run takes fewer. None: nothing is known yet.
+    The latter is estimated from the `env_steps` of the `done` iterations; before the first one, as if every episode
+    lasted to its time limit, which is a lower bound. None: nothing is known yet.
     """
     limit, budget = config.run.iterations, config.run.total_env_steps
     if budget is None:
@@ -77,15 +77,15 @@ def total_iterations(config: Config, done: int = 0, env_steps: int = 0) -> int |
 
 
 class LengthWords(NamedTuple):
-    """The length of training in messages about what does not fit into it."""
+    """The length of training in the wording of messages about options that exceed it."""
 
-    given: str  # the option that says it
-    limit: str  # how many iterations there are
+    given: str  # the option that sets it
+    limit: str  # the number of iterations
     more: str  # another remedy
 
 
 def length_in_words(config: Config) -> LengthWords:
-    """How messages call the length of a run."""
+    """The wording of a run's length in messages."""
     budget, iterations = config.run.total_env_steps, total_iterations(config)
     if budget is None or iterations is None or iterations == config.run.iterations:
         return LengthWords(f"run.iterations = {config.run.iterations}", "run.iterations", "")
@@ -95,7 +95,7 @@ def length_in_words(config: Config) -> LengthWords:
 
 
 def updates_in(iterations: int, config: Config) -> int:
-    """How often a run learns: after each iteration, or once for several; what is gathered at the end is learnt from."""
+    """How many updates a run has: one per iteration, or one per several; the episodes left at the end make one too."""
     return math.ceil(iterations / config.optim.rollouts_per_update)
 
 
@@ -104,33 +104,33 @@ SEQUENCE_CLIP_RANGE = (3e-4, 4e-4)  # GSPO's, arXiv:2507.18071: the mean over an
 
 
 def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio is clipped: as configured, or what suits the level of the ratio."""
+    """How far below and above 1 the ratio is clipped: as configured, or the default for the ratio's level."""
     low, high = SEQUENCE_CLIP_RANGE if algorithm.ratio_level == "sequence" else CLIP_RANGE
     return algorithm.clip_low or low, algorithm.clip_high or high
 
 
 def kl_estimator(kl: KlConfig) -> Literal["k1", "k2", "k3"]:
-    """How the KL is estimated: as configured, or what suits its place."""
+    """How the KL is estimated: as configured, or the default for kl.place."""
     return kl.estimator or ("k1" if kl.place == "reward" else "k2")
 
 
 def world_size(config: Config) -> int:
-    """How many processes learn together."""
+    """How many learner processes there are."""
     return sum(config.distributed.learners_per_node) if config.distributed.backend == "ray" else 1
 
 
 def num_engines(config: Config) -> int:
-    """How many engines share the decisions: vLLM's where there are some, else PyTorch's."""
+    """How many engines generate decisions: vLLM's if there are any, else PyTorch's."""
     return config.vllm.num_engines or config.distributed.torch_num_engines
 
 
 def engine_memory_fraction(config: Config) -> float:
-    """The part of a GPU's memory that a vLLM engine may fill: as configured, or nine tenths of its share of the GPU."""
+    """The fraction of a GPU's memory for a vLLM engine: as configured, or nine tenths of its engine_gpus."""
     return config.vllm.gpu_memory_utilization or 0.9 * (config.distributed.engine_gpus or 1.0)
 
 
 def derive(config: Config) -> Derived:
-    """The numbers of a training run."""
+    """The derived values of a training run."""
     episodes = config.rollout.num_groups * config.rollout.group_size
     gathered = config.optim.rollouts_per_update
     iterations, interval, per_iteration = (
@@ -147,7 +147,7 @@ def derive(config: Config) -> Derived:
     decisions = episodes * math.ceil(facts.max_steps / chunk) if facts.max_steps and chunk else None
     per_minibatch = episodes * gathered // config.optim.minibatches
     on_cluster, env_workers = config.distributed.backend == "ray", None
-    if on_cluster:  # a simulator is a worker of its own
+    if on_cluster:  # each simulator is its own worker
         env_workers = config.env.num_envs if facts.in_processes else config.distributed.num_env_workers
     return Derived(
         world_size=world_size(config),
@@ -177,7 +177,7 @@ def derive(config: Config) -> Derived:
 
 
 def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
-    """The numbers of a supervised run."""
+    """The derived values of a supervised run."""
     demos = config.demos
     num_tasks = None
     if demos.path is None:
@@ -192,14 +192,14 @@ def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
 
 
 def derived_lines(derived: Derived | FinetuneDerived) -> list[str]:
-    """`name: value` for each number that is known."""
+    """`name: value` for each value that is known."""
     values = ((f.name, getattr(derived, f.name)) for f in fields(derived))
     shown = ((name, f"{value:g}" if isinstance(value, float) else value) for name, value in values)
     return [f"{name}: {value}" for name, value in shown if value is not None]
 
 
 def length_lines(config: Config) -> list[str]:
-    """What to know of the totals of a run whose length is given in environment steps."""
+    """Notes on the totals of a run whose length is given in environment steps."""
     budget, iterations = config.run.total_env_steps, total_iterations(config)
     if budget is None:
         return []
@@ -214,5 +214,5 @@ def length_lines(config: Config) -> list[str]:
 
 
 def default_run_name(label: str, seed: int, now: datetime) -> str:
-    """The name of a run that was given none: the preset's or file's name, the seed and the time."""
+    """The default name of a run: the preset's or file's name, the seed and the time."""
     return f"{label}_seed{seed}_{now:%Y%m%d_%H%M%S}"

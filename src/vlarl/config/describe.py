@@ -1,4 +1,4 @@
-"""What the schema says of each option, in words: for messages, `--help` and docs/configuration.md."""
+"""The description of each option in the schema: for messages, `--help` and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def help_text(schema: type[Section], width: int = 110) -> str:
             head = f"  --{option.path}".ljust(flag_width + 2) + plain(option.default).ljust(default_width)
             text = f"{option.doc} [{', '.join(option.choices)}]" if option.choices else option.doc
             indent = " " * (flag_width + 2 + default_width)
-            if len(head) > len(indent):  # a long default has a line of its own
+            if len(head) > len(indent):  # a long default gets its own line
                 lines.append(head)
                 head = indent
             lines += textwrap.wrap(text, max(width, 90), initial_indent=head, subsequent_indent=indent)

@@ -1,6 +1,6 @@
-"""Names that the configuration may use, kept here so that checking them loads no simulator and no model.
+"""Names that the configuration may use, listed here so that checking them loads neither a simulator nor a model.
 
-A test compares them with the packages they belong to.
+A test compares them with the packages that define them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SuiteFacts:
-    """What can be said about a suite without its simulator."""
+    """What is known about a suite without its simulator."""
 
     num_tasks: int
     max_steps: int | None  # None: the environment's own
     num_train_states: int = 30  # the first ones of a task's list
     num_eval_states: int = 20  # the ones after them
-    num_benchmark_states: int = 50  # the last so many of all
-    demos_from_fresh_states: bool = True  # demonstrations begin from states that are in no list
-    extra: str | None = None  # of the package, which brings its simulator
-    in_processes: bool = True  # each environment is a process of its own
+    num_benchmark_states: int = 50  # the last ones of all
+    demos_from_fresh_states: bool = True  # demonstrations begin from states outside these lists
+    extra: str | None = None  # of the package, which installs its simulator
+    in_processes: bool = True  # each environment is its own process
     has_dense_reward: bool = False
     process_mib: int | None = None  # memory of one process, as measured; None: no process, or not known
 
@@ -58,7 +58,7 @@ SUITES: dict[str, SuiteFacts] = (
 
 
 BATCHED_ENVS = 64
-"""Environments where env.num_envs is not given and they don't run in processes: tabletops, batched ones."""
+"""Default of env.num_envs for environments that don't run in processes: tabletops, batched ones."""
 
 GYM = "gym"
 KNOWN_SUITES = (*SUITES, GYM)
@@ -70,7 +70,7 @@ BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 """Actions that each predicts at once."""
 
 BUILTIN_IMAGE_SIZE = 56
-"""Pixels of an image side that they read."""
+"""Side length in pixels of the images that they read."""
 
 BUILTIN_CAMERAS = 1
 """Views that the built-in policies read."""
@@ -78,7 +78,7 @@ BUILTIN_CAMERAS = 1
 KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", "combined")
 
 GROUP_METHODS = ("grpo", "rloo", "group_norm", "cpgd")
-"""Algorithms that need groups of several episodes, which they compare with each other."""
+"""Algorithms that compare the episodes of a group with each other."""
 
 CHECKPOINT_SERIES: dict[str, dict[str, str]] = {
     "libero_spatial_grpo_oft": {

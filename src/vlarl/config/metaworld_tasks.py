@@ -1,4 +1,4 @@
-"""Meta-World's tasks by suite. Suites share tasks: whether two tasks are the same one is said by their names.
+"""Meta-World's tasks by suite. Suites share tasks: two tasks are the same if their names are.
 
 A test compares the table with the package.
 """

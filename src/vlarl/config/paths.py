@@ -1,5 +1,5 @@
-"""Paths of a configuration: `~` is expanded and relative ones are made absolute when it is loaded, so that a saved one
-means the same in every working folder; printed, they are short again."""
+"""Paths of a configuration: made absolute when it is loaded (`~` is expanded), so that a saved configuration means the
+same in every working directory; printed relative to the working directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path")
 """Options that are always a path."""
 
 FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model")
-"""Options that are a folder where there is one; else the name of something built in or on the hub."""
+"""Options that are a folder if it exists; else the name of a built-in policy or of a model on the hub."""
 
 
 def located(config: AnyConfig) -> AnyConfig:
@@ -26,19 +26,19 @@ def located(config: AnyConfig) -> AnyConfig:
 
 
 def briefly(config: AnyConfig) -> AnyConfig:
-    """The configuration with its paths as they are printed."""
+    """The configuration with its paths shortened for printing."""
     return _changed(config, (*PATHS, *FOLDERS_OR_NAMES), brief)
 
 
 def absolute(path: str | Path) -> str:
-    """A path with `~` expanded, from the root; `..` is resolved where that leads to the same place."""
+    """The absolute path with `~` expanded; `..` is resolved if the result is the same file."""
     full = os.path.join(os.getcwd(), expanded(path))
     short = os.path.normpath(full)
     return short if os.path.realpath(short) == os.path.realpath(full) else full
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with `~` expanded, where there is a home folder."""
+    """A path with `~` expanded, if there is a home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -46,10 +46,10 @@ def expanded(path: str | Path) -> Path:
 
 
 def brief(path: str | Path) -> str:
-    """A path to print: relative to the working folder where it is inside it."""
+    """A path to print: relative to the working directory if it is inside it."""
     try:
         return str(expanded(path).relative_to(os.getcwd()))
-    except (ValueError, OSError):  # it is elsewhere; the working folder was deleted
+    except (ValueError, OSError):  # it is outside; the working directory was deleted
         return str(expanded(path))
 
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, as text a person can act on."""
+"""Problems of a configuration, as messages with a remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from vlarl.errors import UsageError
 
 MAX_PROBLEMS = 30
-"""Problems that are told; what is wrong with the rest is mostly the same."""
+"""Problems that are listed; the rest are mostly repetitions."""
 MAX_SHOWN = 200  # characters of a value
 LONGEST_NAME = 100  # characters of a name that others are compared with
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: what was given, where, and what would be right."""
+    """One mistake: what was given, where, and what is allowed."""
 
     subject: str  # what the user wrote: "optim.lr = 'fast' (my.yaml, line 4)"
     message: str  # what is allowed, or the remedy
@@ -41,15 +41,15 @@ class ConfigError(UsageError):
 
 
 class FrozenConfigError(UsageError, AttributeError):
-    """An option of a configuration that exists already is assigned to."""
+    """Assignment to an option of an existing configuration."""
 
     def __init__(self, path: str, value: object) -> None:
         remedy = f"vlarl.load_config(config, {{{path!r}: {value!r}}})"
-        super().__init__(f"{path}: a configuration is never changed; make another one of it with {remedy}")
+        super().__init__(f"{path}: a configuration can't be changed; make a new one from it with {remedy}")
 
 
 def shown(value: object) -> str:
-    """A value as it is written in YAML, with quotes around text; a long one is abridged."""
+    """A value as it is written in YAML, with quotes around text; a long one is truncated."""
     text = _written(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
@@ -67,7 +67,7 @@ def _written(value: object) -> str:
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name most like the given one, if any is alike."""
+    """The valid name most similar to the given one, if any is similar enough."""
     if len(name) > LONGEST_NAME:
         return None
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
@@ -75,7 +75,7 @@ def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def as_module(name: str, what: str) -> str | None:
-    """What to write for a file where a module is wanted, such as `my_reward.py:f`; None where no file is named."""
+    """The advice for a file given in place of a module, such as `my_reward.py:f`; None if no file is named."""
     place, _, own = name.partition(":")
     if not place.endswith(".py") or not re.fullmatch(r"[\w./-]+", place):
         return None
@@ -85,7 +85,7 @@ def as_module(name: str, what: str) -> str | None:
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> str:
-    """What to say of a name that does not exist: the nearest one that does, and all of them."""
+    """The message for an unknown name: the nearest known name, and all of them."""
     match = nearest(name, known)
     hint = f"; did you mean '{match}'? Known: " if match else "; known: "
     return f"unknown {kind}{hint}{', '.join(known)}"

@@ -1,4 +1,4 @@
-"""A line of `reward.recipe`: which weights count for which tasks."""
+"""A line of `reward.recipe`: which weights apply to which tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORM = "write it as `LABEL -> NAME=WEIGHT NAME=WEIGHT`, such as `tabletop_goal/3
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """Weights by reward for the tasks that a label fits."""
+    """The weight of each reward for the tasks that match a label."""
 
     label: str
     weights: dict[str, float]
@@ -23,20 +23,20 @@ class RecipeRule:
 
 
 def parse_rule(text: str) -> RecipeRule:
-    """The rule behind `LABEL -> NAME=WEIGHT …`; a ValueError says what is wrong with it."""
+    """Parse `LABEL -> NAME=WEIGHT …`; a ValueError says what is wrong with it."""
     label, arrow, right = (part.strip() for part in text.partition("->"))
     if not label or not arrow or not right:
         raise ValueError(FORM)
     weights: dict[str, float] = {}
     for item in right.split():
-        name, _, number = item.rpartition("=")
+        name, _, text = item.rpartition("=")
         try:
-            weight = float(number)
+            weight = float(text)
         except ValueError:
             raise ValueError(f"{item!r} gives no weight; {FORM}") from None
         if not name or not math.isfinite(weight):
             raise ValueError(f"{item!r} gives no weight; {FORM}")
         if name in weights:
-            raise ValueError(f"it weighs {name} twice; keep one of them")
+            raise ValueError(f"it gives {name} two weights; keep one of them")
         weights[name] = weight
     return RecipeRule(label, weights)

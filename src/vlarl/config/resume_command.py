@@ -1,4 +1,4 @@
-"""How a run is resumed: by a command, or by a call in Python where its reward or environment was given as a callable.
+"""How a run is resumed: by a command, or by a call in Python if its reward or environment was given as a callable.
 
     vlarl train --resume runs/mine --run.iterations 20
     vlarl.train(resume="runs/mine", reward=quick, overrides={"run.iterations": 20})
@@ -55,7 +55,7 @@ def refuse_without_callables(config: Config, run: Path) -> None:
 
 
 def _names(sections: Sections) -> Iterator[tuple[str, list[str]]]:
-    """The options that may stand for callables, where they are used, with their names."""
+    """The options in use that may name callables, with these names."""
     gym, reward = sections.get("gym", {}), sections.get("reward", {})
     source, sources = reward.get("source"), reward.get("sources")
     if sections.get("env", {}).get("suite") == "gym":
@@ -66,7 +66,7 @@ def _names(sections: Sections) -> Iterator[tuple[str, list[str]]]:
 
 
 def _given(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Each option that stands for a callable, with the value to write in Python."""
+    """Each option that names a callable, with the value to write in Python."""
     for option, names in _names(sections):
         if any(map(is_given, names)):
             values = [_variable(name) if is_given(name) else json.dumps(name) for name in names]
@@ -74,13 +74,13 @@ def _given(sections: Sections) -> Iterator[tuple[str, str]]:
 
 
 def _variable(name: str) -> str:
-    """What the callable is called where it was defined: `quick` for `python:my_module.quick`, `...` for a lambda."""
+    """The callable's name in its module: `quick` for `python:my_module.quick`, `...` for a lambda."""
     last = name.rpartition(".")[2]
     return last if last.isidentifier() and not keyword.iskeyword(last) else "..."
 
 
 def _sections(file: Path) -> Sections:
-    """The sections of a run's configuration that names callables; empty for any other, and where it can't be read."""
+    """The sections of a run's configuration that names callables; empty for any other, and if it can't be read."""
     try:
         if not file.is_file() or PREFIX.encode() not in file.read_bytes():  # parsing takes a hundred times as long
             return {}

@@ -1,4 +1,4 @@
-"""A reward that is named as `module:function`: the one place where its module is looked for, and imported."""
+"""Finds and imports a reward that is named as `module:function`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from types import ModuleType
 
 from vlarl.config.problems import nearest
-from vlarl.errors import UsageError, raised_in, told
+from vlarl.errors import UsageError, describe_error, raised_in
 
-LISTED = 10  # functions that a message names
+LISTED = 10  # functions that a message lists
 
 
 def import_function(source: str) -> Callable[..., float]:
-    """The function behind `module:function`, or a message that says which half is wrong."""
+    """The function that `module:function` names; the error says which of the two is wrong."""
     module_name, _, name = source.partition(":")
     _look_here()
     try:
         module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's module: whatever it does is told to them
+    except BaseException as error:  # a user's module may raise anything
         raise _cannot_import(source, error) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -35,7 +35,7 @@ def import_function(source: str) -> Callable[..., float]:
 
 
 def refuse_arguments(subject: str, function: Callable[..., object]) -> None:
-    """Refuse a reward that can't be called with one argument, where its signature is known."""
+    """Refuse a reward that can't be called with one argument, if its signature is known."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some compiled functions have none
@@ -49,12 +49,12 @@ def refuse_arguments(subject: str, function: Callable[..., object]) -> None:
 
 
 def refuse_missing_module(source: str) -> None:
-    """Refuse a module that is not there, as importing it would; nothing of it is run.
+    """Refuse a module that does not exist, with the message of an import, without running any of its code.
 
-    Of a module in a package only the package is looked for: where its parts are, the package itself may say.
+    Of a module in a package only the package is searched: the package itself may set where its modules are.
     """
     name = source.partition(":")[0].partition(".")[0]
-    if not name or sys.modules.get(name) is not None:  # a relative name, which importing answers; or such as __main__
+    if not name or sys.modules.get(name) is not None:  # a relative name, which fails on import; or e.g. __main__
         return
     _look_here()
     if importlib.util.find_spec(name) is None:
@@ -62,7 +62,7 @@ def refuse_missing_module(source: str) -> None:
 
 
 def _look_here() -> None:
-    """Find modules in the working folder, too, which the `vlarl` program starts without."""
+    """Put the working directory on sys.path, which the `vlarl` program starts without."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -73,7 +73,7 @@ def _cannot_import(source: str, error: BaseException) -> UsageError:
 
 
 def _there(module: ModuleType, name: str) -> str:
-    """The functions that a module has of its own, for one that was asked for and is not there."""
+    """The functions that a module defines, for the message about one that it does not define."""
     own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     own = [key for key in own if getattr(getattr(module, key), "__module__", None) == module.__name__]
     if not own:
@@ -83,7 +83,7 @@ def _there(module: ModuleType, name: str) -> str:
 
 
 def _why(error: BaseException, module: str) -> str:
-    """What went wrong while a module was imported, and what helps."""
+    """Why a module could not be imported, and the remedy."""
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return f"{error}. Run from the folder that holds it, or put that folder on PYTHONPATH."
     if isinstance(error, ModuleNotFoundError):
@@ -94,5 +94,5 @@ def _why(error: BaseException, module: str) -> str:
     frames = [frame for frame in raised_in(error) if "importlib" not in frame.filename]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if len(frames) > 1 else ""
     if isinstance(error, SystemExit):
-        return f'it {told(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
-    return f"it {told(error)}{place}; correct it, or move what fails into the function."
+        return f'it {describe_error(error)}{place}; put what is a program under `if __name__ == "__main__":`.'
+    return f"it {describe_error(error)}{place}; correct it, or move what fails into the function."

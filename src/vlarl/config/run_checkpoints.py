@@ -1,10 +1,10 @@
-"""Which checkpoint a name means. Wherever a checkpoint is wanted, a run may be named instead:
+"""Resolves names of checkpoints. Wherever a checkpoint is expected, a run may be named instead:
 
     my_run, runs/my_run                    its checkpoints/final, or its newest checkpoint if there is no final
     runs/my_run/checkpoints/step_000004    that checkpoint; my_run/step_000004 for short
-    builtin:tiny-oft, org/name             what they say
+    builtin:tiny-oft, org/name             a built-in policy, a model on the hub
 
-Imports neither torch nor a simulator, so that what can be refused is refused at once.
+Imports neither torch nor a simulator, so that wrong names are refused at once.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SMALL_BYTES = 1 << 30  # of weights: a model that is trained whole, in float32, 
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
 
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
-"""`organisation/name`, and `@revision` (a branch, a tag or a commit) where it is not the main branch."""
+"""`organisation/name`, and `@revision` (a branch, a tag or a commit) if it is not the main branch."""
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
     "openvla/openvla-7b or openvla/openvla-7b@main, or one of "
     + ", ".join(f"builtin:{name}" for name in BUILTIN_DECODERS)
 )
-"""What is accepted wherever a checkpoint is wanted."""
+"""What is accepted wherever a checkpoint is expected."""
 
 OTHER_MODELS = (
     "act",
@@ -57,17 +57,17 @@ OTHER_MODELS = (
     "vqbet",
     "xvla",
 )
-"""Kinds of policies that are not read, as the names of their checkpoints begin."""
+"""Kinds of policies that are not supported, as prefixes of the names of their checkpoints."""
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedCheckpoint:
     """A checkpoint, and how it was found."""
 
     path: str  # folder, built-in name or hub id
-    note: str = ""  # which checkpoint was taken of a run; empty where a checkpoint was named
+    note: str = ""  # which checkpoint of a run was chosen; empty if a checkpoint was named
 
 
 def list_runs(root: Path | str) -> list[str]:
@@ -77,25 +77,25 @@ def list_runs(root: Path | str) -> list[str]:
 
 
 def _time_written(path: Path) -> float:
-    """0 for a run that is deleted in the meantime, and for a link that leads nowhere."""
+    """0 for a run that is deleted in the meantime, and for a broken link."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> Located:
-    """The checkpoint that a name means: a run's, or what is named. UsageError for a run that has none, and for a
-    built-in policy that is misspelt."""
+def locate_checkpoint(name: str | Path, root: Path | str = DEFAULT_ROOT) -> LocatedCheckpoint:
+    """The checkpoint that a name refers to: that of a run, or the one that is named. UsageError for a run without a
+    checkpoint and for a misspelt built-in policy."""
     if found := _of_a_run(str(name), root):
         return found
     if message := misspelt_builtin(str(name)):
         raise UsageError(f"{name}: {message}")
-    return Located(str(name))
+    return LocatedCheckpoint(str(name))
 
 
 def misspelt_builtin(name: str) -> str | None:
-    """What to say of a name that was meant to be a built-in policy's; None for all others, and where it is a folder."""
+    """The message for a misspelt name of a built-in policy; None for all other names, and if it is a folder."""
     kind, has_kind, size = name.partition(":")
     if has_kind:
         known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
@@ -106,8 +106,8 @@ def misspelt_builtin(name: str) -> str | None:
 
 
 def as_hub_id(name: str) -> re.Match[str] | None:
-    """The parts of a name that means a model of the hub; None for any other. Where its first part is a folder here, it
-    is a misspelt path, unless it names a revision."""
+    """The parts of a hub id; None for any other name. If its first part is a folder on this machine, it is taken for a
+    misspelt path, unless it names a revision."""
     hub_id = HUB_ID.fullmatch(name)
     if hub_id is None or expanded(name).is_dir():
         return None
@@ -115,8 +115,8 @@ def as_hub_id(name: str) -> re.Match[str] | None:
 
 
 def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
-    """Refuse a name that is neither here nor one of the hub, with the run or checkpoint that may be meant; and the hub
-    id of another kind of policy."""
+    """Refuse a name that is neither on this machine nor a hub id, and suggest the run or checkpoint that may be meant;
+    also refuse the hub id of another kind of policy."""
     if message := other_model(name):
         raise UsageError(f"{name}: {message}")
     if ":" in name or local_folder(name) is not None or as_hub_id(name):
@@ -139,7 +139,7 @@ def refuse_unknown(name: str, root: Path | str = DEFAULT_ROOT) -> None:
 
 
 def checkpoint_here(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
-    """The folder of a checkpoint on this machine; None for a hub id. UsageError for what can be neither."""
+    """The folder of a checkpoint on this machine; None for a hub id. UsageError if it is neither."""
     if (folder := local_folder(name)) is not None:
         return holding_policy(name, folder)
     refuse_unknown(name, root)
@@ -149,16 +149,16 @@ def checkpoint_here(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
 
 
 def holding_policy(name: str, folder: Path) -> Path:
-    """The folder, where a policy is in it."""
+    """The folder, if it holds a policy; else UsageError."""
     if not _holds_policy(folder):
         raise UsageError(f"{name} is not a checkpoint: it holds no config.json. Give {ACCEPTED}.")
     return folder
 
 
 def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
-    """Whether a checkpoint is a small model, by the weights in its folder or in that of the base under an adapter.
+    """Whether a checkpoint is a small model, by the size of its weights or of those of the base under an adapter.
 
-    One of the hub is taken for a large one; a name that is not a checkpoint at all, which is refused later, is not.
+    A model on the hub counts as large; a name that is not a checkpoint, which is refused later, counts as small.
     """
     if name.partition(":")[0] in ("builtin", "init"):
         return True
@@ -166,7 +166,7 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
     folder = local_folder(name if found is None else found.path)
     if folder is not None and (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
-        if not isinstance(base, str) or Path(base, ADAPTER).is_file():  # an adapter of an adapter is none that loads
+        if not isinstance(base, str) or Path(base, ADAPTER).is_file():  # an adapter on an adapter can't be loaded
             return False
         name, folder = base, local_folder(base)
     if folder is None:
@@ -176,17 +176,17 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
 
 
 def other_model(name: str) -> str | None:
-    """What to say of a hub id that names another kind of policy; None where the name does not say so."""
+    """The message for a hub id that names another kind of policy; None for any other name."""
     organisation, _, model = name.partition("/")
     kind = re.split(r"[-_.@]", model.lower())[0]
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
-    said = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
-    return f"{said}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+    reason = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
+    return f"{reason}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
 
 
 def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
-    """Checkpoints of another kind, where a configuration names one."""
+    """A problem for each checkpoint of another kind that a configuration names."""
     for section, field in OPTIONS:
         value = getattr(getattr(config, section), field, None)
         if value is not None and (message := other_model(value)):
@@ -194,7 +194,7 @@ def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
 
 
 def with_located(config: AnyConfig) -> AnyConfig:
-    """The configuration with the checkpoint of a run wherever it names the run."""
+    """The configuration with each run that it names as a checkpoint replaced by the run's checkpoint."""
     changed: dict[str, dict[str, str]] = {}
     for section, field in OPTIONS:
         value = getattr(getattr(config, section), field, None)
@@ -206,11 +206,11 @@ def with_located(config: AnyConfig) -> AnyConfig:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run has come, by its newest checkpoint."""
+    """The progress of a run, by its newest checkpoint."""
 
     iteration: int
     env_steps: int
-    is_complete: bool  # false: the evaluation and the row of the last iteration are still to be made
+    is_complete: bool  # false: the evaluation and the metrics row of the last iteration are still missing
 
     def is_finished(self, config: Config) -> bool:
         """Whether nothing is left to do under a configuration."""
@@ -221,7 +221,7 @@ class RunProgress:
 
 
 def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | None:
-    """How far a run has come, by a checkpoint of it, by default the newest one that it can resume from; None: none."""
+    """The progress of a run at a checkpoint, by default the newest that it can resume from; None: there is none."""
     folders = [checkpoint] if checkpoint is not None else (run / "checkpoints").glob("*")
     counters = [_counters(folder) for folder in folders if (folder / COUNTERS).is_file()]
     newest = max(counters, key=_iteration, default={})
@@ -234,13 +234,13 @@ def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | Non
 
 
 def resumable_checkpoints(run: Path) -> dict[str, int]:
-    """The checkpoints of a run that `--from` takes, sorted by name, with their iterations; -1: it can't be read."""
+    """The checkpoints of a run that `--from` accepts, sorted by name, with their iterations; -1: can't be read."""
     folders = sorted(path.parent for path in (run / "checkpoints").glob(f"[!.]*/{COUNTERS}"))
     return {folder.name: _iteration(_counters(folder)) for folder in folders}
 
 
 def resumed_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
-    """The folder of the checkpoint inside a run that `--resume` names; None where it names no checkpoint."""
+    """The folder of the checkpoint inside a run that `--resume` names; None if it names no checkpoint."""
     for folder in _candidates(name, root):
         _refuse_misnamed(folder, (COUNTERS,))
         if run_of(str(folder)) is None:
@@ -257,7 +257,7 @@ def resumed_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> Path | Non
 
 
 def find_run_folder(name: str, root: Path | str = DEFAULT_ROOT) -> Path | None:
-    """The folder of the run that a name or a path means; None where it means no run."""
+    """The folder of the run that a name or a path refers to; None if there is no such run."""
     return next((folder for folder in _candidates(name, root) if _is_run(folder)), None)
 
 
@@ -266,7 +266,7 @@ def _candidates(name: str, root: Path | str) -> tuple[Path, Path]:
 
 
 def _refuse_misnamed(folder: Path, files: Sequence[str]) -> None:
-    """Refuse a checkpoint that its run does not have, with those that it has: folders with one of the files."""
+    """Refuse a checkpoint that its run does not have, and list those that it has: folders with one of the files."""
     run = folder.parent.parent
     if folder.is_dir() or folder.parent.name != CHECKPOINTS or not _is_run(run):
         return
@@ -274,7 +274,7 @@ def _refuse_misnamed(folder: Path, files: Sequence[str]) -> None:
     there = [path.name for path in found]
     match = nearest(folder.name, there)
     hint = f"did you mean {match}? " if match else ""
-    listed = f"It has {', '.join(there)}." if there else f"`vlarl status {brief(run)}` says how it goes."
+    listed = f"It has {', '.join(there)}." if there else f"`vlarl status {brief(run)}` shows its progress."
     raise UsageError(f"the run {brief(run)} has no checkpoint {folder.name}: {hint}{listed}")
 
 
@@ -282,11 +282,11 @@ def _has_checkpoint(run: Path) -> bool:
     return any(path.is_dir() for path in (run / CHECKPOINTS).glob("[!.]*"))
 
 
-def _of_a_run(name: str, root: Path | str) -> Located | None:
-    """The checkpoint of the run that a name means; None where it means no run and no checkpoint below the root.
+def _of_a_run(name: str, root: Path | str) -> LocatedCheckpoint | None:
+    """The checkpoint of the run that a name refers to; None if it names neither a run nor a checkpoint below the root.
 
-    A run and the name of a checkpoint, `my_run/final`, look like a hub id: they are one where the run has nothing like
-    it, as an organisation's name may be a run's, too.
+    A run and the name of a checkpoint, `my_run/final`, look like a hub id, and count as one if the run has no similar
+    checkpoint: an organisation may have the same name as a run.
     """
     parent, _, last = name.rstrip("/").rpartition("/")
     run = find_run_folder(parent if last == CHECKPOINTS else name, root)
@@ -295,12 +295,12 @@ def _of_a_run(name: str, root: Path | str) -> Located | None:
     if local_folder(name) is None and parent and (run := find_run_folder(parent, root)):
         there = [path.name for path in (run / CHECKPOINTS).glob("[!.]*") if _holds_policy(path)]
         if last in there:
-            return Located(str(run / CHECKPOINTS / last))
+            return LocatedCheckpoint(str(run / CHECKPOINTS / last))
         if nearest(last, there):
             _refuse_misnamed(run / CHECKPOINTS / last, POLICY_FILES)
     below = Path(root).expanduser() / name
     is_below = local_folder(name) is None and run_of(str(below)) is not None
-    return Located(str(below)) if is_below else None
+    return LocatedCheckpoint(str(below)) if is_below else None
 
 
 def _is_run(folder: Path) -> bool:
@@ -311,7 +311,7 @@ def _holds_policy(folder: Path) -> bool:
     return any((folder / file).is_file() for file in POLICY_FILES)
 
 
-def _newest(run: Path) -> Located:
+def _newest(run: Path) -> LocatedCheckpoint:
     checkpoints, shown = run / CHECKPOINTS, brief(run)
     periodic = sorted(checkpoints.glob(f"{PERIODIC}*"), key=lambda path: _iteration(_counters(path)))
     usable = [path for path in periodic if _holds_policy(path)]
@@ -320,23 +320,25 @@ def _newest(run: Path) -> Located:
         own = _iteration(_counters(final)) if (final / COUNTERS).is_file() else None
         newer = [path for path in usable[-1:] if own is not None and _iteration(_counters(path)) > own]
         more = f" ({newer[0].name} is newer: name {brief(newer[0])} to take it)" if newer else ""
-        return Located(str(final), f"{shown}: its checkpoints/final is taken{more}")
+        return LocatedCheckpoint(str(final), f"{shown}: its checkpoints/final is taken{more}")
     if usable:
         newest = usable[-1]
-        return Located(str(newest), f"{shown}: it has no checkpoints/final, so its newest, {newest.name}, is taken")
+        return LocatedCheckpoint(
+            str(newest), f"{shown}: it has no checkpoints/final, so its newest, {newest.name}, is taken"
+        )
     if periodic:
         raise UsageError(
             f"the run {shown} holds no whole policy yet: its checkpoints are written in parts, by rank, and the whole "
             f"policy is written when the run finishes. Finish it with `{resume_command(run)}`."
         )
     raise UsageError(
-        f"the run {shown} has no checkpoint yet: `vlarl status {shown}` says how it goes. If it has stopped, "
+        f"the run {shown} has no checkpoint yet: `vlarl status {shown}` shows its progress. If it has stopped, "
         f"`{resume_command(run)}` resumes it."
     )
 
 
 def _counters(checkpoint: Path) -> dict[str, Any]:
-    """What trainer.json says; empty where it can't be read, which resuming from it will say."""
+    """The content of trainer.json; empty if it can't be read, which resuming from it reports."""
     return read_object(checkpoint / COUNTERS)
 
 

@@ -1,4 +1,4 @@
-"""Keeps secrets out of what a run writes and prints: tokens in addresses, and headers that a service asks for."""
+"""Keeps secrets out of what a run writes and prints: tokens in addresses, and headers that a service requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from vlarl.errors import UsageError
 
 MASK = "***"
-SHORTEST = 4  # characters of a text that is looked for and masked: a shorter one would be found everywhere
+SHORTEST = 4  # characters of a text that is masked: a shorter one would occur everywhere
 
 _ADDRESS = re.compile(
     r"""(?P<scheme>\b[a-z][a-z0-9+.-]*://) (?P<user>[^\s/?\#'"<>]*@)? (?P<place>[^\s?\#'"<>]*)
@@ -25,11 +25,11 @@ _HEADER = re.compile(r"(?P<name>[!#$%&'*+.^`|~\w-]+):[ \t]*(?P<value>[\x21-\x7e]
 
 def masked_url(url: str) -> str:
     """An address without user, password and the values of its query: `http://host/score?token=***`."""
-    place, question, query = url.partition("#")[0].partition("?")
+    place, mark, query = url.partition("#")[0].partition("?")
     scheme, slashes, rest = place.partition("://")
     host, slash, path = rest.partition("/")
     user = f"{MASK}@" if "@" in host else ""
-    return f"{scheme}{slashes}{user}{host.rpartition('@')[2]}{slash}{path}{question}{_masked_query(query)}"
+    return f"{scheme}{slashes}{user}{host.rpartition('@')[2]}{slash}{path}{mark}{_masked_query(query)}"
 
 
 def masked(text: str) -> str:
@@ -44,7 +44,7 @@ def masked(text: str) -> str:
 
 
 def is_masked(url: str) -> bool:
-    """Whether an address was masked, so that it can't be asked any more."""
+    """Whether an address was masked, so that no request can be sent to it."""
     return MASK in url
 
 
@@ -54,7 +54,7 @@ def has_user(url: str) -> bool:
 
 
 def public(config: BaseModel) -> dict[str, Any]:
-    """A configuration as plain values to write down or send elsewhere: secrets are masked."""
+    """A configuration as plain values to write to disk or send to other services: secrets are masked."""
     values = config.model_dump(mode="json")
     reward = values.get("reward", {})
     if reward.get("url") is not None:

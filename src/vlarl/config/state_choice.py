@@ -1,4 +1,4 @@
-"""Which initial states an evaluation uses, and what has to be said about them beside its number."""
+"""Which initial states an evaluation uses, and the warnings about them that accompany its success rate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
 from vlarl.config.words import counted, plural
 
-DEFAULT_EPISODES = 20  # a task, where so many initial states exist
+DEFAULT_EPISODES = 20  # per task, if there are that many initial states
 
 
 def by_preference(states: SuiteStates, protocol: StateProtocol) -> tuple[int, ...]:
-    """A protocol's states, the best to evaluate on first where the protocol was not named.
+    """A protocol's states in order of preference, for evaluations that don't name the protocol.
 
-    The held-out ones come first, then the others from the end of the list: where it is not known what was trained on,
-    runs mostly take the first ones.
+    The held-out ones come first, then the others from the end of the list: most runs train on the first ones.
     """
     candidates = states.evaluated(protocol)
     held_out = [state for state in candidates if state in states.eval]
@@ -31,11 +30,11 @@ def choose_states(
     count: int | None,
     as_published: bool,
 ) -> tuple[int, ...]:
-    """The initial states of each task to evaluate on, in ascending order; fewer than `count` where there are not more.
+    """The initial states of each task to evaluate on, in ascending order; fewer than `count` if there are no more.
 
-    `count` is DEFAULT_EPISODES where it is None. With `as_published` they are the protocol's first ones, as in
-    published results and in the training loop's own evaluation, whether or not they were trained on. Without it none
-    that was `trained` on is taken.
+    `count` None is DEFAULT_EPISODES. With `as_published` they are the protocol's first ones, as in published results
+    and in the training loop's own evaluation, whether or not they were trained on. Without it, states that were
+    `trained` on are left out.
 
     LIBERO after a run that trained on 0 to 29, protocol benchmark: 0 to 19 as published, else 30 to 49.
     """
@@ -45,42 +44,42 @@ def choose_states(
 
 
 def missing_states(wanted: int, suite: str, protocol: StateProtocol, num_eval: int, num_benchmark: int) -> str | None:
-    """What to say where more episodes a task are wanted than the protocol has initial states; None: there are enough.
+    """The message if more episodes per task are requested than the protocol has initial states; None: enough.
 
-    `num_eval` and `num_benchmark` are what a task of the suite has under the two protocols.
+    `num_eval` and `num_benchmark` say how many states a task has under the two protocols.
     """
     available = num_eval if protocol == "disjoint" else num_benchmark
     if wanted <= available:
         return None
-    other = f", or take protocol benchmark, which has {num_benchmark}" if num_benchmark > available else ""
+    other = f", or use protocol benchmark, which has {num_benchmark}" if num_benchmark > available else ""
     return (
         f"a task of {suite} has {counted(available, 'initial state')} for evaluation under protocol {protocol}; "
-        f"ask for {available} or fewer{other}"
+        f"use {available} or fewer{other}"
     )
 
 
 @dataclass(frozen=True)
-class Used:
-    """What training has used of the initial states that an evaluation could take."""
+class UsedStates:
+    """The initial states that training has used, of those that an evaluation could use."""
 
-    states: frozenset[int]  # in one of the tasks at least
-    task_ids: tuple[int, ...]  # the evaluated tasks that they are of
-    free_task_ids: tuple[int, ...]  # tasks of the suite that it has not used at all
-    by: tuple[str, ...] = ()  # which checkpoints' training, where there are several
+    states: frozenset[int]  # in at least one of the tasks
+    task_ids: tuple[int, ...]  # the evaluated tasks that they belong to
+    free_task_ids: tuple[int, ...]  # tasks of the suite that training has not used at all
+    by: tuple[str, ...] = ()  # which checkpoints' training, if there are several
 
 
-def too_few_unseen(wanted: int | None, used: Used, total: int, suite: str, protocol: StateProtocol) -> str | None:
-    """What to say where too few initial states are left that were not trained on; None: there are enough."""
+def too_few_unseen(wanted: int | None, used: UsedStates, total: int, suite: str, protocol: StateProtocol) -> str | None:
+    """The message if too few initial states are left that were not trained on; None: there are enough."""
     unseen = total - len(used.states)
     if unseen >= (1 if wanted is None else wanted):
         return None
     tasks = f"{plural(len(used.task_ids), 'task')} {in_ranges(used.task_ids)}"
-    remedies = [f"ask for {unseen} or fewer"] if unseen else []
+    remedies = [f"use {unseen} or fewer"] if unseen else []
     if used.free_task_ids:
         remedies.append(
-            f"take tasks that were not trained on with --tasks (of {suite}: {in_ranges(used.free_task_ids)})"
+            f"choose tasks that were not trained on with --tasks (of {suite}: {in_ranges(used.free_task_ids)})"
         )
-    remedies.append(f"name the protocol (--protocol {protocol}) to evaluate on states that were trained on, too")
+    remedies.append(f"name the protocol (--protocol {protocol}) to include states that were trained on")
     of = f" of {' and of '.join(used.by)}" if used.by else ""
     return (
         f"training{of} has used {len(used.states)} of the {total} initial states that a task of {suite} has under "
@@ -95,7 +94,7 @@ def state_warnings(
     episodes: Collection[tuple[int, int]],
     who: str = "this checkpoint",
 ) -> tuple[str, ...]:
-    """What has to be said beside the number of an evaluation on these (task, initial state) pairs."""
+    """The warnings that accompany the success rate on these (task, initial state) pairs."""
     if training is None:
         return (
             f"{who} does not say which initial states it was trained on (it has no valid {FILE_NAME}): it may have "
@@ -124,8 +123,8 @@ def state_warnings(
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of whether a run was trained on the initial states that its own evaluation begins from."""
+class SeenStates:
+    """Whether a run was trained on the initial states of its own evaluation, as far as that is known."""
 
     num_seen: int
     num_episodes: int
@@ -133,7 +132,7 @@ class Seen:
 
     @property
     def kind(self) -> Literal["unseen", "trained", "partly trained", "not known"]:
-        """In one word; `unseen` only where nothing is left unknown."""
+        """`unseen` only if nothing is left unknown."""
         if self.num_seen:
             return "trained" if self.num_seen == self.num_episodes else "partly trained"
         return "not known" if self.warnings else "unseen"
@@ -145,12 +144,12 @@ def seen_by_run(
     gym_env: str | None,
     protocol: str | None,
     episodes: Collection[tuple[int, int]],
-) -> Seen:
-    """For the report and the last lines of `vlarl train`; `training` is what the run's newest checkpoint says."""
+) -> SeenStates:
+    """For the report and the last lines of `vlarl train`; `training` comes from the run's newest checkpoint."""
     warnings = state_warnings(training, suite, gym_env, episodes, who="this run's policy")
-    if protocol == "benchmark":  # a run that was configured so trains on what it evaluates on
-        return Seen(len(episodes), len(episodes), warnings)
-    return Seen(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)
+    if protocol == "benchmark":  # such a run trains on the states that it is evaluated on
+        return SeenStates(len(episodes), len(episodes), warnings)
+    return SeenStates(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)
 
 
 def _num_seen(training: TrainingData, suite: str, gym_env: str | None, episodes: Collection[tuple[int, int]]) -> int:

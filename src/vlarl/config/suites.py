@@ -1,4 +1,4 @@
-"""What follows from the configured suite, without its simulator."""
+"""Facts about the configured suite, without its simulator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies r
 
 
 def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
-    """Tasks, limits and states of the configured suite; None for a suite that isn't known."""
+    """Tasks, limits and states of the configured suite; None for an unknown suite."""
     if env.suite == GYM:
         num_eval_states = num_gym_eval_states(gym)
         return SuiteFacts(
@@ -46,16 +46,16 @@ class SuiteStates:
         return cls(states[:num_train], states[num_train:], states[-facts.num_benchmark_states :])
 
     def trained(self, protocol: StateProtocol) -> tuple[int, ...]:
-        """What a run with this protocol trains on."""
+        """The states that a run with this protocol trains on."""
         return self.train if protocol == "disjoint" else self.benchmark
 
     def evaluated(self, protocol: StateProtocol) -> tuple[int, ...]:
-        """What an evaluation with this protocol may use."""
+        """The states that an evaluation with this protocol may use."""
         return self.eval if protocol == "disjoint" else self.benchmark
 
 
 def cameras_of(env: EnvConfig, num_images: int | None = None) -> tuple[Camera, ...]:
-    """The cameras that are drawn: as configured, or as many as a policy reads."""
+    """The cameras that are rendered: as configured, or as many as a policy reads."""
     return env.cameras or CAMERAS[: num_images or 1]
 
 

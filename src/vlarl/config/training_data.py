@@ -3,8 +3,8 @@
     vlarl train, finetune ──► policy.training_data ──► training_data.json ──► a copy, `vlarl merge`, a run that starts
                                                                               from it, `vlarl eval`
 
-The file is data: it is validated, and nothing that it names is imported or called. A checkpoint without the file still
-says what it was trained on while it lies in the folder of its run, whose config.yaml tells.
+The file is data: it is validated, and nothing that it names is imported or called. For a checkpoint without the file,
+the config.yaml of its run says what it was trained on, as long as it is in the run's folder.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TrainedOn(BaseModel):
 
     by: Literal["train", "finetune"]
     suite: Name
-    gym_env: Name | None = None  # of the suite gym: which environment; it is compared, never imported
+    gym_env: Name | None = None  # the environment of suite gym; it is compared, never imported
     protocol: StateProtocol | None = None  # env.protocol of the run; None: demonstrations
-    task_ids: tuple[Index, ...] | None = None  # None: not known, it may be any
+    task_ids: tuple[Index, ...] | None = None  # None: not known
     states: tuple[Index, ...] | None = None  # initial states of each task; None: not known
 
     def has_task(self, suite: str, gym_env: str | None, task_id: int) -> bool:
@@ -68,14 +68,14 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a policy was trained on, run by run; without any entry: on nothing, it is fresh."""
+    """What a policy was trained on, run by run; without entries, its weights are fresh."""
 
     runs: tuple[TrainedOn, ...] = ()  # the newest is the last
-    unknown: tuple[str, ...] = ()  # checkpoints and datasets it comes from that do not say which states they have
-    said_by: str = field(default="", compare=False)  # the file that says so
+    unknown: tuple[str, ...] = ()  # checkpoints and datasets it comes from whose states are not known
+    read_from: str = field(default="", compare=False)  # the file that this was read from
 
     def __post_init__(self) -> None:
-        """Refuse what could not be read back from the file: at the start of a run, not when it is saved."""
+        """Refuse values that could not be read back from the file: at the start of a run, not when it is saved."""
         try:
             _Content(format=FORMAT, trained_on=self.runs, unknown=self.unknown)
         except ValidationError as error:
@@ -85,7 +85,7 @@ class TrainingData:
             ) from error
 
     def plus(self, runs: Iterable[TrainedOn], unknown: Iterable[str] = ()) -> TrainingData:
-        """With further runs. What is there already is moved to the end, and not repeated."""
+        """With further runs. Runs that are already listed are moved to the end, not repeated."""
         added = tuple(dict.fromkeys(runs))
         before = tuple(run for run in self.runs if run not in added)
         return replace(self, runs=before + added, unknown=tuple(dict.fromkeys((*self.unknown, *unknown))))
@@ -130,7 +130,7 @@ def by_training(env: EnvConfig, gym: GymConfig) -> TrainedOn:
 def by_demonstrations(demos: DemoConfig, dataset: str | None = None) -> TrainingData:
     """What `vlarl finetune` trains on; `dataset` is the name of recorded episodes, mostly that of their suite.
 
-    Their states are not known, except those of the tabletop, which `vlarl data record` alone records. A dataset by any
+    Their states are not known, except those of the tabletop, which only `vlarl data record` records. A dataset with any
     other name may be of any suite.
     """
     if dataset is None:
@@ -162,7 +162,7 @@ def write_training_data(folder: Path, data: TrainingData) -> None:
 
 
 def read_training_data(folder: Path) -> TrainingData | None:
-    """What the file in a folder says; None where there is none. A malformed one is refused by its name."""
+    """Read the file in a folder; None if there is none. A malformed file is refused, with its name."""
     path = folder / FILE_NAME
     if not path.is_file():
         return None
@@ -173,26 +173,26 @@ def read_training_data(folder: Path) -> TrainingData | None:
     except ValidationError as error:
         raise UsageError(
             f"{path} does not say what the checkpoint was trained on ({_reason(error)}): copy the file again from the "
-            "checkpoint's origin, or move it away to evaluate without that knowledge."
+            "checkpoint's origin, or move it away to evaluate without it."
         ) from error
-    return TrainingData(content.trained_on, content.unknown, said_by=str(path))
+    return TrainingData(content.trained_on, content.unknown, read_from=str(path))
 
 
 def _reason(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first error, and where it is."""
     detail = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in detail["loc"])
     return f"{place}: {detail['msg']}" if place else detail["msg"]
 
 
 def training_data_of(checkpoint: str | Path) -> TrainingData | None:
-    """What a checkpoint on this machine was trained on: by its file and by its run; None where neither tells."""
+    """What a checkpoint on this machine was trained on: by its file and by its run; None if neither is there."""
     folder = local_folder(str(checkpoint))
     if folder is None:
         return TrainingData() if str(checkpoint).startswith("init:") else None
     data = _of_folder(folder, frozenset())
     in_file = data is not None and (folder / FILE_NAME).is_file()
-    return replace(data, said_by=f"{checkpoint}/{FILE_NAME}") if data is not None and in_file else data
+    return replace(data, read_from=f"{checkpoint}/{FILE_NAME}") if data is not None and in_file else data
 
 
 def local_folder(checkpoint: str) -> Path | None:
@@ -213,14 +213,14 @@ def run_of(checkpoint: str) -> Path | None:
 
 
 def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
-    """`seen`: runs on the way here, so that runs which name each other come to an end."""
+    """`seen`: runs visited so far, which ends the recursion for runs that name each other."""
     data, run = read_training_data(folder), run_of(str(folder))
     if run is None or run in seen:
         return data
     path = run / "config.yaml"
     sections = {name: content for name, content in read_document(path).data.items() if isinstance(content, dict)}
     has_file = data is not None
-    if data is None:  # saved before there was such a file
+    if data is None:  # saved by a version without this file
         data = _of_starts(sections, seen | {run}, str(path))
     try:
         if "demos" not in sections:
@@ -234,9 +234,9 @@ def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
     return data if has_file else data.plus((), [demos.path])  # only the dataset knows its suite
 
 
-def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], said_by: str) -> TrainingData:
-    """What the checkpoints were trained on that a run started from."""
-    data = TrainingData(said_by=said_by)
+def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], read_from: str) -> TrainingData:
+    """What the initial checkpoints of a run were trained on."""
+    data = TrainingData(read_from=read_from)
     starts = (sections.get("policy", {}).get("path", Config().policy.path), sections.get("lora", {}).get("adapter"))
     for start in (str(start) for start in starts if start is not None):
         folder = local_folder(start)

@@ -1,8 +1,8 @@
-"""Whose a run is: what a run of this user names may be run; what a file from elsewhere names is refused and shown.
+"""Trust in saved configurations: code and services that a foreign config.yaml names are refused and listed.
 
 A run's config.yaml says which code to import and which services to connect to. When vlarl writes the file it seals it:
 `.config.yaml.seal` beside it holds an HMAC of its content under a key that only this user can read. A configuration
-without a valid seal came from another user or machine, or was edited. Its numbers and names are used; the code and the
+without a valid seal came from another user or machine, or was edited. Its plain values are used; the code and the
 services that it names are not, unless the user trusts the file or names them again. docs/security.md has the rules.
 """
 
@@ -35,25 +35,25 @@ class UntrustedError(UsageError):
 
 
 def key_file() -> Path | None:
-    """The file of the user's key, in the state folder of the XDG rules; None where the user has no home folder."""
+    """The file of the user's key, in the XDG state folder; None if the user has no home folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         root = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    except RuntimeError:  # such as in a container, for a user that it does not know
+    except RuntimeError:  # such as in a container without an entry for the user
         return None
     return root / "vlarl" / "seal.key"
 
 
 def seal_file(path: Path) -> Path:
-    """Where the seal of a file is kept."""
+    """The file that holds the seal of a file."""
     return path.with_name(f".{path.name}.seal")
 
 
 def seals(path: Path, text: str) -> str:
-    """The content of the seal for a file that is about to get this text; empty where the user has no key.
+    """The content of the seal for a file that is about to get this text; empty if the user has no key.
 
-    A valid seal of the present content is kept beside the new one, so that a crash between writing the seal and writing
-    the file leaves a file that is sealed.
+    A valid seal of the current content is kept beside the new one, so that the file is sealed even after a crash
+    between writing the seal and writing the file.
     """
     key = _own_key(create=True)
     if key is None:
@@ -65,7 +65,7 @@ def seals(path: Path, text: str) -> str:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether this user's vlarl wrote the file as it is."""
+    """Whether vlarl, run by this user, wrote the file's current content."""
     key = _own_key(create=False)
     try:
         known = seal_file(path).read_text(encoding="ascii").split()
@@ -76,7 +76,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def is_of_run(path: Path) -> bool:
-    """Whether a file is the configuration that a run has saved, by what lies beside it."""
+    """Whether a file is the configuration that a run has saved, by the files beside it."""
     return path.name == "config.yaml" and any((path.parent / name).exists() for name in RUN_FILES)
 
 
@@ -146,7 +146,7 @@ def _seal(key: bytes, name: str, content: bytes) -> str:
 
 
 def _own_key(create: bool) -> bytes | None:
-    """The user's key; None where there is none and none can be made, or where others could have read it."""
+    """The user's key; None if there is none and none can be made, or if others could have read it."""
     path = key_file()
     if path is None:
         return None
@@ -167,7 +167,7 @@ def _is_private(info: os.stat_result) -> bool:
 
 
 def _why_without_key(path: Path | None) -> str:
-    """What is wrong with the user's key, where there is none that counts."""
+    """Why there is no valid key of the user's."""
     if path is None:
         return "there is no home folder for the key that its seal is checked with: set HOME or XDG_STATE_HOME"
     try:
@@ -180,7 +180,7 @@ def _why_without_key(path: Path | None) -> str:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new key in one step; of several processes that do, the first one's stays."""
+    """Write a new key atomically; if several processes do so, the first one's key stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

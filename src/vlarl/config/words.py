@@ -1,4 +1,4 @@
-"""Counts as people read them, for every line that vlarl prints."""
+"""Counts with singular and plural nouns, for everything that vlarl prints."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlarl.config.derive import default_run_name
-from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, StartConfig
+from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, FinetunePolicyConfig
 from vlarl.config.paths import located
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
@@ -110,13 +110,15 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, 
     return policy, sources
 
 
-def start_actions(settings: StartConfig) -> Literal["tokens", "l1"]:
+def start_actions(settings: FinetunePolicyConfig) -> Literal["tokens", "l1"]:
     """How to load the initial policy: with its regression head if that is trained and the checkpoint has one."""
     has_head = has_component(checkpoint_folder(settings.path), "action_head")
     return "l1" if settings.actions == "l1" and has_head else "tokens"
 
 
-def fresh_policy(settings: StartConfig, seed: int, source: DemoSource, image_size: int = IMAGE_SIZE) -> OpenVLAPolicy:
+def fresh_policy(
+    settings: FinetunePolicyConfig, seed: int, source: DemoSource, image_size: int = IMAGE_SIZE
+) -> OpenVLAPolicy:
     """The tiny model with fresh weights, sized for a source's robot; its statistics come with the demonstrations."""
     try:
         return init_tiny(

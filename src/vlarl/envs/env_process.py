@@ -30,7 +30,7 @@ import numpy as np
 from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
 from vlarl.envs.guardian import end_with_parent
 from vlarl.envs.signals import SignalError, UnreadableError, check_observation, check_reward
-from vlarl.errors import UsageError, excerpt, told
+from vlarl.errors import UsageError, describe_error, excerpt
 from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
 
 PARENT_CHECK_S = 2.0
@@ -299,7 +299,7 @@ def main() -> None:
             reply = Reply(error=str(error))
         except (Exception, SystemExit) as error:  # a process boundary: the trainer gets whatever is raised
             trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
-            reply = Reply(error=f"the environment {told(error)}\n{trace}")
+            reply = Reply(error=f"the environment {describe_error(error)}\n{trace}")
         try:
             send_reply(connection, reply)
         except (BrokenPipeError, ConnectionResetError):

@@ -21,7 +21,7 @@ from vlarl.config.rules.env import check_gym, check_suite, check_task_ids
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Section
 from vlarl.config.source.yaml_file import read_document
-from vlarl.config.state_choice import Used, choose_states, missing_states, too_few_unseen
+from vlarl.config.state_choice import UsedStates, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.training_data import TrainingData, run_of, training_data_of
 from vlarl.config.trust import refuse_untrusted
@@ -181,7 +181,7 @@ def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int,
 
 def _used(
     compared: Sequence[EvalRequest], all_task_ids: Sequence[int], task_ids: Sequence[int], candidates: Collection[int]
-) -> Used:
+) -> UsedStates:
     """Which of the candidates were used for training in these tasks, and by which checkpoints."""
     env, gym_env = compared[0].env, compared[0].gym.env
     by_task: dict[int, set[int]] = {task_id: set() for task_id in all_task_ids}
@@ -194,7 +194,7 @@ def _used(
             by_task[task_id] |= states
             if states and task_id in task_ids:
                 by.append(request.checkpoint)
-    return Used(
+    return UsedStates(
         states=frozenset(state for task_id in task_ids for state in by_task[task_id]),
         task_ids=tuple(task_id for task_id in task_ids if by_task[task_id]),
         free_task_ids=tuple(task_id for task_id in all_task_ids if not by_task[task_id]),

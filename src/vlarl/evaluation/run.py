@@ -227,7 +227,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         machine=describe_machine(),
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         init_states=tuple(states),
-        training_data_from=None if training is None else training.said_by,
+        training_data_from=None if training is None else training.read_from,
         warnings=warnings,
     )
 

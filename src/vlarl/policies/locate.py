@@ -54,7 +54,7 @@ def hub_training_data(path: str) -> TrainingData | None:
         return None
     refuse_unknown(path)
     data = read_training_data(_download(hub_id["repo"], hub_id["revision"], [FILE_NAME]))
-    return None if data is None else replace(data, said_by=f"{path}/{FILE_NAME}")
+    return None if data is None else replace(data, read_from=f"{path}/{FILE_NAME}")
 
 
 def _download(repo: str, revision: str | None, wanted: Sequence[str] = WANTED) -> Path:

@@ -8,7 +8,7 @@ from typing import SupportsFloat
 
 from vlarl.config.reward_module import import_function
 from vlarl.deadline import DeadlineError, TimedCaller
-from vlarl.errors import VlarlError, excerpt, told
+from vlarl.errors import VlarlError, describe_error, excerpt
 from vlarl.rewards.base import Reward, RewardTimeoutError, reward_at_end
 from vlarl.types import Trajectory
 
@@ -40,7 +40,9 @@ class FunctionReward(Reward):
         except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's code: sys.exit, or an exception that does not derive from Exception
-            raise VlarlError(f"reward.source: {self.source} {told(error)}; it must return a finite number.") from error
+            raise VlarlError(
+                f"reward.source: {self.source} {describe_error(error)}; it must return a finite number."
+            ) from error
         if not isinstance(reward, SupportsFloat) or not math.isfinite(reward):
             returned = excerpt(repr(reward), 200)
             raise VlarlError(f"reward.source: {self.source} returned {returned}; it must return a finite number.")

@@ -23,7 +23,7 @@ from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
 from vlarl.config.words import counted
-from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, excerpt, told
+from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, describe_error, excerpt
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import full_disk, is_full, write_atomically
@@ -167,7 +167,7 @@ class Session:
         remedy = f"{self._save_after(error)}{self._resumes_from(isinstance(error, DivergedError))}"
         self._say_failed(f"{reason} {remedy}")
         if isinstance(error, SystemExit):  # of a user's callback, reward or environment
-            text = f"code that the run calls {told(error)}; let it return, or raise what is wrong."
+            text = f"code that the run calls {describe_error(error)}; let it return, or raise what is wrong."
             raise VlarlError(f"{text}\n{remedy}") from error
         if isinstance(error, OSError) and is_full(error):
             raise VlarlError(f"{full_disk(error.filename or self.directory.path)}\n{remedy}") from error

@@ -47,8 +47,7 @@ def test_only_ppo_has_a_critic_to_train_first():
     [
         (
             {"algorithm__name": "ppo", "algorithm__ratio_level": "sequence"},
-            "algorithm.ratio_level = 'sequence' with algorithm.name = 'ppo': the ratio of a whole episode can't tell apart "
-            "decisions that the critic does; set algorithm.ratio_level to token, action or chunk, or algorithm.name to "
+            "algorithm.ratio_level = 'sequence' with algorithm.name = 'ppo': the critic credits single decisions, which the ratio of a whole episode can't distinguish; set algorithm.ratio_level to token, action or chunk, or algorithm.name to "
             "grpo",
         ),
         (
@@ -69,8 +68,7 @@ def test_only_ppo_has_a_critic_to_train_first():
         ),
         (
             {"algorithm__importance": "truncated", "algorithm__old_logprobs": "engine"},
-            "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine': the ratio starts at the policy that "
-            "sampled already, so there is nothing left to weight; set algorithm.old_logprobs to learner, or "
+            "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine': the ratio already starts at the policy that sampled, so there is nothing left to weight; set algorithm.old_logprobs to learner, or "
             "algorithm.importance to none",
         ),
         (
@@ -85,7 +83,7 @@ def test_only_ppo_has_a_critic_to_train_first():
         ),
         (
             {"kl__coef": 0.1, "kl__place": "reward", "kl__estimator": "k3"},
-            "kl.place = 'reward' with kl.estimator = 'k3': k3 in the reward is no unbiased penalty; set kl.estimator to "
+            "kl.place = 'reward' with kl.estimator = 'k3': k3 in the reward is not an unbiased penalty; set kl.estimator to "
             "k1, or kl.place to loss",
         ),
         (

@@ -38,7 +38,7 @@ def test_every_dotted_name_is_an_option():
 
 
 def test_every_row_says_where_or_why():
-    reasons = ("derived", "not needed: ", "no option of training: ")
+    reasons = ("derived", "not needed: ", "not an option of training: ")
     for _, option, answer in ROWS:
         assert "not yet" not in answer, option
         assert dotted(answer) or answer.startswith((*reasons, "`vlarl ")), f"{option}: {answer}"
@@ -76,6 +76,6 @@ def test_every_name_of_the_tables_by_system_means_what_the_table_says():
             elif name in NEEDLESS:
                 assert "with a note" in ours, name
             else:
-                assert (name in ELSEWHERE or name in TRANSLATED) and "answered" in ours, name
+                assert (name in ELSEWHERE or name in TRANSLATED) and "refused" in ours, name
     named = {name for theirs, _ in PAIRS for name in quoted(theirs)}
     assert named <= {*ALIASES, *TRANSLATED, *NEEDLESS, *ELSEWHERE}

@@ -36,7 +36,7 @@ def test_a_saved_configuration_keeps_its_length(tmp_path, capsys):
 
 def test_a_run_has_a_length():
     with pytest.raises(
-        ConfigError, match=r"run.iterations = null: say how long to train: set run.iterations, or run\."
+        ConfigError, match=r"run.iterations = null: there is no length of training; set run.iterations, or run\."
     ):
         load_config(overrides={"run.iterations": None})
 

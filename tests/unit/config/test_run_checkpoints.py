@@ -147,7 +147,7 @@ def test_a_run_without_a_checkpoint_is_not_suggested(run):
 
 @pytest.mark.parametrize("name", ["mine/checkpoints/finall", "runs/mine/checkpoints/finall"])
 def test_a_misspelt_checkpoint_is_refused_with_those_of_its_run(run, name):
-    with pytest.raises(UsageError, match=r"has no checkpoint finall: `vlarl status runs/mine` says how it goes"):
+    with pytest.raises(UsageError, match=r"has no checkpoint finall: `vlarl status runs/mine` shows its progress"):
         refuse_unknown(name)
     save(run, "final", 5)
     save(run, "step_000004", 4)

@@ -78,7 +78,7 @@ def test_a_resumed_run_asks_for_its_address_again(tmp_path, monkeypatch):
         urls.append(config.reward.url)
         raise RuntimeError
 
-    with pytest.raises(ConfigError, match=r"what follows `\?` was not saved with the run.*--reward\.url"):
+    with pytest.raises(ConfigError, match=r"the part after `\?` was not saved with the run.*--reward\.url"):
         configured.train(["--resume", "first"], begin)
     with pytest.raises(RuntimeError):
         configured.train(["--resume", "first", "--reward.url", URL], begin)

@@ -3,7 +3,14 @@
 import pytest
 
 from vlarl.config.known import SUITES
-from vlarl.config.state_choice import Used, by_preference, choose_states, in_ranges, state_warnings, too_few_unseen
+from vlarl.config.state_choice import (
+    UsedStates,
+    by_preference,
+    choose_states,
+    in_ranges,
+    state_warnings,
+    too_few_unseen,
+)
 from vlarl.config.suites import SuiteStates
 from vlarl.config.training_data import TrainedOn, TrainingData
 
@@ -43,19 +50,19 @@ def test_the_best_states_come_first():
 
 
 def test_too_few_states_that_were_never_seen():
-    def used(count: int, free: tuple[int, ...] = (), by: tuple[str, ...] = ()) -> Used:
-        return Used(frozenset(range(count)), (0, 1, 2, 5), free, by)
+    def used(count: int, free: tuple[int, ...] = (), by: tuple[str, ...] = ()) -> UsedStates:
+        return UsedStates(frozenset(range(count)), (0, 1, 2, 5), free, by)
 
     assert too_few_unseen(20, used(30), 50, "s", "benchmark") is None
     assert too_few_unseen(None, used(49), 50, "s", "benchmark") is None
     assert too_few_unseen(None, used(50), 50, "s", "benchmark") == (
         "training has used 50 of the 50 initial states that a task of s has under protocol benchmark, in tasks 0 to 2, "
-        "5; name the protocol (--protocol benchmark) to evaluate on states that were trained on, too"
+        "5; name the protocol (--protocol benchmark) to include states that were trained on"
     )
     assert too_few_unseen(4, used(17, (3, 4, 6), ("a/b", "c")), 20, "s", "disjoint") == (
         "training of a/b and of c has used 17 of the 20 initial states that a task of s has under protocol disjoint, in "
-        "tasks 0 to 2, 5; ask for 3 or fewer, or take tasks that were not trained on with --tasks (of s: 3 to 4, 6), or "
-        "name the protocol (--protocol disjoint) to evaluate on states that were trained on, too"
+        "tasks 0 to 2, 5; use 3 or fewer, or choose tasks that were not trained on with --tasks (of s: 3 to 4, 6), or "
+        "name the protocol (--protocol disjoint) to include states that were trained on"
     )
 
 

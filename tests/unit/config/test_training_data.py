@@ -215,7 +215,7 @@ def test_a_run_from_before_the_file_still_tells(tmp_path):
     first = make_run(tmp_path, "first", env__suite="tabletop_goal", env__task_ids=[1])
     trained = TrainedOn(by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(1,), states=tuple(range(30)))
     data = training_data_of(first)
-    assert data.runs[-1] == trained and data.unknown == () and data.said_by.endswith("first/config.yaml")
+    assert data.runs[-1] == trained and data.unknown == () and data.read_from.endswith("first/config.yaml")
     assert [run.by for run in data.runs[:-1]] == ["finetune"] * 4, "what the built-in base was trained on"
     second = make_run(tmp_path, "second", policy__path=str(first), env__protocol="benchmark")
     assert training_data_of(second).runs[-2:] == (
@@ -244,7 +244,7 @@ def test_the_file_and_the_run_are_both_believed(tmp_path):
     write_training_data(final, TrainingData((SPATIAL,)))
     data = training_data_of(final)
     assert data.runs == (SPATIAL, by_training(EnvConfig(suite="libero_goal"), GymConfig()))
-    assert data.unknown == () and data.said_by == f"{final}/{FILE_NAME}"
+    assert data.unknown == () and data.read_from == f"{final}/{FILE_NAME}"
 
 
 def test_a_dataset_is_not_forgotten_by_a_run_from_before_the_file(tmp_path):
@@ -263,4 +263,4 @@ def test_the_built_in_checkpoints_have_seen_fresh_states_alone(name):
     data = training_data_of(name)
     assert {run.suite for run in data.runs} == set(TABLETOP_SUITES)
     assert {run.states for run in data.runs} == {()} and data.unknown == () and data.suite is None
-    assert data.said_by == f"{name}/{FILE_NAME}"
+    assert data.read_from == f"{name}/{FILE_NAME}"

@@ -88,7 +88,7 @@ def test_inspecting_golden_data(tmp_path, capsys):
     ):
         assert line in text.splitlines()
     (gripper,) = [line for line in text.splitlines() if line.startswith("  action 6")]
-    assert gripper.split()[2:4] == ["0", "1"] and gripper.endswith("left alone")
+    assert gripper.split()[2:4] == ["0", "1"] and gripper.endswith("not normalised")
     with np.load(GOLDEN / "expected.npz") as expected:
         sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
         np.testing.assert_array_equal(sheet[4:132, 4:132], expected["ep0_image0"])
@@ -100,7 +100,7 @@ def test_inspecting_golden_data(tmp_path, capsys):
     ("arguments", "complaint"),
     [
         (["inspct"], "unknown command 'data inspct'; commands: inspect, record"),
-        (["inspect", "nowhere"], "nowhere is no folder"),
+        (["inspect", "nowhere"], "nowhere is not a directory"),
         (["inspect", str(GOLDEN), "--out", "/nowhere/x.png"], "can't be written"),
         (["record", "--suite", "libero_spacial", "--out", "x"], "did you mean 'libero_spatial'"),
         (["record", "--suite", "tabletop_goal", "--out", "x", "--tasks", "10"], "--tasks = .10.: no task 10"),

@@ -266,12 +266,12 @@ def test_a_dataset_is_found_below_the_folder_that_is_named(tmp_path):
     assert find_dataset(FOLDER) == find_dataset(FOLDER.parent) == find_dataset(GOLDEN) == FOLDER
     with pytest.raises(UsageError, match="no RLDS dataset"):
         find_dataset(tmp_path)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a directory"):
         find_dataset(tmp_path / "x")
     (tmp_path / "pusht" / "meta").mkdir(parents=True)
     (tmp_path / "pusht" / "meta" / "info.json").write_text("{}")
     with pytest.raises(
-        UsageError, match="pusht is a dataset of lerobot, which is not read: name the folder of an RLDS"
+        UsageError, match="pusht is a LeRobot dataset, which is not supported: name the folder of an RLDS"
     ):
         find_dataset(tmp_path / "pusht")
     for name in ("a", "b"):

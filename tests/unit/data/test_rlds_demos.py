@@ -114,7 +114,7 @@ def test_views_that_were_not_recorded_are_refused_before_anything_starts(tmp_pat
         record(experts, tmp_path, [3], 1, seed=1, action_noise=0.0, keep_failures=False, on_episode=quiet)
     with pytest.raises(UsageError, match=r"lacks steps/observation/wrist_image; it has .*policy.num_images"):
         open_sources(DemoConfig(path=str(tmp_path)), 0, 56, 2)
-    with pytest.raises(UsageError, match="nowhere is no folder"):
+    with pytest.raises(UsageError, match="nowhere is not a directory"):
         open_sources(DemoConfig(path=str(tmp_path / "nowhere")), 0, 56, 1)
 
 

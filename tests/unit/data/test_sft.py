@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlarl.api import evaluate
-from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
+from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
 from vlarl.data.batches import DemoBatch, DemoBatches
 from vlarl.data.demo_set import DemoSet
@@ -123,7 +123,9 @@ def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
 
 
 def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
-    config = recipe(tmp_path, "l1").model_copy(update={"policy": StartConfig(path="init:tiny-oft", actions="l1")})
+    config = recipe(tmp_path, "l1").model_copy(
+        update={"policy": FinetunePolicyConfig(path="init:tiny-oft", actions="l1")}
+    )
     summary = finetune(config)
     assert 0.1 < summary.first_loss < 1.5  # a mean absolute error of values in [-1, 1]
     assert summary.last_loss < 0.8 * summary.first_loss
@@ -134,7 +136,7 @@ def test_the_regression_head_learns_and_its_checkpoint_acts(tmp_path):
 
 
 def test_a_frozen_backbone_leaves_the_heads_to_learn(tmp_path):
-    settings = StartConfig(path="init:tiny-oft", actions="l1", freeze="backbone")
+    settings = FinetunePolicyConfig(path="init:tiny-oft", actions="l1", freeze="backbone")
     policy, _ = start(recipe(tmp_path, "x").model_copy(update={"policy": settings}), torch.device("cpu"))
     trained = {name.partition(".")[0] for name, p in policy.named_parameters() if p.requires_grad}
     assert trained == {"l1_head", "proprio_projector"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes.worker_envs import SPEC, CountingFactory
 
-from vlarl.config.finetune import DemoConfig, FinetuneConfig, StartConfig
+from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConfig
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet, from_demonstrations
 from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, play_tasks
@@ -121,7 +121,7 @@ def test_a_chunk_past_the_end_stands_still_and_keeps_the_gripper():
 
 
 def test_sets_are_normalised_each_by_its_own_statistics():
-    policy = fresh_policy(StartConfig(chunk_length=1), 0, FakeSource(made([0]), True))
+    policy = fresh_policy(FinetunePolicyConfig(chunk_length=1), 0, FakeSource(made([0]), True))
     one, other = made([0]), replace(made([0]), name="other", actions=10 * made([0]).actions)
     add_statistics(policy, [one, other])
     assert set(policy.config.norm_stats) == {"counting", "other"}
@@ -132,7 +132,7 @@ def test_sets_are_normalised_each_by_its_own_statistics():
 
 
 def test_statistics_of_a_checkpoint_stay():
-    policy = fresh_policy(StartConfig(), 0, FakeSource(made([0]), True))
+    policy = fresh_policy(FinetunePolicyConfig(), 0, FakeSource(made([0]), True))
     own = {"action": {"q01": [0.0] * 2, "q99": [1.0] * 2}, "proprio": {"q01": [0.0] * 3, "q99": [1.0] * 3}}
     policy.config.norm_stats["counting_no_noops"] = own
     add_statistics(policy, [made([0])])
@@ -140,7 +140,7 @@ def test_statistics_of_a_checkpoint_stay():
 
 
 def test_demonstrations_of_another_robot_are_refused():
-    policy = fresh_policy(StartConfig(), 0, FakeSource(made([0]), True))
+    policy = fresh_policy(FinetunePolicyConfig(), 0, FakeSource(made([0]), True))
     tabletop = FakeSource(made([0]), True)
     tabletop.name, tabletop.action_dim, tabletop.proprio_dim = "tabletop", 7, 8
     with pytest.raises(UsageError, match="the policy has 2 action dimensions and 3 of the robot's state, the demon.*7"):
@@ -149,14 +149,14 @@ def test_demonstrations_of_another_robot_are_refused():
 
 def test_too_long_a_chunk_is_refused_before_anything_is_played():
     with pytest.raises(UsageError, match="chunk_length 40 needs 80 learned slots"):
-        fresh_policy(StartConfig(chunk_length=40), 0, FakeSource(made([0]), True))
+        fresh_policy(FinetunePolicyConfig(chunk_length=40), 0, FakeSource(made([0]), True))
 
 
 def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(tmp_path):
     """Actions are [1, init_state]: the policy learns them in units that it never saw before."""
     config = DemoConfig(episodes_per_task=3, task_ids=(0, 1), action_noise=0.0, num_workers=1)
     source = SimulatorSource(config, CountingFactory(), seed=0)
-    policy = fresh_policy(StartConfig(chunk_length=2), 0, source, image_size=28)
+    policy = fresh_policy(FinetunePolicyConfig(chunk_length=2), 0, source, image_size=28)
     demos, share = collect_demos([source], note=lambda text: None)
     assert share == 1.0 and len(demos[0]) == 3 * 5 + 3 * 6
     np.testing.assert_array_equal(np.unique(demos[0].actions, axis=0), [[1, 0], [1, 1], [1, 2]])

@@ -3,7 +3,7 @@
 import pytest
 
 from vlarl.cli import arguments as args
-from vlarl.cli.evaluate import _familiar, _parser
+from vlarl.cli.evaluate import _parser, _with_own_names
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from vlarl.cli.evaluate import _familiar, _parser
     ],
 )
 def test_names_of_training_and_of_other_systems(written, understood):
-    assert _familiar(written.split()) == understood.split()
+    assert _with_own_names(written.split()) == understood.split()
 
 
 def test_hyphens_and_underscores_are_alike():

@@ -109,7 +109,7 @@ def test_only_a_folder_in_a_runs_checkpoints_belongs_to_it(checkpoint, tmp_path,
             {"env.suite": "libero_spatial", "env.protocol": "disjoint"},
             {"states_per_task": 50},
             "--episodes = 50: a task of libero_spatial has 20 initial states for evaluation under protocol disjoint; "
-            "ask for 20 or fewer, or take protocol benchmark, which has 50",
+            "use 20 or fewer, or use protocol benchmark, which has 50",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_an_option_that_a_run_has_and_this_version_lacks_is_named(checkpoint):
 def test_as_many_states_as_there_are_may_be_requested():
     assert missing_states(20, "s", "disjoint", 20, 50) is None and missing_states(50, "s", "benchmark", 20, 50) is None
     assert missing_states(51, "s", "benchmark", 20, 50) == (
-        "a task of s has 50 initial states for evaluation under protocol benchmark; ask for 50 or fewer"
+        "a task of s has 50 initial states for evaluation under protocol benchmark; use 50 or fewer"
     )
 
 
@@ -191,8 +191,8 @@ def test_states_that_were_trained_on_have_to_be_requested(elsewhere):
         eval_request(path, {"env.suite": LIBERO}, states_per_task=21)
     assert str(error.value) == (
         "--episodes = 21: training has used 30 of the 50 initial states that a task of libero_spatial has under "
-        "protocol benchmark, in tasks 0 to 9; ask for 20 or fewer, or name the protocol (--protocol benchmark) to evaluate on states "
-        "that were trained on, too"
+        "protocol benchmark, in tasks 0 to 9; use 20 or fewer, or name the protocol (--protocol benchmark) to include states "
+        "that were trained on"
     )
     requested = {"env.suite": LIBERO, "env.protocol": "benchmark"}
     assert eval_request(path, requested, states_per_task=50).init_states == ALL
@@ -225,7 +225,7 @@ def test_states_of_a_task_that_another_suite_shares_are_left_out(elsewhere, trai
     on_benchmark = by_training(EnvConfig(suite=trained, protocol="benchmark"), GymConfig())
     with pytest.raises(ConfigError, match="training has used 50 of the 50 initial states") as error:
         eval_request(elsewhere("all", on_benchmark), {"env.suite": evaluated})
-    assert ("take tasks that were not trained on with --tasks" in str(error.value)) == (evaluated == "metaworld_mt50")
+    assert ("choose tasks that were not trained on with --tasks" in str(error.value)) == (evaluated == "metaworld_mt50")
     run = by_training(EnvConfig(suite=trained), GymConfig())
     first = run.model_copy(update={"states": tuple(range(25, 40))})
     assert eval_request(elsewhere("some", first), {"env.suite": evaluated}).init_states == (
@@ -240,7 +240,7 @@ def test_only_the_evaluated_tasks_count(elsewhere):
     assert eval_request(path, {}).init_states == tuple(range(45, 50))
     assert eval_request(path, {"env.task_ids": (0, 1)}).init_states == tuple(range(30, 50))
     with pytest.raises(
-        ConfigError, match=r"15 of the 20 .* in task 3; ask for 5 .* with --tasks \(of libero_spatial: 0 to 2, 4 to 9\)"
+        ConfigError, match=r"15 of the 20 .* in task 3; use 5 .* with --tasks \(of libero_spatial: 0 to 2, 4 to 9\)"
     ):
         eval_request(path, {}, states_per_task=6)
 

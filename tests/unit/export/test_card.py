@@ -194,7 +194,7 @@ def test_a_run_under_another_root_is_pushed_by_its_name(run, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     run.parent.rename(tmp_path / "elsewhere")
     assert main(["push", "first", "me/better", "--root", "elsewhere", "--dry-run"]) == 0
-    assert "in all, to me/better; not uploaded" in capsys.readouterr().out
+    assert "in total, to me/better; not uploaded" in capsys.readouterr().out
 
 
 def test_a_card_of_your_own_is_left_alone(run, hub, monkeypatch):
@@ -216,7 +216,7 @@ def test_a_dry_run_lists_the_files_and_prints_the_card_without_a_login(run, hub,
     assert main(["push", "first", "me/better", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "    2.1 kB  model.safetensors\n" in printed and "trainer" not in printed
-    assert "in all, to me/better; not uploaded" in printed and "# better" in printed
+    assert "in total, to me/better; not uploaded" in printed and "# better" in printed
     assert printed.count("by `vlarl eval` |") == 1, "that of these weights"
     assert hub.requests == [] and not (final / "README.md").exists()
 

@@ -46,7 +46,7 @@ def test_how_much_is_kept_is_said_and_warned_of(size, dtype, least, most, tmp_pa
     assert kept == pytest.approx(found / whole, abs=0.01), "what is said is what is in the files"
     said = capsys.readouterr()
     if dtype == "bfloat16":
-        assert f"adapter:     {kept:.1%} of it is left in bfloat16 weights" in said.out
+        assert f"adapter:     {kept:.1%} of it remains in bfloat16 weights" in said.out
     warned = f"warning: only {kept:.0%} of the adapter is left in {dtype} weights"
     assert (warned in said.err) == (kept < 0.95)
     assert ("merge with --dtype float32, or use the adapter as it is" in said.err) == (kept < 0.95)

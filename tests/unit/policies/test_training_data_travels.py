@@ -107,7 +107,7 @@ def published(hub: FakeHub, base: Path) -> FakeHub:
 
 def test_the_hub_is_queried_before_the_weights_are_downloaded(published, tmp_path, monkeypatch, capsys):
     data = hub_training_data("open/vla")
-    assert data == TrainingData((BASE,), ("some/hub-id",)) and data.said_by == "open/vla/training_data.json"
+    assert data == TrainingData((BASE,), ("some/hub-id",)) and data.read_from == "open/vla/training_data.json"
     assert not [request for request in published.requests if "safetensors" in request]
     monkeypatch.chdir(tmp_path)
     assert hub_training_data(str(tmp_path / "base")) is None and hub_training_data("builtin:tiny-oft") is None

@@ -96,7 +96,7 @@ def test_lines_of_a_recipe():
         ("a -> sparse=much", "'sparse=much' gives no weight"),
         ("a -> =1", "'=1' gives no weight"),
         ("a -> sparse=nan", "'sparse=nan' gives no weight"),
-        ("a -> sparse=1 sparse=2", "weighs sparse twice"),
+        ("a -> sparse=1 sparse=2", "gives sparse two weights"),
     ):
         with pytest.raises(ValueError, match=complaint):
             parse_rule(line)

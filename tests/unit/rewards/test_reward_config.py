@@ -101,7 +101,7 @@ def test_flags_read_well(tmp_path):
         (
             {"source": "combined", "sources": ["sparse", "densse"]},
             "reward.sources = 'densse': unknown reward; did you mean 'dense'? Known: sparse, dense, shaped, rules, model, remote, "
-            "combined, or module:function of yours",
+            "combined, or your own module:function",
         ),
         (
             {"source": "combined"},
@@ -121,7 +121,7 @@ def test_flags_read_well(tmp_path):
         ),
         (
             {"source": "combined", "sources": ["sparse", "dense"], "weights": [0, 0]},
-            "reward.weights = [0.0, 0.0]: pays nothing at all; give one weight that is not 0",
+            "reward.weights = [0.0, 0.0]: the reward would always be 0; give one weight that is not 0",
         ),
         (
             {"source": "combined", "sources": ["sparse"], "recipe": ["x -> dense=1"]},
@@ -133,11 +133,11 @@ def test_flags_read_well(tmp_path):
         ),
         (
             {"source": "combined", "sources": ["sparse"], "recipe": ["x -> sparse=0"]},
-            "reward.recipe: 'x -> sparse=0': pays nothing at all; give one weight that is not 0",
+            "reward.recipe: 'x -> sparse=0': the reward would always be 0; give one weight that is not 0",
         ),
         (
             {"source": "combined", "sources": ["sparse"], "recipe": ["x -> sparse=1", "x -> sparse=2"]},
-            "reward.recipe: the label 'x' is given twice; the first would count",
+            "reward.recipe: the label 'x' is given twice, and only the first would apply; keep one of them",
         ),
         (
             {"weights": [1]},
@@ -187,8 +187,7 @@ def test_flags_read_well(tmp_path):
         ),
         (
             {"source": "shaped", "algorithm__name": "grpo"},
-            "reward.source = 'shaped' with algorithm.name = 'grpo': grpo learns from returns of whole episodes, which "
-            "potential-based shaping leaves as they are; set algorithm.name to ppo, reinforce or reinforce_pp, or use the "
+            "reward.source = 'shaped' with algorithm.name = 'grpo': grpo uses the returns of whole episodes, which potential-based shaping does not change; set algorithm.name to ppo, reinforce or reinforce_pp, or use the "
             "reward dense",
         ),
     ],

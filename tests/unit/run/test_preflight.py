@@ -51,7 +51,7 @@ def answer(command: list[str], capsys) -> str:
         ),
         (["finetune", "--run.name", "taken"], "the run runs/taken exists already"),
         (["finetune", "--policy.path", "./nowhere"], "./nowhere is not a checkpoint"),
-        (["finetune", "--demos.path", "nowhere"], "nowhere is no folder: name the folder of an RLDS dataset"),
+        (["finetune", "--demos.path", "nowhere"], "nowhere is not a directory: name the folder of an RLDS dataset"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_refuses_before_it_is_announced(command, message, work, capsys):

@@ -1,1 +1,1 @@
-"""Rules that options must follow together, by section."""
+"""Rules for combinations of options, by section."""

@@ -1,4 +1,4 @@
-"""Rules that span several options. Pure: a configuration in, problems with their remedies out."""
+"""Rules that span several options: pure functions from a configuration to problems with their remedies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import kl_estimator, length_in_words, total_iterations
-from vlarl.config.finetune import FinetuneConfig, StartConfig
+from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.known import (
     BUILTIN_DECODERS,
     GROUP_METHODS,
@@ -29,13 +29,13 @@ LARGEST_SEED = 2**63 - 1  # torch's generators hold 64 bits
 
 
 def check(config: Config | FinetuneConfig) -> list[Problem]:
-    """Everything that is wrong with a configuration whose options are each valid."""
+    """All problems of a configuration whose single options are valid."""
     if isinstance(config, FinetuneConfig):
         return [problem for rule in FINETUNE_RULES for problem in rule(config)]
     return [problem for rule in TRAIN_RULES for problem in rule(config)]
 
 
-def _builtin_size(policy: PolicyConfig | StartConfig) -> str | None:
+def _builtin_size(policy: PolicyConfig | FinetunePolicyConfig) -> str | None:
     """The size that a `builtin:` or `init:` path names; None for a folder."""
     kind, _, size = policy.path.partition(":")
     return size if kind in ("builtin", "init") else None
@@ -74,9 +74,9 @@ def _device(config: Config | FinetuneConfig) -> Problems:
 
 
 def _trained_weights(config: Config | FinetuneConfig) -> Problems:
-    """What can't be trained in the way it is stored."""
+    """Weights that can't be trained in the precision in which they are stored."""
     policy, adapted = config.policy, config.lora.enabled or config.lora.adapter is not None
-    builtin = _builtin_size(policy) is not None  # any other path may be an adapter, which is seen when it is loaded
+    builtin = _builtin_size(policy) is not None  # any other path may be an adapter, which is known after loading
     if policy.quantize is not None and builtin and not adapted:
         remedy = "quantised weights can't be trained; set lora.enabled, or policy.quantize to null"
         yield Problem(f"policy.quantize = {policy.quantize}", remedy, ("policy.quantize", "lora.enabled"))
@@ -87,7 +87,7 @@ def _trained_weights(config: Config | FinetuneConfig) -> Problems:
         remedy = "adapters train the backbone; set policy.freeze to none or vision, or lora.enabled to false"
         yield Problem("policy.freeze = 'backbone' with adapters", remedy, ("policy.freeze", "lora.enabled"))
     if not config.lora.target_modules:
-        remedy = "names no layer; use all-linear, or ends of names such as q_proj"
+        remedy = "names no layer; use all-linear, or suffixes of names such as q_proj"
         yield Problem("lora.target_modules = []", remedy, ("lora.target_modules",))
 
 
@@ -112,7 +112,7 @@ def _regression(config: Config) -> Problems:
 
 def _seed(config: Config | FinetuneConfig) -> Problems:
     if config.run.seed > LARGEST_SEED:
-        message = f"must be {LARGEST_SEED} or less: random number generators take no larger seed"
+        message = f"must be {LARGEST_SEED} or less: random number generators accept no larger seed"
         yield Problem(f"run.seed = {config.run.seed}", message, ("run.seed",))
 
 
@@ -122,7 +122,7 @@ def _run_name(config: Config | FinetuneConfig) -> Problems:
         message = "must be a folder's name: letters, digits and . _ + = - only; the folder above is run.root"
         yield Problem(f"run.name = {shown(name)}", message, ("run.name",))
     elif name is not None and len(name.encode()) > LONGEST_RUN_NAME:
-        message = f"must be {LONGEST_RUN_NAME} bytes or shorter, as file systems take no longer names"
+        message = f"must be {LONGEST_RUN_NAME} bytes or shorter, as file systems accept no longer names"
         yield Problem(f"run.name = {shown(name)}", message, ("run.name",))
 
 
@@ -153,13 +153,13 @@ def _value_init(config: Config) -> Problems:
 
 
 def _surrogate(config: Config) -> Problems:
-    """Ratios and gradients that the chosen algorithm can't take."""
+    """Ratios and gradients that don't work with the chosen algorithm."""
     algorithm = config.algorithm
     level = f"algorithm.ratio_level = '{algorithm.ratio_level}' with algorithm.name = '{algorithm.name}'"
     if algorithm.name == "ppo" and algorithm.ratio_level == "sequence":
         remedy = (
-            "the ratio of a whole episode can't tell apart decisions that the critic does; set algorithm.ratio_level "
-            "to token, action or chunk, or algorithm.name to grpo"
+            "the critic credits single decisions, which the ratio of a whole episode can't distinguish; set "
+            "algorithm.ratio_level to token, action or chunk, or algorithm.name to grpo"
         )
         yield Problem(level, remedy, ("algorithm.ratio_level", "algorithm.name"))
     if algorithm.name == "cpgd" and algorithm.ratio_level != "token":
@@ -180,7 +180,7 @@ def _surrogate(config: Config) -> Problems:
         yield Problem(subject, remedy, ("algorithm.entropy_top_fraction", "algorithm.old_logprobs"))
     if algorithm.importance == "truncated" and algorithm.old_logprobs == "engine":
         remedy = (
-            "the ratio starts at the policy that sampled already, so there is nothing left to weight; set "
+            "the ratio already starts at the policy that sampled, so there is nothing left to weight; set "
             "algorithm.old_logprobs to learner, or algorithm.importance to none"
         )
         subject = "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine'"
@@ -188,7 +188,7 @@ def _surrogate(config: Config) -> Problems:
 
 
 def _kl(config: Config) -> Problems:
-    """KL penalties that would do nothing, or something else than they say."""
+    """KL penalties without effect, or with a wrong estimator."""
     kl, estimator = config.kl, kl_estimator(config.kl)
     if kl.target is not None and kl.coef == 0:
         remedy = (
@@ -202,7 +202,7 @@ def _kl(config: Config) -> Problems:
         remedy = "the gradient of k1 is zero in expectation; set kl.estimator to k2 or k3, or kl.place to reward"
         yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
     if kl.place == "reward" and estimator != "k1":
-        remedy = f"{estimator} in the reward is no unbiased penalty; set kl.estimator to k1, or kl.place to loss"
+        remedy = f"{estimator} in the reward is not an unbiased penalty; set kl.estimator to k1, or kl.place to loss"
         yield Problem(subject, remedy, ("kl.place", "kl.estimator"))
 
 
@@ -234,7 +234,7 @@ def _minibatches(config: Config) -> Problems:
 
 def _schedule_lengths(config: Config) -> Problems:
     if config.run.iterations is None and config.run.total_env_steps is None:
-        remedy = "say how long to train: set run.iterations, or run.total_env_steps"
+        remedy = "there is no length of training; set run.iterations, or run.total_env_steps"
         yield Problem("run.iterations = null", remedy, ("run.iterations", "run.total_env_steps"))
     iterations = total_iterations(config) or math.inf
     for path, value, remedy in (
@@ -242,7 +242,7 @@ def _schedule_lengths(config: Config) -> Problems:
         (
             "checkpoint.best_return_patience",
             config.checkpoint.best_return_patience,
-            "the best policy would be saved once",
+            "the best policy would only be saved once",
         ),
     ):
         if value > iterations:
@@ -251,8 +251,8 @@ def _schedule_lengths(config: Config) -> Problems:
             yield Problem(f"{path} = {value} with {length.given}", message, (path, "run.iterations"))
 
 
-def _or(numbers: list[int]) -> str:
-    return " or ".join(str(n) for n in numbers)
+def _or(values: list[int]) -> str:
+    return " or ".join(str(n) for n in values)
 
 
 TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (

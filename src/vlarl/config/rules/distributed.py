@@ -1,4 +1,4 @@
-"""Rules of the sections `distributed` and `vllm`: what can't be spread over processes, and what can't share a GPU."""
+"""Rules of the sections `distributed` and `vllm`: what can't be distributed, and what can't share a GPU."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NEEDS_RAY = (
     "distributed.num_reward_workers",
     "distributed.asynchronous",
 )
-"""What one process can't do, where it is not the default."""
+"""Options that one process can't use, unless they have their default."""
 
 ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
-ROUNDING = 1e-6  # of shares that a person adds up to 1
+ROUNDING = 1e-6  # of GPU fractions that add up to 1
 
 
 def check_distributed(config: Config) -> Problems:
-    """Everything that is wrong with who runs where."""
+    """All problems of the two sections."""
     for rule in RULES:
         yield from rule(config)
 
 
 def _backend(config: Config) -> Problems:
-    """One process is one learner with one engine; a cluster can be found, and has the machines that are asked for."""
+    """One process is one learner with one engine; a cluster has an address and enough machines."""
     distributed = config.distributed
     if distributed.backend == "local":
         for path in NEEDS_RAY:
@@ -44,12 +44,12 @@ def _backend(config: Config) -> Problems:
                 yield _clash(config, "it needs distributed.backend ray; set that, or leave it out", path)
         return
     if not distributed.learners_per_node:
-        yield _clash(config, "names no learner; use 1, or a number for each machine", "distributed.learners_per_node")
+        yield _clash(config, "names no learner; use 1, or a count for each machine", "distributed.learners_per_node")
     if distributed.address is None:
         if len(distributed.learners_per_node) > 1:
             remedy = (
-                "a cluster that is started here has this machine alone; run `ray start` on every machine and set "
-                "distributed.address to auto, or give one number"
+                "a cluster that the run starts has this machine only; run `ray start` on every machine and set "
+                "distributed.address to auto, or give one count"
             )
             yield _clash(config, remedy, "distributed.learners_per_node", "distributed.address")
         return
@@ -58,20 +58,20 @@ def _backend(config: Config) -> Problems:
         yield _clash(config, remedy, "distributed.address")
     if distributed.object_store_mb is not None:
         remedy = (
-            "a cluster that runs already has its object store; set distributed.object_store_mb to null, and start Ray "
+            "a running cluster has its own object store; set distributed.object_store_mb to null, and start Ray "
             "with --object-store-memory"
         )
         yield _clash(config, remedy, "distributed.object_store_mb", "distributed.address")
 
 
 def _sharding(config: Config) -> Problems:
-    """Groups of learners come out even, and options of sharded weights have some."""
+    """The learners divide into groups evenly, and options of sharded weights need sharding."""
     distributed, learners = config.distributed, sum(config.distributed.learners_per_node)
     size = distributed.shard_group_size
     if distributed.sharding == "none":
         for path in ("distributed.cpu_offload", "distributed.compute_dtype"):
             if _is_given(config, path):
-                remedy = "only sharded weights have it; set distributed.sharding to full or hybrid, or leave it out"
+                remedy = "it needs sharded weights; set distributed.sharding to full or hybrid, or leave it out"
                 yield _clash(config, remedy, path, "distributed.sharding")
     elif config.policy.heads_device is not None:
         remedy = "heads are sharded with the policy; set policy.heads_device to null, or distributed.sharding to none"
@@ -90,7 +90,7 @@ def _sharding(config: Config) -> Problems:
 
 
 def _quantized(config: Config) -> Problems:
-    """A quantised base stays where it was loaded."""
+    """A quantised base can't leave the process that loaded it."""
     distributed = config.distributed
     if config.policy.quantize is None:
         return
@@ -109,7 +109,7 @@ def _quantized(config: Config) -> Problems:
 
 
 def _vllm_policy(config: Config) -> Problems:
-    """vLLM decodes one token after another; its own class knows one model."""
+    """vLLM decodes token by token; its own class supports one model."""
     policy, engines = config.policy, "vllm.num_engines"
     if config.vllm.num_engines == 0:
         return
@@ -129,31 +129,31 @@ def _vllm_policy(config: Config) -> Problems:
     }
     for path in (path for path, is_foreign in foreign.items() if is_foreign and config.vllm.model_class == "vllm"):
         remedy = (
-            "vLLM's own class knows the original OpenVLA-7B alone, with one image and no proprio; set vllm.model_class "
-            "to vlarl"
+            "vLLM's own class supports only the original OpenVLA-7B, with one image and no proprio; set "
+            "vllm.model_class to vlarl"
         )
         yield _clash(config, remedy, "vllm.model_class", path)
 
 
 def _engine_options(config: Config) -> Problems:
-    """Engines are of one kind, and options of the other kind would never be read."""
+    """Engines are of one kind, and options of the other kind are not read."""
     engines = "vllm.num_engines"
     if config.vllm.num_engines == 0:
         for path in ("vllm.sync_backend", "vllm.tensor_parallel_size"):
             if _is_given(config, path):
-                remedy = "there is no engine of vLLM that would read it; set vllm.num_engines, or leave it out"
+                remedy = "only vLLM engines read it, and there are none; set vllm.num_engines, or leave it out"
                 yield _clash(config, remedy, path, engines)
         return
     if _is_given(config, "distributed.torch_num_engines"):
         remedy = "the engines are vLLM's; leave it out, or set vllm.num_engines to 0"
         yield _clash(config, remedy, "distributed.torch_num_engines", engines)
     if _is_given(config, "rollout.batch_size"):
-        remedy = "engines of vLLM read vllm.max_num_seqs instead; set that, and leave this out"
+        remedy = "vLLM engines read vllm.max_num_seqs instead; set that, and leave this out"
         yield _clash(config, remedy, "rollout.batch_size", engines)
 
 
 def _sync(config: Config) -> Problems:
-    """nccl needs two GPUs, ipc one that both share."""
+    """nccl needs two GPUs, ipc one shared GPU."""
     backend, paths = config.vllm.sync_backend, ("vllm.sync_backend", "distributed.colocate")
     if config.vllm.num_engines == 0 or backend == "object_store":
         return
@@ -169,10 +169,10 @@ def _sync(config: Config) -> Problems:
 
 
 def _tensor_parallel(config: Config) -> Problems:
-    """An engine over several GPUs has them for itself."""
-    size, shares = "vllm.tensor_parallel_size", {"distributed.colocate": config.distributed.colocate}
-    shares["distributed.engine_gpus"] = config.distributed.engine_gpus < 1
-    path = next((path for path, is_shared in shares.items() if is_shared), None)
+    """An engine over several GPUs does not share them."""
+    size, sharing = "vllm.tensor_parallel_size", {"distributed.colocate": config.distributed.colocate}
+    sharing["distributed.engine_gpus"] = config.distributed.engine_gpus < 1
+    path = next((path for path, is_shared in sharing.items() if is_shared), None)
     if config.vllm.num_engines and config.vllm.tensor_parallel_size > 1 and path is not None:
         remedy = (
             "an engine over several GPUs takes whole ones; set distributed.colocate to false and "
@@ -181,8 +181,8 @@ def _tensor_parallel(config: Config) -> Problems:
         yield _clash(config, remedy, size, path)
 
 
-def _shares(config: Config) -> Problems:
-    """What shares a GPU fits on it; learners never share one, and each colocated engine has a learner to share with."""
+def _gpu_fractions(config: Config) -> Problems:
+    """GPU fractions add up to 1 or less; learners never share a GPU; each colocated engine has a learner's GPU."""
     distributed = config.distributed
     if distributed.backend == "local":
         return
@@ -190,10 +190,10 @@ def _shares(config: Config) -> Problems:
     fraction = distributed.learner_gpus + (distributed.engine_gpus if distributed.colocate else 0)
     paths = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.colocate")
     if distributed.colocate and fraction > 1 + ROUNDING:
-        remedy = "together they are more than the GPU that they share; make it 1 or less, such as 0.5 and 0.5"
+        remedy = "together they exceed the GPU that they share; make the sum 1 or less, such as 0.5 and 0.5"
         yield _clash(config, remedy, *paths, num_shown=2)
     if on_gpus and learners > 1 and distributed.learner_gpus and fraction <= 0.5:
-        remedy = "two learners could come to one GPU, which can't be two ranks of nccl; make it more than half of a GPU"
+        remedy = "two learners could share one GPU, which can't be two ranks of nccl; make it more than half of a GPU"
         yield _clash(config, remedy, *paths, num_shown=2 if distributed.colocate else 1)
     if distributed.colocate and num_engines(config) > learners:
         path = "vllm.num_engines" if config.vllm.num_engines else "distributed.torch_num_engines"
@@ -205,37 +205,37 @@ def _shares(config: Config) -> Problems:
 
 
 def _devices(config: Config) -> Problems:
-    """Ray says which GPU is whose, and hides the others."""
+    """Ray assigns a worker its GPUs, and hides the others."""
     distributed = config.distributed
     if distributed.backend == "local":
         return
-    has_rewarders = distributed.num_reward_workers > 0
-    named = ("run.device", "policy.heads_device", *(("reward.device",) if has_rewarders else ()))
+    has_reward_workers = distributed.num_reward_workers > 0
+    named = ("run.device", "policy.heads_device", *(("reward.device",) if has_reward_workers else ()))
     for path in named:
         if re.fullmatch(r"cuda:\d+", str(_value(config, path))):
             remedy = f"Ray assigns the GPUs; set {path} to cuda"
             yield _clash(config, remedy, path, "distributed.backend")
     users = [("run.device", "distributed.learner_gpus"), ("run.device", "distributed.engine_gpus")]
-    users += [("reward.device", "distributed.reward_gpus")] if has_rewarders else []
-    for device, share in users:
-        if str(_value(config, device)).startswith("cuda") and _value(config, share) == 0:
-            remedy = f"workers without a share of a GPU see none; set {share} above 0, or {device} to cpu"
-            yield _clash(config, remedy, device, share)
+    users += [("reward.device", "distributed.reward_gpus")] if has_reward_workers else []
+    for device, fraction in users:
+        if str(_value(config, device)).startswith("cuda") and _value(config, fraction) == 0:
+            remedy = f"workers see only GPUs that are assigned to them; set {fraction} above 0, or {device} to cpu"
+            yield _clash(config, remedy, device, fraction)
 
 
 def _workers(config: Config) -> Problems:
-    """Each environment worker has an environment at least."""
+    """Each environment worker has at least one environment."""
     facts, workers = suite_facts(config.env, config.gym), config.distributed.num_env_workers
     if config.distributed.backend == "local" or facts is None or facts.in_processes:
         return
     num_envs = config.env.num_envs or BATCHED_ENVS
     if workers > num_envs:
-        remedy = f"there are {num_envs} environments (env.num_envs) to share; use that many workers or fewer"
+        remedy = f"there are only {num_envs} environments (env.num_envs); use that many workers or fewer"
         yield _clash(config, remedy, "distributed.num_env_workers", "env.num_envs", num_shown=1)
 
 
 def _asynchronous(config: Config) -> Problems:
-    """Rollouts that overlap updates are learnt from one by one."""
+    """Rollouts that overlap updates can't be gathered for one update."""
     if config.distributed.asynchronous and config.optim.rollouts_per_update > 1:
         remedy = (
             "rollouts are gathered by the synchronous loop only; set optim.rollouts_per_update to 1 and "
@@ -251,14 +251,14 @@ def _value(config: Config, path: str) -> object:
 
 
 def _is_given(config: Config, path: str) -> bool:
-    """Whether an option is anything else than its default."""
+    """Whether an option differs from its default."""
     return _value(config, path) != _value(Config(), path)
 
 
 def _clash(config: Config, message: str, *paths: str, num_shown: int | None = None) -> Problem:
-    """A problem of these options, the first `num_shown` of which are quoted with their values."""
-    said = [f"{path} = {shown(_value(config, path))}" for path in paths[:num_shown]]
-    return Problem(" with ".join(said), message, paths)
+    """A problem of these options; the message shows the first `num_shown` with their values."""
+    quoted = [f"{path} = {shown(_value(config, path))}" for path in paths[:num_shown]]
+    return Problem(" with ".join(quoted), message, paths)
 
 
 RULES: tuple[Callable[[Config], Problems], ...] = (
@@ -269,7 +269,7 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _engine_options,
     _sync,
     _tensor_parallel,
-    _shares,
+    _gpu_fractions,
     _devices,
     _workers,
     _asynchronous,

@@ -1,8 +1,8 @@
-"""What a user asked for and the resolved configuration would not do: options without effect, weights of another robot.
+"""Options that the user gave and that the resolved configuration would not use: without effect, or another robot's.
 
-Only what the user gave counts: flags, overrides in Python, and a configuration file of their own. The values of a
-shipped preset don't, nor do those of a saved configuration (a run's config.yaml, the output of --dry-run), which names
-every section whatever is in use; and an option that is given its default is as good as left out.
+Only what the user gave is checked: flags, overrides in Python, and the user's own configuration file. Values of a
+shipped preset are not, nor those of a saved configuration (a run's config.yaml, the output of --dry-run), which has
+all sections; and an option that is given its default counts as left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vlarl.config.source.yaml_file import Document
 def check_given(
     config: Config | FinetuneConfig, document: Document, flags: Flags, with_policy: bool = True
 ) -> list[Problem]:
-    """Problems of what the user gave, each with the option first in its paths and the switches after it.
+    """Problems of the options that the user gave; each has the option first in its paths and the switches after it.
 
-    `with_policy`: the policy is going to act, so its weights must be made for the suite.
+    `with_policy`: the command runs the policy, so its weights must fit the suite.
     """
     written = _written(document) if _is_own(document) and not _is_saved(document, config) else []
 
@@ -63,11 +63,11 @@ def without_effect(
 
 
 def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterator[Problem]:
-    """Weights that were trained for another suite act only where the user named them: the built-in ones on other robots
-    than the tabletop's, a preset's checkpoint where there is none like it for the suite."""
+    """Weights that were trained for another suite are used only if the user named them: the built-in ones on other
+    robots than the tabletop's, a preset's checkpoint if there is none of its series for the suite."""
     path, suite = config.policy.path, config.env.suite
     named = "policy.path" in flags.values or (_is_own(document) and "policy.path" in _written(document))
-    # A Config in place of a file has no document; what it pairs was checked, or written down, when it was made.
+    # A Config in place of a file has no document; its combination was checked when it was made.
     named = named or (not document.name and "env.suite" not in flags.values)
     home = next((own for series in CHECKPOINT_SERIES.values() for own, name in series.items() if name == path), None)
     if path.startswith("builtin:"):
@@ -81,8 +81,8 @@ def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterat
     start = f", start from the preset {' or '.join(fitting)}" if fitting and home == "tabletop" else ""
     trained = "on the tabletop's robot" if home == "tabletop" else f"for {home}"
     remedy = (
-        f"these weights were trained {trained} and know nothing of {world}; name a checkpoint made for "
-        f"it with --policy.path{start}, or say --policy.path {path} to train them here all the same"
+        f"these weights were trained {trained}, not for {world}; name a checkpoint made for "
+        f"it with --policy.path{start}, or say --policy.path {path} to train these anyway"
     )
     yield Problem(f"policy.path = {shown(path)} with env.suite = {shown(suite)}", remedy, ("policy.path", "env.suite"))
 

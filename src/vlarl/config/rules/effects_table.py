@@ -1,9 +1,9 @@
 """When each option is read: one table for `vlarl train`, one for `vlarl finetune`.
 
-`ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only where something else
-is set, and the words that say what: `lora.rank has no effect without lora.enabled true`. An option may have several
-conditions; all of them must hold. What asks for something that holds anyway, such as env.lockstep on the tabletop, is
-read "always": it is not refused. A test fails for an option of the schemas that is in neither.
+`ALWAYS_…` names the options that every run reads. A `Condition` names options that are read only if something else is
+set, and the message that says what: `lora.rank has no effect without lora.enabled true`. An option may have several
+conditions; all of them must hold. An option for something that holds anyway, such as env.lockstep on the tabletop,
+counts as "always" read: it is not refused. A test fails for an option of the schemas that is in neither.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ STD_METHODS = ("grpo", "group_norm", "cpgd")
 
 @dataclass(frozen=True)
 class Condition(Generic[AnyConfig]):
-    """Options that are read only where `holds` is true."""
+    """Options that are read only if `holds` is true."""
 
     options: tuple[str, ...]  # section.field, or a pattern such as vllm.*
-    switches: tuple[str, ...]  # the options that `holds` looks at
+    switches: tuple[str, ...]  # the options that `holds` reads
     holds: Callable[[AnyConfig], bool]
-    otherwise: str  # goes on after "has no effect", where it does not hold
+    otherwise: str  # the rest of the message after "has no effect", if it does not hold
 
     def concerns(self, path: str) -> bool:
-        """Whether an option is one of those; a switch of its own section is not."""
+        """Whether an option is one of `options` and not itself a switch."""
         return path not in self.switches and any(fnmatchcase(path, option) for option in self.options)
 
 
@@ -49,10 +49,15 @@ def _paths(by_section: dict[str, str]) -> frozenset[str]:
 
 FRESH_ADAPTER = ("lora.rank", "lora.alpha", "lora.dropout", "lora.target_modules")
 INSIDE_TRAINER = (
-    "where environments run inside the trainer, as the tabletop does; simulator processes (libero_*, metaworld_*, gym) "
-    "and distributed.backend ray read it"
+    "with environments inside the trainer's process, such as the tabletop; simulator processes (libero_*, metaworld_*, "
+    "gym) and distributed.backend ray read it"
 )
-GPU_SHARES = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.env_gpus", "distributed.reward_gpus")
+GPU_FRACTIONS = (
+    "distributed.learner_gpus",
+    "distributed.engine_gpus",
+    "distributed.env_gpus",
+    "distributed.reward_gpus",
+)
 CRITIC = (
     "critic.*",
     "algorithm.gae_level",
@@ -65,7 +70,7 @@ CRITIC = (
 
 
 def _in_processes(config: Config) -> bool:
-    """Whether each environment is a process of its own; an unknown suite is another rule's business."""
+    """Whether each environment is its own process; another rule refuses unknown suites."""
     facts = suite_facts(config.env, config.gym)
     return facts is None or facts.in_processes
 
@@ -84,10 +89,10 @@ def _on_gpus(config: Config) -> bool:
 
 
 def _weights_importance(config: Config) -> bool:
-    """As `training/importance.py` decides."""
+    """Whether tokens are weighted, as in `training/importance.py`."""
     algorithm = config.algorithm
-    by_itself = config.distributed.asynchronous and algorithm.old_logprobs == "learner"
-    return algorithm.importance == "truncated" or (algorithm.importance == "auto" and by_itself)
+    by_default = config.distributed.asynchronous and algorithm.old_logprobs == "learner"
+    return algorithm.importance == "truncated" or (algorithm.importance == "auto" and by_default)
 
 
 def _is_builtin(path: str) -> bool:
@@ -95,7 +100,7 @@ def _is_builtin(path: str) -> bool:
 
 
 def _is_adapter(path: str) -> bool:
-    """Whether a policy is an adapter on this machine; one of the hub is not known before it is downloaded."""
+    """Whether a policy is an adapter on this machine; on the hub, that is not known before the download."""
     folder = local_folder(path)
     return folder is not None and (folder / ADAPTER).is_file()
 
@@ -120,7 +125,7 @@ MODEL: tuple[Condition[Any], ...] = (
         FRESH_ADAPTER,
         ("policy.path",),
         lambda c: not _is_adapter(c.policy.path),
-        "where policy.path is an adapter, whose own rank, scale and layers are kept",
+        "if policy.path is an adapter, whose own rank, scale and layers are kept",
     ),
     Condition(
         FRESH_ADAPTER,
@@ -135,7 +140,7 @@ MODEL: tuple[Condition[Any], ...] = (
         "with lora.adapter, whose rank, scale and layers are kept",
     ),
 )
-"""What both commands say of the sections `policy` and `lora`."""
+"""Conditions of the sections `policy` and `lora` in both commands."""
 
 TRAIN: tuple[Condition[Config], ...] = (
     # env, gym
@@ -146,7 +151,7 @@ TRAIN: tuple[Condition[Config], ...] = (
         INSIDE_TRAINER,
     ),
     Condition(
-        ("env.retries",),  # a batched environment of Gymnasium fails by slots, whose episodes are run again
+        ("env.retries",),  # a batched Gymnasium environment fails by slots, whose episodes are retried
         ("env.suite", "distributed.backend"),
         lambda c: _in_processes(c) or c.env.suite == GYM or c.distributed.backend == "ray",
         INSIDE_TRAINER,
@@ -158,7 +163,7 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("env.render", "env.render_gpu"),
         ("env.suite", "gym.batched"),
         _renders_in_processes,
-        "without a suite whose simulators render in processes of their own (libero_*, metaworld_*, gym)",
+        "without a suite whose simulators render in their own processes (libero_*, metaworld_*, gym)",
     ),
     Condition(
         ("env.render_gpu",),
@@ -306,9 +311,9 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("distributed.num_env_workers",),
         ("env.suite", "gym.batched"),
         lambda c: not _in_processes(c),
-        "with a suite whose simulators are a worker each; their number is env.num_envs",
+        "with a suite whose simulators are one worker each; env.num_envs is their count",
     ),
-    Condition((*GPU_SHARES, "vllm.gpu_memory_utilization"), ("run.device",), _on_gpus, "without a GPU (run.device)"),
+    Condition((*GPU_FRACTIONS, "vllm.gpu_memory_utilization"), ("run.device",), _on_gpus, "without a GPU (run.device)"),
     Condition(
         ("distributed.reward_gpus",),
         ("distributed.num_reward_workers",),
@@ -331,7 +336,7 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("distributed.object_store_mb",),
         ("distributed.address",),
         lambda c: c.distributed.address is None,
-        "with distributed.address: a cluster that runs already has its object store",
+        "with distributed.address: a running cluster has its own object store",
     ),
 )
 
@@ -366,16 +371,16 @@ ALWAYS_TRAIN = _paths(
 )
 
 
-def _plays(config: FinetuneConfig) -> bool:
+def _uses_experts(config: FinetuneConfig) -> bool:
     return config.demos.path is None
 
 
-def _plays_tabletop(config: FinetuneConfig) -> bool:
-    return _plays(config) and any(suite.startswith("tabletop_") for suite in config.demos.suites)
+def _uses_tabletop_experts(config: FinetuneConfig) -> bool:
+    return _uses_experts(config) and any(suite.startswith("tabletop_") for suite in config.demos.suites)
 
 
-def _plays_simulators(config: FinetuneConfig) -> bool:
-    return _plays(config) and any(not suite.startswith("tabletop_") for suite in config.demos.suites)
+def _uses_simulator_experts(config: FinetuneConfig) -> bool:
+    return _uses_experts(config) and any(not suite.startswith("tabletop_") for suite in config.demos.suites)
 
 
 def _is_fresh(config: FinetuneConfig) -> bool:
@@ -399,25 +404,25 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
     Condition(
         ("demos.suites", "demos.task_ids", "demos.episodes_per_task", "demos.action_noise", "demos.num_workers"),
         ("demos.path",),
-        _plays,
+        _uses_experts,
         "with demos.path, whose recorded episodes are imitated as they are",
     ),
     Condition(
         ("demos.image_size",),
         ("demos.path", "policy.path"),
-        lambda c: _plays(c) or _is_fresh(c),
-        "with demos.path, whose recorded images have their size",
+        lambda c: _uses_experts(c) or _is_fresh(c),
+        "with demos.path, whose recorded images have a fixed size",
     ),
     Condition(
         ("demos.close_high", "demos.release_early"),
         ("demos.suites", "demos.path"),
-        _plays_tabletop,
+        _uses_tabletop_experts,
         "without demonstrations of the tabletop (demos.suites)",
     ),
     Condition(
         ("demos.hesitation",),
         ("demos.suites", "demos.path"),
-        _plays_simulators,
+        _uses_simulator_experts,
         "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
     ),
 )

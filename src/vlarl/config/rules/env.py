@@ -1,4 +1,4 @@
-"""Rules of the sections `env` and `gym`, and of what evaluation takes from them."""
+"""Rules of the sections `env` and `gym`, and of the evaluation options that depend on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
 
-LISTED = 10  # tasks that a message names
+LISTED = 10  # tasks that a message lists
 
 
 def check_suite(suite: str, option: str = "env.suite") -> Problems:
@@ -28,7 +28,7 @@ def check_suite(suite: str, option: str = "env.suite") -> Problems:
 def check_task_ids(
     task_ids: tuple[int, ...] | None, facts: SuiteFacts | None, option: str = "env.task_ids"
 ) -> Problems:
-    """Task ids must be there, exist in the suite, and each be named once."""
+    """Task ids must not be empty, must exist in the suite, and each be named once."""
     if task_ids is None:
         return
     subject = f"{option} = {shown(task_ids)}"
@@ -41,7 +41,7 @@ def check_task_ids(
 
 
 def check_env(config: Config) -> Problems:
-    """The suite and its tasks exist, and what is asked of it is there."""
+    """The suite and its tasks exist, with enough initial states and the needed reward."""
     env, facts = config.env, suite_facts(config.env, config.gym)
     yield from check_suite(env.suite)
     yield from check_task_ids(env.task_ids, facts)
@@ -55,7 +55,7 @@ def check_env(config: Config) -> Problems:
     needs_dense = {"dense", "shaped"} & {config.reward.source, *config.reward.sources}
     if needs_dense and not facts.has_dense_reward:
         subject = f"reward.source = {shown(config.reward.source)} with env.suite = '{env.suite}'"
-        remedy = "this suite pays for success only; use sparse or rules, or a reward of yours"
+        remedy = "this suite rewards success only; use sparse or rules, or your own reward"
         yield Problem(subject, remedy, ("reward.source", "env.suite"))
 
 
@@ -78,12 +78,12 @@ def check_cameras(config: Config) -> Problems:
 
 
 def check_gym(config: Config) -> Problems:
-    """A Gymnasium environment is named where it is the suite; its parts can be found."""
+    """The suite gym names an environment, its views and its instructions."""
     gym = config.gym
     if config.env.suite != GYM:
         return
     if gym.env is None:
-        remedy = "name the environment: an id, such as --gym.env Reacher-v5, or module:factory of yours"
+        remedy = "name the environment: an id, such as --gym.env Reacher-v5, or your own module:factory"
         yield Problem("gym.env = null", remedy, ("gym.env",))
     elif as_named := as_module(gym.env, "FACTORY"):
         yield Problem(f"gym.env = {shown(gym.env)}", as_named, ("gym.env",))
@@ -93,8 +93,8 @@ def check_gym(config: Config) -> Problems:
         yield Problem("gym.images = []", "a policy needs a view: name one, or render", ("gym.images",))
     if not gym.instructions:
         remedy = (
-            "say what the policy is to do, one sentence for each task, such as --gym.instructions 'reach the target', "
-            "or name a path such as info.instruction"
+            "the policy needs instructions; give one sentence for each task, such as --gym.instructions 'reach the "
+            "target', or a path such as info.instruction"
         )
         yield Problem("gym.instructions = []", remedy, ("gym.instructions",))
     if len(gym.instructions) > 1 and gym.task_option is None:
@@ -102,6 +102,6 @@ def check_gym(config: Config) -> Problems:
         yield Problem("gym.task_option = null", remedy, ("gym.task_option", "gym.instructions"))
 
 
-def _and(numbers: list[int]) -> str:
-    listed = [str(n) for n in numbers[:LISTED]] + ["more"] * (len(numbers) > LISTED)
+def _and(values: list[int]) -> str:
+    listed = [str(n) for n in values[:LISTED]] + ["more"] * (len(values) > LISTED)
     return " and ".join(listed)

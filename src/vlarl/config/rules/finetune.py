@@ -15,11 +15,11 @@ PATCH_SIZE = 14  # of the built-in model's towers
 
 
 def check_demos(config: FinetuneConfig) -> Problems:
-    """Suites and their tasks exist and have experts, unless recordings are imitated instead."""
+    """Suites and their tasks exist and have experts, unless recorded episodes are imitated."""
     demos = config.demos
     if demos.path is not None:
         if demos.task_ids is not None:
-            remedy = "a recording is imitated whole; leave demos.task_ids out, or demos.path to have experts play"
+            remedy = "a recording is imitated as a whole; leave out demos.task_ids, or demos.path to use experts"
             yield Problem(f"demos.task_ids with demos.path = {shown(demos.path)}", remedy, ("demos.task_ids",))
         return
     for suite in demos.suites:

@@ -13,18 +13,18 @@ Problems = Iterator[Problem]
 
 
 def check_updates(config: Config) -> Problems:
-    """Every update must come to pass, and warm-ups must leave some of them."""
+    """A run must have at least one update, and more updates than warm-ups take."""
     iterations, gathered = total_iterations(config), config.optim.rollouts_per_update
     if iterations is None:
-        return  # how many the environment steps last for is not known
+        return  # unknown for the given run.total_env_steps
     if gathered > iterations:
         length = length_in_words(config)
         subject = f"optim.rollouts_per_update = {gathered} with {length.given}"
-        remedy = f"so many rollouts are never gathered; set it to {length.limit} or less{length.more}"
+        remedy = f"the run ends before the first update; set it to {length.limit} or less{length.more}"
         yield Problem(subject, remedy, ("optim.rollouts_per_update", "run.iterations"))
         return
     if gathered == 1:
-        return  # an update an iteration: other rules see to it
+        return  # one update per iteration: other rules check the warm-ups
     updates = updates_in(iterations, config)
     paths = ("run.iterations", "optim.rollouts_per_update")
     for path, value, limit in (
@@ -34,7 +34,7 @@ def check_updates(config: Config) -> Problems:
     ):
         if value > limit:
             subject = f"{path} = {value} with optim.rollouts_per_update = {gathered}"
-            message = f"{iterations} iterations make {updates} updates, which it counts; set it to {limit} or less"
+            message = f"it counts updates, and {iterations} iterations have {updates}; set it to {limit} or less"
             yield Problem(subject, message, (path, *paths))
 
 
@@ -53,7 +53,7 @@ def check_critic(config: Config) -> Problems:
 
 
 def check_ema(config: Config) -> Problems:
-    """An average can be evaluated where one is kept."""
+    """Evaluating the moving average needs one."""
     if config.eval.use_ema and config.ema.beta is None:
         remedy = "no average of the weights is kept; set ema.beta, such as 0.992, or eval.use_ema to false"
         yield Problem("eval.use_ema = true", remedy, ("eval.use_ema", "ema.beta"))

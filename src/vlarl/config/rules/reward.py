@@ -1,4 +1,4 @@
-"""Rules of the section `reward`: what a reward needs, and which rewards an option is for."""
+"""Rules of the section `reward`: what a reward needs, and which rewards read an option."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "max_request_bytes": ("remote",),
     "max_response_bytes": ("remote",),
 }
-"""The rewards that an option is for; what is not here is for all of them. effects_table.py refuses it elsewhere."""
+"""The rewards that read an option; all rewards read the others. effects_table.py refuses options without effect."""
 
 SAME_REWARDS = dict.fromkeys(
     ("success", "binary", "outcome"), "a reward of 1 for success and 0 otherwise is --reward.source sparse"
 )
-"""Names of other systems for rewards of ours."""
+"""Names of vlarl's rewards in other systems."""
 
 STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
-"""Algorithms that credit a decision with the rewards after it; the others look at the return of the whole episode."""
+"""Algorithms that credit a decision with the rewards after it; the others use the return of the whole episode."""
 
 
 def check_reward(config: Config) -> Problems:
-    """Everything that is wrong with the section."""
+    """All problems of the section."""
     reward = config.reward
     own = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not is_given(name)]
     names = [name for name in own if not _is_own(name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
-        message = unknown("reward", name, KNOWN_REWARDS) + ", or module:function of yours"
+        message = unknown("reward", name, KNOWN_REWARDS) + ", or your own module:function"
         message = SAME_REWARDS.get(name.lower()) or message
         yield Problem(f"{option} = {shown(name)}", as_module(name, "FUNCTION") or message, (option,))
     if not names:
@@ -80,7 +80,7 @@ def used_rewards(reward: RewardConfig) -> list[str]:
 
 
 def used_kinds(reward: RewardConfig) -> set[str]:
-    """The same as READ_BY names them: every reward of the user's own is OWN."""
+    """The same in READ_BY's terms: every reward of the user is OWN."""
     return {name if name in KNOWN_REWARDS else OWN for name in used_rewards(reward)}
 
 
@@ -115,13 +115,14 @@ def _recipe(reward: RewardConfig) -> Problems:
             remedy = f"{name} is none of reward.sources; add it there"
             yield Problem(subject, remedy, ("reward.recipe", "reward.sources"))
         if not any(rule.weights.values()):
-            yield Problem(subject, "pays nothing at all; give one weight that is not 0", ("reward.recipe",))
+            yield Problem(subject, "the reward would always be 0; give one weight that is not 0", ("reward.recipe",))
     labels = [rule.label for rule in rules]
     for label in sorted({label for label in labels if labels.count(label) > 1}):
-        yield Problem("reward.recipe", f"the label {label!r} is given twice; the first would count", ("reward.recipe",))
+        message = f"the label {label!r} is given twice, and only the first would apply; keep one of them"
+        yield Problem("reward.recipe", message, ("reward.recipe",))
     if reward.weights and not any(reward.weights) and not reward.recipe:
         subject = f"reward.weights = {shown(reward.weights)}"
-        yield Problem(subject, "pays nothing at all; give one weight that is not 0", ("reward.weights",))
+        yield Problem(subject, "the reward would always be 0; give one weight that is not 0", ("reward.weights",))
 
 
 def _needs(reward: RewardConfig) -> Problems:
@@ -148,8 +149,8 @@ def _address(reward: RewardConfig) -> Problems:
         yield Problem(subject, remedy, ("reward.url",))
     elif url is not None and is_masked(url):
         remedy = (
-            "what follows `?` was not saved with the run; give the whole address again with --reward.url, or send the "
-            "token in a header with reward.headers_env"
+            "the part after `?` was not saved with the run; give the whole address again with --reward.url, or send "
+            "the token in a header with reward.headers_env"
         )
         yield Problem(subject, remedy, ("reward.url",))
     elif not _is_address(url):
@@ -164,7 +165,7 @@ def _is_address(url: str | None) -> bool:
     try:
         parts = urlsplit(url or "")
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         return False
 
 
@@ -188,7 +189,7 @@ def _shaping(config: Config) -> Problems:
     if "shaped" in used_rewards(config.reward) and name not in STEPWISE_METHODS:
         subject = f"reward.source = '{config.reward.source}' with algorithm.name = '{name}'"
         remedy = (
-            f"{name} learns from returns of whole episodes, which potential-based shaping leaves as they are; set "
+            f"{name} uses the returns of whole episodes, which potential-based shaping does not change; set "
             f"algorithm.name to {', '.join(STEPWISE_METHODS[:-1])} or {STEPWISE_METHODS[-1]}, or use the reward dense"
         )
         yield Problem(subject, remedy, ("reward.source", "algorithm.name"))

@@ -1,4 +1,4 @@
-"""Rules of what is sampled: the section `curriculum`, and dynamic sampling in `rollout`."""
+"""Rules of sampling: the section `curriculum`, and dynamic sampling in `rollout`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Problems = Iterator[Problem]
 
 
 def check_curriculum(config: Config) -> Problems:
-    """The mixture fits the tasks, and no option is given that the mode would never read."""
+    """The weights fit the tasks, and no option is given that the mode does not read."""
     curriculum, mode = config.curriculum, ("curriculum.mode",)
     if curriculum.mode == "weighted" and curriculum.weights is None:
         remedy = "there are no weights; give curriculum.weights, one for each task, or set it to uniform or adaptive"
         yield Problem("curriculum.mode = 'weighted'", remedy, (*mode, "curriculum.weights"))
     if curriculum.weights is not None:
-        yield from _mixture(config, curriculum.weights)
+        yield from _weights(config, curriculum.weights)
     for name, value in (("skip_solved_above", curriculum.skip_solved_above), ("start_from", curriculum.start_from)):
         if value is not None and curriculum.mode != "adaptive":
             remedy = f"only adaptive sampling reads it; set curriculum.mode to adaptive, or curriculum.{name} to null"
@@ -27,7 +27,7 @@ def check_curriculum(config: Config) -> Problems:
             yield Problem(subject, remedy, (f"curriculum.{name}", *mode))
 
 
-def _mixture(config: Config, weights: tuple[float, ...]) -> Problems:
+def _weights(config: Config, weights: tuple[float, ...]) -> Problems:
     subject = f"curriculum.weights = {shown(weights)}"
     facts = suite_facts(config.env, config.gym)
     if facts is None:
@@ -44,17 +44,17 @@ def _mixture(config: Config, weights: tuple[float, ...]) -> Problems:
 
 
 def check_dynamic_sampling(config: Config) -> Problems:
-    """Groups are dropped and replaced for methods that need them, and some group must be able to stay."""
+    """Only methods with groups drop and replace groups, and the bounds must admit some group."""
     rollout, name = config.rollout, config.algorithm.name
-    asked_for = {
+    requested = {
         "rollout.refill": rollout.refill,
         "rollout.oversample": rollout.oversample > 1,
         "rollout.accuracy_bounds": rollout.accuracy_bounds is not None,
     }
-    for path in (path for path, is_asked in asked_for.items() if is_asked and name not in GROUP_METHODS):
+    for path in (path for path, is_set in requested.items() if is_set and name not in GROUP_METHODS):
         value = shown(getattr(rollout, path.removeprefix("rollout.")))
         remedy = (
-            "groups are dropped and replaced for methods that need them; leave it out, or set algorithm.name to one of "
+            "only methods that compare groups drop and replace them; leave it out, or set algorithm.name to one of "
             + ", ".join(GROUP_METHODS)
         )
         yield Problem(f"{path} = {value} with algorithm.name = '{name}'", remedy, (path, "algorithm.name"))

@@ -1,12 +1,12 @@
-"""Names that options have in other systems of the field, and what each of them means here.
+"""Names of options in other systems of the field, and their counterparts in vlarl.
 
-A name either sets an option of ours (`ALIASES`), sets it with another value (`TRANSLATED`), asks for what vlarl does or
-knows by itself (`NEEDLESS`: a note, and the command goes on), or is answered with what to do instead (`ELSEWHERE`).
-Hyphens and underscores are alike. `hydra_aliases` has the dotted names of verl, SimpleVLA-RL, RLinf and lerobot,
-`finetune_aliases` what names mean in `vlarl finetune`.
+A name either sets an option (`ALIASES`), sets it with another value (`TRANSLATED`), is not needed because vlarl does
+the same by itself (`NEEDLESS`: a note, and the command continues), or is refused with advice (`ELSEWHERE`). Hyphens and
+underscores are equivalent. `hydra_aliases` has the dotted names of verl, SimpleVLA-RL, RLinf and lerobot,
+`finetune_aliases` the meaning of names in `vlarl finetune`.
 
-The systems: VLA-RL and OpenVLA-OFT-RL, LightRFT, TRL, Stable-Baselines3 and its zoo. docs/coming-from.md is the page
-for people who come from one of them.
+The systems: VLA-RL and OpenVLA-OFT-RL, LightRFT, TRL, Stable-Baselines3 and its zoo. docs/coming-from.md is the guide
+for their users.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ MEANINGS: dict[str, str] = {
     "num_iterations": _EPOCHS,
     "num_episodes": "the length of training; an iteration has --rollout.num_groups x --rollout.group_size episodes",
 }
-"""What the option is that a name sets, where the same name means something else in other systems: told in a note."""
+"""Meaning of the option that a name sets, if the name means something else in other systems: printed as a note."""
 
 SINGLE_VALUE = frozenset({"task_id"})
 """Names of a list option that take one value."""
@@ -255,7 +255,7 @@ TRANSLATED: dict[str, Translation] = {
     "optim": to.only(("adamw", "adamw_torch", "adamw_torch_fused"), "AdamW is the optimizer; leave it out"),
     **hydra_aliases.TRANSLATED,
 }
-"""Names that set options, by another value or several at once."""
+"""Names that set options to a translated value, or several options at once."""
 
 EPISODES = "an iteration has --rollout.num_groups x --rollout.group_size episodes, and each episode runs to its end"
 PASSES = "a minibatch is split into passes of --optim.microbatch_size decisions, whose gradients add up"
@@ -267,12 +267,12 @@ NEEDLESS: dict[str, str] = {
     "gradient_accumulation_steps": PASSES,
     "grad_accum": PASSES,
     "grad_accum_steps": PASSES,
-    "stop_token_check": "a decision has a fixed number of action tokens, and none that stops",
+    "stop_token_check": "a decision has a fixed number of action tokens, and no stop token",
     "buffer_cpu_offload": "episodes are kept in the memory of the host, and only a microbatch is on the GPU",
     "prompt_max_len": "a prompt is one sentence around the instruction, and is never truncated",
     "max_prompt_length": "a prompt is one sentence around the instruction, and is never truncated",
     "max_completion_length": "a decision has a fixed number of action tokens",
-    "dataloader_pin_memory": "what goes to a GPU is pinned always",
+    "dataloader_pin_memory": "memory that is copied to a GPU is always pinned",
     "save_hf_ckpt": "every checkpoint is a folder in the original layout of its model",
     "packing_samples": "prompts differ by a few tokens, so packing gains little; --optim.sort_by_length cuts padding",
     "consumed_samples": "the counters are in the checkpoint, and --resume RUN reads them",
@@ -285,7 +285,7 @@ NEEDLESS: dict[str, str] = {
     "verbose": "every iteration is one line",
     "obs_mode": "an observation has images, the robot's state and the instruction; --env.cameras and "
     "--policy.use_proprio choose what the policy reads",
-    "use_local": "--policy.path is a folder where there is one of that name, else a hub id",
+    "use_local": "--policy.path is a folder if there is one of that name, else a hub id",
     "proprio_dim": "the checkpoint knows its size",
     "freeze_l1_action_head": "`vlarl train` never trains that head",
     "finetuned_on_discrete_actions": "--policy.actions chooses what acts; a head that the checkpoint lacks is refused",
@@ -295,35 +295,35 @@ NEEDLESS: dict[str, str] = {
     "remove_unused_columns": "there is no dataset",
     **dict.fromkeys(
         ("num_workers", "dataloader_num_workers"),
-        "RL loads no dataset; --env.num_envs is the number of environments that run side by side",
+        "RL loads no dataset; --env.num_envs is the number of environments that run in parallel",
     ),
     "trust_remote_code": "no code of a checkpoint is run",
     "tf32": "matrix products run in the precision that --policy.dtype says",
-    "progress_bar": "a terminal shows one always",
+    "progress_bar": "a terminal always shows one",
     **hydra_aliases.NEEDLESS,
 }
-"""Names that ask for nothing that must be said: why."""
+"""Names that are not needed, and why."""
 
 GENERATION = (
     "rollouts sample from all action tokens, so that the log-probs of the update are those of the sampled "
     "distribution; set --rollout.temperature"
 )
 BATCHES = (
-    "the episodes of an update are split into --optim.minibatches optimizer steps; what one forward pass takes is "
+    "the episodes of an update are split into --optim.minibatches optimizer steps; one forward pass has "
     "--optim.microbatch_size decisions"
 )
 LENGTH = "set the length of training with --run.iterations, or with --run.total_env_steps"
 FEW_GPUS = "set --distributed.backend ray and --distributed.learners_per_node; docs/distributed.md shows how"
 LATER = "after training: `vlarl merge ADAPTER OUT` makes a checkpoint of an adapter and its base"
 ENVIRONMENT = "set --env.suite, such as libero_spatial; a Gymnasium environment is --env.suite gym with --gym.env ID"
-HUB = "after training, by a command of its own: `vlarl push RUN ORG/NAME`"
+HUB = "after training, with a separate command: `vlarl push RUN ORG/NAME`"
 
 ELSEWHERE: dict[str, str] = {
     "merge_model": LATER,
     "merge_dtype": f"{LATER}; its --dtype is the precision of the weights",
     "push_to_hub": HUB,
     "hub_model_id": HUB,
-    "eval_run_dir": "evaluations by themselves are `vlarl eval CHECKPOINT --out DIR`",
+    "eval_run_dir": "separate evaluations are `vlarl eval CHECKPOINT --out DIR`",
     "data_root_dir": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations, and "
     "--env.assets is the folder of LIBERO's meshes",
     "dataset_path": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
@@ -332,8 +332,8 @@ ELSEWHERE: dict[str, str] = {
     "static_mixture": "to train on some tasks of the suite more often, set --curriculum.mode weighted and "
     "--curriculum.weights, one for each task; mixtures of datasets are not supported",
     "process_reward_model": "set --reward.source model with --reward.model and --reward.scoring steps, and an "
-    "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); a model that is no classifier or CLIP is "
-    "served behind --reward.url with --reward.source remote",
+    "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); serve a model that is neither a "
+    "classifier nor CLIP behind --reward.url with --reward.source remote",
     "reward_model": "set --reward.source model and --reward.model PATH",
     "reward_model_name_or_path": "set --reward.source model and --reward.model PATH",
     "reward_funcs": "set --reward.source to a reward or to module:function, or --reward.source combined and "
@@ -355,14 +355,14 @@ ELSEWHERE: dict[str, str] = {
     "steps_per_generation": BATCHES,
     "traj_mini_batch_size": BATCHES,
     "traj_split_num": PASSES,
-    "buffer_limit": "set --optim.rollouts_per_update, the number of iterations that one update learns from",
+    "buffer_limit": "set --optim.rollouts_per_update, the number of iterations that one update is trained on",
     "ptx_coef": "there is no pretraining text to mix in; demonstrations are imitated before, by `vlarl finetune`",
     "generate_kwargs": GENERATION,
     "generation_kwargs": GENERATION,
     "top_p": GENERATION,
     "top_k": GENERATION,
     "min_p": GENERATION,
-    "max_ckpt_mem": "set --checkpoint.keep, the number of periodic checkpoints that stay",
+    "max_ckpt_mem": "set --checkpoint.keep, the number of periodic checkpoints that are kept",
     "separate_rollout_training": FEW_GPUS,
     "use_multi_gpu": FEW_GPUS,
     "deepspeed": FEW_GPUS,
@@ -375,9 +375,9 @@ ELSEWHERE: dict[str, str] = {
     "warmup_ratio": "set --optim.warmup_iterations, a number of updates",
     "use_vllm": "set --vllm.num_engines 1 and --distributed.backend ray; docs/engines.md says for which policies",
     "vllm_mode": "set --vllm.num_engines 1 and --distributed.backend ray; --distributed.colocate shares the GPUs",
-    "sync_ref_model": "the reference of --kl.coef is the policy that training started from, and stays",
+    "sync_ref_model": "the reference of --kl.coef is always the policy that training started from",
     "resume_from_checkpoint": "write --resume RUN, with the name or folder of the run",
-    "debug": "there is no such mode: --dry-run prints what a command line comes to, and a run writes logs/train.log",
+    "debug": "there is no such mode: --dry-run prints the resolved configuration, and a run writes logs/train.log",
     "load": "write --resume RUN to continue a run, or --policy.path CHECKPOINT to start from one",
     "policy_kwargs": "the policy is the checkpoint's own; section policy has the options",
     "use_sde": "exploration is sampling from the action tokens: set --rollout.temperature",
@@ -402,25 +402,25 @@ def alias_of(name: str, known: frozenset[str]) -> str | None:
     """The option that a name of another system sets, among those that are known."""
     path = finetune_aliases.ALIASES.get(name)
     if path is None or path not in known:
-        path = None if _is_answered_by_finetune(name, known) else ALIASES.get(name)
+        path = None if _has_finetune_advice(name, known) else ALIASES.get(name)
     return path if path in known else None
 
 
 def translation_of(name: str, known: frozenset[str]) -> Translation | None:
-    """How a name of another system is translated, where all that it sets is known."""
+    """How a name of another system is translated, if all options that it sets are known."""
     found = TRANSLATED.get(name)
     return found if found is not None and known.issuperset(found.options) else None
 
 
 def advice_for(name: str, known: frozenset[str], prefix: str = "") -> str | None:
-    """What to say to a name of another system: the option that it is here, or what to do instead."""
+    """The advice for a name of another system: the option that it is here, or what to do instead."""
     if path := RENAMED.get(name):
         return f"it is now called {prefix}{path}"
     if path := alias_of(name, known):
         return f"here it is {prefix}{path}" + (f", {MEANINGS[name]}" if name in MEANINGS else "")
     if (found := translation_of(name, known)) and found.options:
         return "here it is " + " and ".join(prefix + path for path in found.options)
-    if _is_answered_by_finetune(name, known):
+    if _has_finetune_advice(name, known):
         return finetune_aliases.ELSEWHERE[name]
     if sentence := ELSEWHERE.get(name):
         return sentence if names_only(sentence, known) else OF_TRAIN
@@ -435,10 +435,10 @@ def advice_for(name: str, known: frozenset[str], prefix: str = "") -> str | None
 
 
 def names_only(sentence: str, known: frozenset[str]) -> bool:
-    """Whether every option that a sentence names is one of the command's, or is named for `vlarl finetune`."""
+    """Whether every option that a sentence names belongs to the command, or is named for `vlarl finetune`."""
     named = FLAG.findall(re.sub(r"`[^`]*`", "", sentence))
     return known.issuperset(named)
 
 
-def _is_answered_by_finetune(name: str, known: frozenset[str]) -> bool:
+def _has_finetune_advice(name: str, known: frozenset[str]) -> bool:
     return name in finetune_aliases.ELSEWHERE and "demos.path" in known

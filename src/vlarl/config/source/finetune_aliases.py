@@ -1,6 +1,6 @@
-"""Names of other systems that mean something else, or something at all, in `vlarl finetune`.
+"""Names of other systems whose meaning is specific to `vlarl finetune`.
 
-The same tables as in `aliases`, which asks these first for a configuration of finetune.
+The same tables as in `aliases`, which looks here first for a configuration of finetune.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LENGTH = "set the length of training with --optim.steps; a step reads --optim.b
 _ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
 _NO_EVALUATION = "`vlarl finetune` does not evaluate; afterwards: `vlarl eval RUN`"
-_NOT_LEROBOT = "datasets of lerobot are not read: set --demos.path to the folder of an RLDS dataset"
+_NOT_LEROBOT = "LeRobot datasets are not supported: set --demos.path to the folder of an RLDS dataset"
 _NOT_SPLIT = "a batch is one pass; lower --optim.batch_size to need less memory"
 
 ELSEWHERE: dict[str, str] = {
@@ -46,6 +46,6 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("gpus", "num_gpus", "num_processes", "nproc_per_node", "n_gpus_per_node", "num_nodes"), _ONE_GPU),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_accum_steps", "micro_batch_size"), _NOT_SPLIT),
     **dict.fromkeys(("eval_steps", "eval_freq", "val_interval", "n_eval_episodes"), _NO_EVALUATION),
-    "resume": "`vlarl finetune` can't resume; start from what a run has saved: --policy.path RUN",
+    "resume": "`vlarl finetune` can't resume; start from a run's saved weights: --policy.path RUN",
 }
 """Names without an option of that meaning: what to do instead."""

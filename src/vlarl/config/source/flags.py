@@ -1,4 +1,4 @@
-"""Command-line flags `--section.field value`, read by the schema's types; and the nearest name for unknown ones."""
+"""Parses command-line flags `--section.field value` by the schema's types, and suggests names for unknown ones."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from vlarl.config.source.aliases import (
 )
 from vlarl.config.source.presets import is_source, may_be_source
 from vlarl.config.source.spelling import SUITE_OPTIONS, suite_name
-from vlarl.config.source.translations import NOT_ASKED, Translation
+from vlarl.config.source.translations import OFF, Translation
 from vlarl.config.source.yaml_file import as_tuples, parse_value
 
 MODELS = {"tiny": "init:tiny-oft", "tiny-openvla": "init:tiny-openvla"}
-"""Short names that `--model` takes besides paths, in every command: fresh weights, to try a configuration out."""
+"""Short names that `--model` accepts besides paths, in every command: fresh weights, for trying out a configuration."""
 
 BOOLEANS = {"true": True, "false": False}
 NOT_BOOLEANS = ("yes", "no", "on", "off", "y", "n", "1", "0")
-"""What people write for true and false besides."""
+"""Other common spellings of true and false."""
 
 ASSIGNMENT = re.compile(r"\+{0,2}[A-Za-z_][\w-]*(\.[\w-]+)*=")
 
 AFTER_SWITCHES = {
-    "logging.wandb": "the key is read from WANDB_API_KEY, or from what `wandb login` has saved",
+    "logging.wandb": "the key is read from WANDB_API_KEY, or from the file that `wandb login` saved",
     "lora.enabled": "the rank is --lora.rank",
 }
-"""What other systems write after a switch, and where it is written here."""
+"""Switches that take a value in other systems, and where that value is given here."""
 
 HABITS: dict[str, str] = {
     "learning_rate": "lr",
@@ -58,13 +58,13 @@ HABITS: dict[str, str] = {
 
 @dataclass
 class Flags:
-    """What the command line says about a configuration."""
+    """The options that a command line sets."""
 
     values: dict[str, object] = field(default_factory=dict)  # dotted path -> value
     spelled: dict[str, str] = field(default_factory=dict)  # dotted path -> the flag as written
     positionals: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was accepted and has no effect, and why
+    notes: list[str] = field(default_factory=list)  # flags that were accepted and have no effect, and why
     given: dict[str, dict[str, GivenCallable]] = field(default_factory=dict)  # section -> callables by their names
 
     def set(self, option: Option, spelled: str, value: object) -> None:
@@ -74,10 +74,10 @@ class Flags:
 
 
 def parse_flags(tokens: Sequence[str], schema: type[Section], own: Sequence[str] = ()) -> Flags:
-    """Read flags; what is no flag and no flag's value is a positional. Errors are collected, not raised.
+    """Read flags; a word that is neither a flag nor a flag's value is a positional. Errors are collected, not raised.
 
-    `a.b=c` is read as `--a.b=c`, and names of other systems as what they mean here (`aliases`). `own` are flags of the
-    command itself, such as `--dry-run`, which are no options but may have been meant.
+    `a.b=c` is read as `--a.b=c`, and names of other systems are translated (`aliases`). `own` are flags of the command
+    itself, such as `--dry-run`, which are not options but may have been meant.
     """
     flags = Flags()
     rest = list(tokens)
@@ -111,7 +111,7 @@ def parse_flags(tokens: Sequence[str], schema: type[Section], own: Sequence[str]
 
 
 def model_path(name: str) -> str:
-    """What `--model` names: a checkpoint, or one of the short names."""
+    """The policy that `--model` names: a checkpoint, or one of the short names."""
     return MODELS.get(name, name)
 
 
@@ -135,7 +135,7 @@ def _switch(flags: Flags, option: Option, spelled: str, rest: list[str], negated
 
 
 def _no_switch(option: Option, spelled: str, remedy: str) -> Problem:
-    """The problem of a word after a switch. The word is not told: W&B's key is given so in other systems."""
+    """The problem of a word after a switch. The word is not repeated: in other systems it is W&B's key."""
     remedy = AFTER_SWITCHES.get(option.path, remedy)
     return Problem(spelled, f"is true or false, and takes no other value; {remedy}", (option.path,))
 
@@ -152,9 +152,9 @@ def _refuse_more(flags: Flags, spelled: str, rest: list[str], option: Option | N
 
 
 def _is_stray(rest: list[str], option: Option | None) -> bool:
-    """Whether the next word belongs to nothing: it opens no flag and names no preset or file, not even a misspelt one.
+    """Whether the next word belongs to nothing: it is not a flag, a preset or a file, not even a misspelt one.
 
-    What could have been the value of the option before it is stray too: a second suite, a second algorithm.
+    A second value for the option before it is stray too: a second suite, a second algorithm.
     """
     if not rest or _is_flag(rest[0]) or _is_assignment(rest[0]) or is_source(rest[0]):
         return False
@@ -162,14 +162,14 @@ def _is_stray(rest: list[str], option: Option | None) -> bool:
 
 
 def _choices(option: Option | None) -> Sequence[str]:
-    """The values that an option has, where they are known."""
+    """The values that an option accepts, if they are known."""
     return () if option is None else KNOWN_SUITES if option.path in SUITE_OPTIONS else option.choices
 
 
 def _other_system(
     flags: Flags, spelled: str, rest: list[str], has_value: bool, schema: type[Section], own: Sequence[str]
 ) -> None:
-    """A flag that is no option: translated where another system has it, otherwise a problem with its remedy."""
+    """A flag that is not an option: translated if another system has it, otherwise a problem with its remedy."""
     name, known = plain_name(spelled), frozenset(options(schema))
     negated = name.startswith("no_") and translation_of(name.removeprefix("no_"), known) is not None
     found = translation_of(name.removeprefix("no_") if negated else name, known)
@@ -187,9 +187,9 @@ def _other_system(
         _translate(flags, found, spelled, "false" if negated else text, schema)
     elif name in NEEDLESS and advice_for(name, known, "--") == f"not needed: {NEEDLESS[name]}":
         flags.notes.append(f"{spelled} is not needed: {NEEDLESS[name]}")
-    elif (answer := advice_for(name, known, "--")) is not None:
-        if text is None or parse_value(text) not in NOT_ASKED:  # leaving a feature off that is not there is fine
-            flags.problems.append(Problem(spelled, answer, (spelled,)))
+    elif (advice := advice_for(name, known, "--")) is not None:
+        if text is None or parse_value(text) not in OFF:  # switching a missing feature off is fine
+            flags.problems.append(Problem(spelled, advice, (spelled,)))
     elif match := nearest(name, [plain_name(flag) for flag in own], cutoff=0.75):
         flags.problems.append(
             Problem(spelled, f"unknown option; did you mean --{match.replace('_', '-')}?", (spelled,))
@@ -209,8 +209,8 @@ def _translate(flags: Flags, found: Translation, spelled: str, text: str | None,
         subject = spelled if text is None else f"{spelled} {text}"
         known_paths = frozenset(options(schema))
         fits = names_only(values, known_paths)
-        answer = values if fits else advice_for(plain_name(spelled), known_paths, "--") or OF_TRAIN
-        flags.problems.append(Problem(subject, answer, found.options))
+        advice = values if fits else advice_for(plain_name(spelled), known_paths, "--") or OF_TRAIN
+        flags.problems.append(Problem(subject, advice, found.options))
         return
     known = options(schema)
     for path, item in values.items():
@@ -218,7 +218,7 @@ def _translate(flags: Flags, found: Translation, spelled: str, text: str | None,
 
 
 def from_mapping(overrides: Mapping[str, object]) -> Flags:
-    """The same from Python: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`; a callable is kept beside its name."""
+    """Flags from a mapping: `{"optim.lr": 1e-3}` or `{"optim": {"lr": 1e-3}}`; callables are kept by their names."""
     flags = Flags()
     for key, value in overrides.items():
         # A section's options; gym.kwargs is an option itself, and a mapping.
@@ -231,10 +231,10 @@ def from_mapping(overrides: Mapping[str, object]) -> Flags:
 
 
 def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
-    """`; did you mean …?` for an unknown option name, what it is called here, or the names there are."""
+    """`; did you mean …?` for an unknown option name, its name in vlarl, or the existing names."""
     name = name.replace("-", "_")
-    if answer := advice_for(plain_name(name), frozenset(options(schema)), prefix):
-        return f"; {answer}"
+    if advice := advice_for(plain_name(name), frozenset(options(schema)), prefix):
+        return f"; {advice}"
     commands = {"train": Config, "finetune": FinetuneConfig}
     if command := next((command for command, other in commands.items() if name in options(other)), None):
         return f"; it is one of `vlarl {command}`"
@@ -248,7 +248,7 @@ def suggestion(name: str, schema: type[Section], prefix: str = "") -> str:
 
 
 def _matches(name: str, schema: type[Section], with_aliases: bool) -> list[str]:
-    """The options, or the alias, that an unknown name may have been meant to be."""
+    """The options, or the alias, that an unknown name may refer to."""
     known = options(schema)
     section, _, leaf = name.rpartition(".")
     leaf = HABITS.get(nearest(leaf, HABITS, cutoff=0.85) or leaf, leaf)
@@ -273,12 +273,12 @@ def _matches(name: str, schema: type[Section], with_aliases: bool) -> list[str]:
 
 
 def _is_flag(token: str) -> bool:
-    """Whether a token opens a new flag: negative numbers do not."""
+    """Whether a token starts a new flag; a negative number does not."""
     return token.startswith("-") and not isinstance(parse_value(token), int | float)
 
 
 def _is_assignment(token: str) -> bool:
-    """Whether a token is written as Hydra's overrides are, `a.b=c` or `+a.b=c`, and is no file."""
+    """Whether a token is written like Hydra's overrides, `a.b=c` or `+a.b=c`, and is not a file."""
     return ASSIGNMENT.match(token) is not None and not is_source(token)
 
 

@@ -1,7 +1,7 @@
 """Dotted names of other systems, as they are written for Hydra and draccus: verl and SimpleVLA-RL, RLinf, lerobot.
 
-The same four tables as in `aliases`, which joins them. A name that is an option of ours too (algorithm.gamma) is not
-here.
+The same four tables as in `aliases`, which joins them. A name that is also an option of vlarl (algorithm.gamma) is not
+listed.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ TRANSLATED: dict[str, Translation] = {
     "peft.method_type": to.only(("LORA", "lora"), "adapters are LoRA's"),
     "policy.use_amp": to.if_true("policy.dtype", "bfloat16"),
     "wandb.mode": to.WANDB_MODE,
-    "save_checkpoint": to.only((True,), "set --checkpoint.interval 0; the last checkpoint is written always"),
+    "save_checkpoint": to.only((True,), "set --checkpoint.interval 0; the last checkpoint is always written"),
 }
 
 _PASS = "a pass takes --optim.microbatch_size decisions in the update, and --rollout.batch_size in the rollout"
@@ -190,10 +190,10 @@ NEEDLESS: dict[str, str] = {
     f"{_ROLLOUT}.num_steps_wait": "LIBERO waits for 10 steps until objects have settled",
     f"{_ROLLOUT}.gpu_memory_utilization": "PyTorch takes what it needs; for vLLM it is --vllm.gpu_memory_utilization",
     f"{_REFERENCE}.log_prob_micro_batch_size": _PASS,
-    f"{_REFERENCE}.fsdp_config.param_offload": "the reference is placed by itself",
+    f"{_REFERENCE}.fsdp_config.param_offload": "the reference is placed automatically",
     "algorithm.adv_params.reward_model_gamma": "--algorithm.gamma is the discount of rewards per step",
     "algorithm.loss_type": "--algorithm.name says it",
-    "algorithm.reward_type": "--algorithm.gae_level says what has an advantage of its own",
+    "algorithm.reward_type": "--algorithm.gae_level says what has its own advantage",
     "algorithm.entropy_type": "the entropy is that of each token",
     "trainer.runtime_env": "workers inherit the environment of the driver",
     "trainer.val_before_train": "the policy is evaluated before the first iteration and after the last one",
@@ -204,7 +204,7 @@ NEEDLESS: dict[str, str] = {
     "actor.model.action_dim": "the checkpoint knows the size of its actions",
     "actor.model.model_name": "the checkpoint knows its family",
     "actor.model.trust_remote_code": "no code of a checkpoint is run",
-    "eval.use_async_envs": "simulators run side by side, each as a process of its own",
+    "eval.use_async_envs": "simulators run in parallel, each in its own process",
     "env.max_parallel_tasks": "--env.num_envs is the number of environments of all tasks together",
     "env.obs_type": "an observation has images, the robot's state and the instruction",
     "wandb.disable_artifact": "checkpoints stay in the run's own folder",
@@ -215,7 +215,7 @@ _MINIBATCHES = (
     "set --optim.minibatches, the number of optimizer steps per epoch: the episodes of an update "
     "(--rollout.num_groups x --rollout.group_size) divided by the size of a minibatch"
 )
-_PLACEMENT = "set --distributed.backend ray; docs/distributed.md says who gets which GPUs"
+_PLACEMENT = "set --distributed.backend ray; docs/distributed.md says how GPUs are assigned"
 
 ELSEWHERE: dict[str, str] = {
     f"{_ACTOR}.ppo_mini_batch_size": _MINIBATCHES,
@@ -236,9 +236,9 @@ ELSEWHERE: dict[str, str] = {
     "dataset.root": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
     "policy.type": "only OpenVLA and OpenVLA-OFT checkpoints are read, which know their type: set --policy.path",
     "policy.n_action_steps": "all actions of a chunk are executed: set --policy.chunk_length",
-    "rename_map": "set --env.cameras, or --gym.images for an environment of yours",
+    "rename_map": "set --env.cameras, or --gym.images for your own environment",
     "env.camera_name": "set --env.cameras agent wrist, or one of them",
     "scheduler.type": "set --optim.schedule",
-    "policy.repo_id": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
-    "policy.push_to_hub": "after training, by a command of its own: `vlarl push RUN ORG/NAME`",
+    "policy.repo_id": "after training, with a separate command: `vlarl push RUN ORG/NAME`",
+    "policy.push_to_hub": "after training, with a separate command: `vlarl push RUN ORG/NAME`",
 }

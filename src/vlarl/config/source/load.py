@@ -1,4 +1,4 @@
-"""Builds a configuration: defaults of the schema < the file < the flags, and everything wrong with it at once."""
+"""Builds a configuration: defaults of the schema < the file < the flags; reports all its problems at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlarl.config.source.flags import Flags, from_mapping, parse_flags, suggesti
 from vlarl.config.source.presets import find_source
 from vlarl.config.source.spelling import recipe, respelled
 from vlarl.config.source.start import Start, read_start, start_of
-from vlarl.config.source.translations import Half
+from vlarl.config.source.translations import PairItem
 from vlarl.config.source.yaml_file import Document, describe_value
 from vlarl.config.trust import is_of_run, refuse_untrusted
 from vlarl.errors import UsageError
@@ -36,8 +36,8 @@ Tree = dict[str, Any]
 COMMANDS: dict[str, type[Config] | type[FinetuneConfig]] = {"train": Config, "finetune": FinetuneConfig}
 """The command that each kind of configuration is for."""
 
-MAX_ANSWERS = 5
-"""Options of another system's section that are told what they are here."""
+MAX_ADVICE = 5
+"""Options of another system's section for which a message names vlarl's option."""
 
 
 @overload
@@ -98,9 +98,9 @@ def load_config(
             problem for problem in [*check(config), *check_models(config)] if not wrong.intersection(problem.paths)
         ]
         problems += [_with_spelling(problem, flags) for problem in found]
-        told = {path for problem in problems for path in problem.paths}
+        reported = {path for problem in problems for path in problem.paths}
         given = check_given(config, document, flags, with_policy)
-        problems += [p for p in given if p.paths[0] not in told and not wrong.intersection(p.paths)]
+        problems += [p for p in given if p.paths[0] not in reported and not wrong.intersection(p.paths)]
     if problems or config is None:
         raise ConfigError(problems)
     if file is not None and not trust and is_of_run(file):
@@ -140,7 +140,7 @@ _Dumper.add_representer(float, lambda dumper, value: dumper.represent_scalar("ta
 
 
 def _float(value: float) -> str:
-    """A number as every YAML reader takes it for one: `1.0e-07`, where some read `1e-07` as text."""
+    """A number that every YAML reader reads as a number: `1.0e-07`; some read `1e-07` as text."""
     text = repr(value)
     return text if "." in text else text.replace("e", ".0e")
 
@@ -164,7 +164,7 @@ def _found(start: Start, schema: type[Config] | type[FinetuneConfig], flags: Fla
 
 
 def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneConfig], source: str | Path) -> None:
-    """A file whose sections are those of another command is answered with that command."""
+    """Refuse a file whose sections are those of another command, and name that command."""
     given = set(document.data)
     for command, other in COMMANDS.items():
         if given - set(schema.model_fields) and given <= set(other.model_fields):
@@ -173,7 +173,7 @@ def _refuse_other_kind(document: Document, schema: type[Config] | type[FinetuneC
 
 
 def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, object]) -> Tree:
-    """One tree from the three layers; an empty section of the file means its defaults."""
+    """One tree from the three layers; an empty section of the file stands for its defaults."""
     merged = dict(defaults)
     for section, content in file.items():
         if isinstance(content, dict):
@@ -187,14 +187,14 @@ def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, obje
             merged[section] = value if not name else merged[section]
         else:
             below = merged.get(section, {})
-            merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, Half) else value}
+            merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, PairItem) else value}
     given = {path.removeprefix("run."): value for path, value in flags.items() if path.startswith("run.")}
     _set_length(merged, [file.get("run"), given])
     return merged
 
 
 def _set_length(merged: Tree, layers: Sequence[object]) -> None:
-    """A length of training that a layer sets takes the place of the other kind of length in the layers below it."""
+    """A length of training that a layer sets replaces the other kind of length in the layers below it."""
     lengths = ("iterations", "total_env_steps")
     run = merged.get("run")
     if not isinstance(run, dict) or not set(lengths) <= set(run):
@@ -210,7 +210,7 @@ def _set_length(merged: Tree, layers: Sequence[object]) -> None:
 
 
 def _respelled(data: Tree, schema: type[Config] | type[FinetuneConfig]) -> Tree:
-    """The same with values in the spelling of the schema."""
+    """The same data with values in the spelling of the schema."""
     return {
         section: {name: respelled(f"{section}.{name}", value, schema) for name, value in content.items()}
         if isinstance(content, dict)
@@ -222,7 +222,7 @@ def _respelled(data: Tree, schema: type[Config] | type[FinetuneConfig]) -> Tree:
 def _validated(
     data: Tree, schema: type[Config] | type[FinetuneConfig], document: Document, flags: Flags
 ) -> tuple[Config | FinetuneConfig | None, list[Problem]]:
-    """The configuration and its problems; wrong values count as defaults, so that the rest can be checked too."""
+    """The configuration and its problems; wrong values are replaced by defaults, so that the rest can be checked."""
     try:
         return schema.model_validate(data), []
     except ValidationError as error:
@@ -243,7 +243,7 @@ def _validated(
 
 
 def _path(detail: ErrorDetails) -> str:
-    """`env.task_ids[1]` for the place of an error."""
+    """`env.task_ids[1]` for the location of an error."""
     section, *rest = detail["loc"]
     return str(section) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
 
@@ -251,7 +251,7 @@ def _path(detail: ErrorDetails) -> str:
 def _problem(
     detail: ErrorDetails, schema: type[Config] | type[FinetuneConfig], document: Document, flags: Flags
 ) -> Problem:
-    """Pydantic's error in the words of the schema."""
+    """Pydantic's error in terms of the schema."""
     path, value = _path(detail), detail["input"]
     option_path = ".".join(str(part) for part in detail["loc"][:2])
     place = flags.spelled.get(option_path) or ("" if option_path in flags.values else document.place(option_path))
@@ -272,28 +272,28 @@ def _problem(
     else:
         match = nearest(path, schema.model_fields)
         hint = f"; did you mean {match}?" if match else "; sections: " + ", ".join(schema.model_fields)
-        message = "unknown section" + (_answers(path, value, schema) or hint)
+        message = "unknown section" + (_section_advice(path, value, schema) or hint)
     return Problem(subject, message, (option_path,))
 
 
 def _as_section(section: str, value: object, schema: type[Config] | type[FinetuneConfig]) -> str:
-    """How a value that stands in the place of a section was meant, where that is clear."""
+    """The advice for a value in the place of a section, if it is clear how it was meant."""
     if isinstance(value, str) and f"{section}.{value.partition(':')[0]}" in options(schema):
         return "; write a space after the colon"
     option = ALIASES.get(section, "").removeprefix(f"{section}.")
     return f", such as `{option}: {plain(value)}`" if option and isinstance(value, str | bool) else ""
 
 
-def _answers(section: str, content: Mapping[str, object], schema: type[Config] | type[FinetuneConfig]) -> str:
-    """What the options of another system's section are here, where they are known."""
+def _section_advice(section: str, content: Mapping[str, object], schema: type[Config] | type[FinetuneConfig]) -> str:
+    """vlarl's counterparts of the options in another system's section, as far as they are known."""
     known = frozenset(options(schema))
     named = ((path, advice_for(path, known)) for path in _leaves(section, content))
-    found = [f"{path}: {answer}" for path, answer in named if answer]
-    return "".join(f"; {answer}" for answer in found[:MAX_ANSWERS])
+    found = [f"{path}: {advice}" for path, advice in named if advice]
+    return "".join(f"; {advice}" for advice in found[:MAX_ADVICE])
 
 
 def _leaves(prefix: str, content: Mapping[str, object]) -> Iterator[str]:
-    """Dotted names of what a nested mapping holds."""
+    """Dotted names of the values in a nested mapping."""
     for name, value in content.items():
         path = f"{prefix}.{name}"
         yield from _leaves(path, value) if isinstance(value, dict) else [path]

@@ -38,9 +38,9 @@ def presets_for_suite(suite: str) -> list[str]:
 
 
 def find_source(source: str | Path | None, schema: type[Section] = Config, root: str = Config().run.root) -> Path:
-    """The file that a preset's name or a path stands for; None is the default preset.
+    """The file of a preset's name or a path; None is the default preset.
 
-    For one that is not there, UsageError names the presets of `schema`, and a run in `root` that has the name.
+    If it does not exist, UsageError lists the presets of `schema`, or names a run in `root` with that name.
     """
     name = DEFAULT_PRESET if source is None else str(source)
     if source is None or is_preset(source):
@@ -62,7 +62,7 @@ def _as_policy(name: str) -> str:
 
 
 def _missing(name: str, known: Collection[str], root: str) -> str:
-    """What to say of a source that is neither a preset nor a file: what it may have been meant to be."""
+    """The message for a source that is neither a preset nor a file, with what may have been meant."""
     path = Path(name)
     if not path.name or not _can_exist(path):
         return f"{name[:40]!r} names neither a preset nor a file; presets: {', '.join(known)}"
@@ -86,12 +86,12 @@ def _missing(name: str, known: Collection[str], root: str) -> str:
 
 
 def is_preset(source: str | Path) -> bool:
-    """Whether a word is the name of a preset; a path is that of a file always."""
+    """Whether a word is the name of a preset; a path is always a file's."""
     return isinstance(source, str) and Path(source).name == source and _is_file(_file(source))
 
 
 def is_source(text: str) -> bool:
-    """Whether a word of a command line names a preset, or a YAML file that is there."""
+    """Whether a word of a command line names a preset, or a YAML file that exists."""
     if is_preset(text):
         return True
     return text.endswith((".yaml", ".yml")) and _is_file(Path(text))
@@ -105,7 +105,7 @@ def may_be_source(text: str) -> bool:
 
 
 def _alike(name: str, known: Collection[str]) -> list[str]:
-    """Presets that a word may stand for: those that it is a part of, or else the one that it is most like."""
+    """Presets that a word may refer to: those that contain it, or else the most similar one."""
     folded = name.lower().replace("-", "_")
     near = nearest(folded, known)
     parts = [preset for preset in known if len(folded) >= SHORTEST_PART and folded in preset]
@@ -117,7 +117,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _can_exist(path: Path) -> bool:
-    """Whether file systems take such a path at all: one that is too long is an error to them, not a missing file."""
+    """Whether file systems accept such a path at all: a path that is too long raises an error."""
     return "\0" not in str(path) and len(str(path)) < 4096 and all(len(part.encode()) < 256 for part in path.parts)
 
 

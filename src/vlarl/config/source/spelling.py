@@ -1,6 +1,6 @@
-"""Values as they are spelled elsewhere, in the spelling of the schema: `GRPO`, `libero_long`, `full-shard`.
+"""Translates other spellings of values to the schema's: `GRPO`, `libero_long`, `full-shard`.
 
-Only spellings that can mean one thing are changed. All others are left for the schema to refuse.
+Only unambiguous spellings are changed. All others are left for the schema to refuse.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES: dict[str, dict[str, str]] = {
     },
     "policy.dtype": {"fp16": "use bfloat16", "float16": "use bfloat16"},
 }
-"""Values that are no choice of ours but have a counterpart: what it is (docs/algorithms.md)."""
+"""Values that vlarl does not have, and their counterparts (docs/algorithms.md)."""
 
 SUITE_OPTIONS = ("env.suite", "demos.suites")
 
@@ -52,7 +52,7 @@ def suite_name(text: str) -> str:
 
 
 def respelled(path: str, value: object, schema: type[Section]) -> object:
-    """The value of an option in the spelling of the schema, where it is clear which one is meant."""
+    """The value of an option in the spelling of the schema, if it is clear which one is meant."""
     option = options(schema).get(path)
     if option is None:
         return value
@@ -62,7 +62,7 @@ def respelled(path: str, value: object, schema: type[Section]) -> object:
 
 
 def recipe(path: str, value: object) -> str | None:
-    """What to write for a value that an option does not have but other options make; None for all others."""
+    """The counterpart, by other options, of a value that an option does not have; None for all other values."""
     folded = _folded(value).replace("_", "") if isinstance(value, str) else ""
     return next((text for name, text in RECIPES.get(path, {}).items() if name.replace("_", "") == folded), None)
 
@@ -79,7 +79,7 @@ def _one(path: str, value: object, choices: Collection[str]) -> object:
 
 
 def _choice(text: str, choices: Collection[str]) -> str:
-    """The choice that differs in case and hyphens only, or the text as it is."""
+    """The choice that differs in case and hyphens only, or the text unchanged."""
     found = [choice for choice in choices if _folded(choice) == _folded(text)]
     return found[0] if len(found) == 1 else text
 

@@ -1,9 +1,9 @@
-"""What the options of a command line go over: the preset or file that is named, or a preset that is chosen for them.
+"""The base of a command line's options: the preset or file that is named, or a preset that is chosen for them.
 
-policy.path of full size, such as 7B ──► the preset of LIBERO, for PPO or for the others; what describes its own
-                                         checkpoint is left out, as the files of the one that is named say it
-policy.path of a small model         ──► the default preset, the toy
-no policy.path                       ──► the preset of env.suite, where there is one; else the default preset
+policy.path of full size, such as 7B ──► the LIBERO preset, for PPO or for the others, without the options that
+                                         describe its own checkpoint: the named checkpoint's files have them
+policy.path of a small model         ──► the default preset, on the tabletop
+no policy.path                       ──► the preset of env.suite, if there is one; else the default preset
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from vlarl.config.source.spelling import respelled, suite_name
 from vlarl.config.source.yaml_file import Document, read_document
 
 FULL_SIZE, FULL_SIZE_PPO = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla"
-"""What LIBERO and models of 7B start from: adapters, bfloat16, layers computed again; one GPU has room for that."""
+"""Presets for LIBERO and 7B models: adapters, bfloat16, gradient checkpointing; they fit on one GPU."""
 
 OF_CHECKPOINT = ("policy.decoder", "policy.chunk_length", "policy.num_images", "policy.use_proprio")
 """Options in which a preset describes its own checkpoint."""
 
 OF_LIBERO = ("policy.resize", "policy.center_crop")
-"""Those that describe the images of LIBERO's demonstrations."""
+"""Options that describe the images of LIBERO's demonstrations."""
 
 OF_GROUPS = ("rollout.refill", "rollout.accuracy_bounds")
-"""Those that only methods which compare groups read."""
+"""Options that only methods with groups read."""
 
 DECODER_NOTE = (
-    "how the policy decodes is taken from its files, and those of an OpenVLA-OFT with action tokens don't say it: for "
-    "one of them add --policy.decoder parallel"
+    "the decoder is read from the policy's files, which don't name it for an OpenVLA-OFT with action tokens: for such "
+    "a checkpoint add --policy.decoder parallel"
 )
 
 
 @dataclass(frozen=True)
 class Start:
-    """A preset or file, and how it came to be the start."""
+    """A preset or file, and why it was chosen as the base."""
 
     source: str | Path
     reason: str  # `named on the command line`, or `chosen because …`
     left_out: tuple[str, ...] = ()  # options of the preset that don't fit what it was chosen for
-    note: str = ""  # what else to know of the choice
+    note: str = ""  # a further remark on the choice
 
     @property
     def label(self) -> str:
@@ -54,12 +54,12 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What `--dry-run` says of it."""
+        """The lines that `--dry-run` prints about it."""
         return [f"starts from the {self.label}, {self.reason}", *([self.note] if self.note else [])]
 
 
 def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
-    """What these options go over."""
+    """The base of these options."""
     if source is not None:
         return Start(source, "named on the command line")
     suite, path = given.get("env.suite"), given.get("policy.path")
@@ -84,7 +84,7 @@ def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
 
 
 def read_start(start: Start, given: Mapping[str, object]) -> Document:
-    """The content of the file; in another suite of LIBERO, a preset starts from the checkpoint made for that one."""
+    """The content of the file; with another LIBERO suite, a preset starts from the checkpoint for that suite."""
     document = read_document(find_source(start.source))
     policy, suite = document.data.get("policy"), given.get("env.suite")
     if not is_preset(start.source) or not isinstance(policy, dict):

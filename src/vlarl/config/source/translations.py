@@ -1,7 +1,7 @@
-"""How values of other systems' options become values of ours: `--bf16` is policy.dtype bfloat16.
+"""Translates values of other systems' options to vlarl's: `--bf16` is policy.dtype bfloat16.
 
-A reader takes the value as it was written and what has been set so far. It returns the values to set, by dotted path
-(none, where the value asks for what happens anyway), or a sentence that says what to write instead.
+A reader takes the value as it was written and the options that have been set so far. It returns the values to set, by
+dotted path (none if the value is the default behaviour), or a sentence that says what to write instead.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from vlarl.config.source.spelling import recipe
 Values = dict[str, object]
 Reader = Callable[[object, Mapping[str, object]], Values | str]
 
-NOT_ASKED = (False, None, "none", "None", "", 0)
-"""Values by which other systems leave a feature off."""
+OFF = (False, None, "none", "None", "", 0)
+"""Values by which other systems switch a feature off."""
 
 
 @dataclass(frozen=True)
 class Translation:
     """An option of another system that is written differently here."""
 
-    options: tuple[str, ...]  # what it sets here
+    options: tuple[str, ...]  # the options that it sets here
     read: Reader
-    is_flag: bool = False  # may stand without a value, which means true
+    is_flag: bool = False  # may be given without a value, which means true
 
 
 @dataclass(frozen=True)
-class Half:
-    """One of the two values of an option; the other one is left as the file, or the default, has it."""
+class PairItem:
+    """One of the two values of an option; the other one comes from the file or the default."""
 
     index: int
     value: object
-    default: tuple[float, float]  # where there is no pair yet
+    default: tuple[float, float]  # if there is no pair yet
 
     def of(self, pair: object) -> tuple[object, ...]:
-        """The pair with this half in it."""
+        """The pair with this value in it."""
         values: list[object] = list(pair if isinstance(pair, list | tuple) and len(pair) == 2 else self.default)
         values[self.index] = self.value
         return tuple(values)
@@ -54,7 +54,7 @@ def switch(path: str, on: object, off: object) -> Translation:
 
 
 def if_true(path: str, on: object) -> Translation:
-    """True as a value of an option; false leaves the option alone."""
+    """True as a value of an option; false does not set it."""
     return _flag((path,), lambda wanted: {path: on} if wanted else {})
 
 
@@ -62,10 +62,10 @@ def part_of_pair(path: str, index: int, default: tuple[float, float]) -> Transla
     """One of the two values of an option, such as the first of optim.betas."""
 
     def read(value: object, current: Mapping[str, object]) -> Values:
-        half, before = Half(index, value, default), current.get(path)
-        if isinstance(before, Half):
-            return {path: half if before.index == index else half.of(before.of(default))}
-        return {path: half.of(before) if path in current else half}
+        item, before = PairItem(index, value, default), current.get(path)
+        if isinstance(before, PairItem):
+            return {path: item if before.index == index else item.of(before.of(default))}
+        return {path: item.of(before) if path in current else item}
 
     return Translation((path,), read)
 
@@ -76,12 +76,12 @@ def interval(path: str) -> Translation:
 
 
 def unless(path: str, needless: object) -> Translation:
-    """An option that need not be set for this value, because nothing else happens."""
+    """An option that need not be set for this value, which is the default behaviour."""
     return Translation((path,), lambda value, _: {} if value == needless else {path: value})
 
 
 def only(needless: tuple[object, ...], sentence: str) -> Translation:
-    """An option without a home here: accepted for the values that ask for nothing, answered for all others."""
+    """An option without a counterpart: accepted for values that are vlarl's behaviour, else refused with advice."""
     return Translation((), lambda value, _: {} if value in needless else sentence)
 
 
@@ -93,7 +93,7 @@ def _flag(paths: tuple[str, ...], values: Callable[[bool], Values]) -> Translati
 
 
 def _gpu(path: str) -> Translation:
-    """The number of a GPU as a device."""
+    """The index of a GPU as a device."""
 
     def read(value: object, _: Mapping[str, object]) -> Values | str:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -113,7 +113,7 @@ def _num_gpus(value: object, _: Mapping[str, object]) -> Values | str:
         return {}
     return (
         f"for several GPUs write --distributed.backend ray --distributed.learners_per_node {_plain(value)}; "
-        "docs/distributed.md says how they are shared"
+        "docs/distributed.md says how they are assigned"
     )
 
 
@@ -122,7 +122,7 @@ def _num_nodes(value: object, _: Mapping[str, object]) -> Values | str:
         return {}
     return (
         "machines belong to a Ray cluster: start it, then write --distributed.backend ray --distributed.address auto "
-        "and one number of --distributed.learners_per_node for each machine"
+        "and one value of --distributed.learners_per_node for each machine"
     )
 
 
@@ -184,7 +184,7 @@ def _loss_type(value: object, _: Mapping[str, object]) -> Values | str:
 
 
 def _first_tasks(value: object, _: Mapping[str, object]) -> Values | str:
-    """So many tasks of a suite are its first ones."""
+    """The first tasks of a suite, by their count."""
     if isinstance(value, int) and 0 < value <= 1000:
         return {"env.task_ids": tuple(range(value))}
     return "must be a number of tasks; or name the tasks, such as --env.task_ids 0 1 2"
@@ -201,7 +201,7 @@ def _task(value: object, _: Mapping[str, object]) -> Values | str:
 
 def _quantization(value: object, _: Mapping[str, object]) -> Values | str:
     """Bits as other systems write them: 4, `4bit`, `int8`, `nf4`."""
-    if value in NOT_ASKED:
+    if value in OFF:
         return {"policy.quantize": None}
     digits = "".join(letter for letter in str(value) if letter.isdigit())
     if digits in ("4", "8"):
@@ -214,7 +214,7 @@ def _bits(bits: int) -> Translation:
 
 
 def _tokenized(wanted: bool) -> Values:
-    """Action tokens act anyway; without them the regression head does."""
+    """Action tokens are the default; without them the regression head acts."""
     return {} if wanted else {"policy.actions": "l1"}
 
 
@@ -241,7 +241,7 @@ def _decoder(value: object, _: Mapping[str, object]) -> Values | str:
 
 
 def _lora_rank(value: object, _: Mapping[str, object]) -> Values | str:
-    """Systems without a switch train adapters where their rank is above 0."""
+    """Systems without a switch train adapters if their rank is above 0."""
     return {} if value == 0 else {"lora.enabled": True, "lora.rank": value}
 
 

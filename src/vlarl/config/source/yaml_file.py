@@ -1,10 +1,9 @@
 """Reads a YAML file into plain values and remembers the line of every key.
 
-Scalars follow YAML 1.2's core rules, not PyYAML's 1.1: `1e-4` is a number (and `1e6` a whole one); `no` and
-`2024-01-01` are text. A key may hold its section: `optim.lr: 1e-4` is `lr` below `optim`.
+Scalars follow YAML 1.2's core rules, not PyYAML's 1.1: `1e-4` is a number (and `1e6` an integer); `no` and
+`2024-01-01` are text. A key may include its section: `optim.lr: 1e-4` is `lr` below `optim`.
 
-What a file can make of itself is bounded before it is built: its size, its depth, and the number of values that its
-anchors and merges stand for.
+A file's size, its depth, and the number of values that its anchors and merges expand to are bounded before it is built.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ IN_PLAIN_WORDS = {
     "expected ',' or": "a bracket is not closed above this line; close it",
     "unexpected end of stream": "a quote is not closed above this line; close it",
     "found another document": "a second document begins here; delete the line `---`",
-    "could not find expected ':'": "the line above is no option; write `name: value`, with a space after the colon",
+    "could not find expected ':'": "the line above is not an option; write `name: value`, with a space after the colon",
 }
-"""What PyYAML's problems are to a person who wrote a configuration, and what to do."""
+"""PyYAML's error messages, and what to tell the author of a configuration instead."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +46,7 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node, unless it lies too deep."""
+        """Compose a node, unless it is nested too deep."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise yaml.YAMLError(TOO_DEEP)
@@ -81,7 +80,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["
 
 
 def _misfit(node: yaml.Node, reason: str) -> yaml.constructor.ConstructorError:
-    """A value that its tag can't have, with the place of the value."""
+    """The error for a value that does not fit its tag, with the value's position."""
     return yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
 
 
@@ -126,7 +125,7 @@ class Document:
 
 
 def parse_value(text: str) -> object:
-    """A flag's text as a YAML value, or the text itself where it is not YAML."""
+    """A flag's text as a YAML value, or the text itself if it is not YAML."""
     if len(text) > MAX_BYTES:
         return text
     loader: _Loader | None = None
@@ -152,10 +151,10 @@ def as_tuples(value: object) -> object:
 
 
 def read_document(path: Path) -> Document:
-    """Read a configuration file; a file that is no YAML, or no mapping, is a UsageError with its line."""
+    """Read a configuration file; if it is not valid YAML, or not a mapping, UsageError names the line."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path}: larger than {MAX_BYTES // 1000} kB, which is no configuration")
+            raise UsageError(f"{path}: larger than {MAX_BYTES // 1000} kB, so it is not a configuration")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
@@ -181,7 +180,7 @@ def read_document(path: Path) -> Document:
 
 
 def _nested(data: dict[str, object]) -> dict[str, object]:
-    """The same with keys such as `optim.lr` below their section."""
+    """The same data with keys such as `optim.lr` below their section."""
     nested: dict[str, object] = {key: value for key, value in data.items() if "." not in key}
     for key, value in data.items():
         section, dot, name = key.partition(".")
@@ -196,7 +195,7 @@ def _nested(data: dict[str, object]) -> dict[str, object]:
 
 
 def _check_size(root: yaml.Node | None) -> None:
-    """Refuse anchors that hold themselves, and values that are too many or too deep. Looks at each node once."""
+    """Refuse anchors that contain themselves, and too many or too deeply nested values. Visits each node once."""
     measured: dict[int, tuple[int, int]] = {}
     open_nodes: set[int] = set()
 
@@ -226,7 +225,7 @@ def _check_size(root: yaml.Node | None) -> None:
 
 
 def _syntax_error(path: Path, error: yaml.YAMLError) -> str:
-    """One line for PyYAML's report, with the place."""
+    """PyYAML's error as one line, with its position."""
     mark = getattr(error, "problem_mark", None)
     reason = getattr(error, "problem", None) or str(error)
     if isinstance(error, yaml.reader.ReaderError):

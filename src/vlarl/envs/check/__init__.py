@@ -14,7 +14,7 @@ from vlarl.envs.check.costs import memory, speed
 from vlarl.envs.check.episodes import ending, kept, replay, states, steps, success
 from vlarl.envs.check.findings import Finding, Findings, SlotEnv, Subject, breach, note
 from vlarl.envs.check.looks import first_look, images, proprio_and_instruction, suite
-from vlarl.errors import told
+from vlarl.errors import describe_error
 
 __all__ = ["Finding", "SlotEnv", "Subject", "check_env"]
 
@@ -56,4 +56,4 @@ def _guarded(name: str, check: Callable[[Subject], Findings], subject: Subject) 
         remedy = (
             "an environment that raises counts as crashed: its episode is run again, and given up after env.retries"
         )
-        yield breach(f"{name}: {told(error)} ({where})", remedy)
+        yield breach(f"{name}: {describe_error(error)} ({where})", remedy)

@@ -17,7 +17,7 @@ from vlarl.config.callables import find_given, is_given
 from vlarl.config.problems import ConfigError, Problem, nearest, shown
 from vlarl.config.schema import GymConfig
 from vlarl.envs.mujoco import log_warnings
-from vlarl.errors import raised_in, told
+from vlarl.errors import describe_error, raised_in
 
 GymnasiumEnv = gymnasium.Env[Any, Any]
 GymnasiumVectorEnv = VectorEnv[Any, Any, Any]
@@ -113,7 +113,7 @@ def raised(config: GymConfig, doing: str, error: BaseException) -> ConfigError:
     """The error for a user's environment that raised an exception or called sys.exit, with the line."""
     frames = raised_in(error)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return refused(config, f"{doing} {told(error)}{where}")
+    return refused(config, f"{doing} {describe_error(error)}{where}")
 
 
 def _kind(value: object) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from vlarl.config.secrets import masked
-from vlarl.config.state_choice import Seen, seen_by_run
+from vlarl.config.state_choice import SeenStates, seen_by_run
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl
@@ -144,7 +144,7 @@ class RunData:
         return "sampled" if self.option("eval", "temperature") else "greedy"
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> SeenStates:
         """Whether the run or its base was trained on the initial states of its newest evaluation."""
         evaluation = self.last or self.first
         suite, protocol = str(self.option("env", "suite")), self.option("env", "protocol")

@@ -19,16 +19,14 @@ WHOLE_GPUS = (
     "an engine over several GPUs takes whole ones; set distributed.colocate to false and distributed.engine_gpus to 1, "
     "or vllm.tensor_parallel_size to 1"
 )
-UNREAD = "there is no engine of vLLM that would read it; set vllm.num_engines, or leave it out"
-UNSHARDED = "only sharded weights have it; set distributed.sharding to full or hybrid, or leave it out"
+UNREAD = "only vLLM engines read it, and there are none; set vllm.num_engines, or leave it out"
+UNSHARDED = "it needs sharded weights; set distributed.sharding to full or hybrid, or leave it out"
 QUANTIZED = (
     "a quantised base can be neither sharded nor sent to engines; set policy.quantize to null (policy.dtype bfloat16 "
     "halves it too), or train in one process: distributed.backend local"
 )
 LORA_4_BIT = {"policy.quantize": 4, "lora.enabled": True}
-OWN_CLASS = (
-    "vLLM's own class knows the original OpenVLA-7B alone, with one image and no proprio; set vllm.model_class to vlarl"
-)
+OWN_CLASS = "vLLM's own class supports only the original OpenVLA-7B, with one image and no proprio; set vllm.model_class to vlarl"
 
 
 # What is refused, what is said, and the change that makes it work.
@@ -42,13 +40,12 @@ CASES = [
     ({"distributed.torch_num_engines": 2}, f"distributed.torch_num_engines = 2: {ALONE}", RAY),
     (
         RAY | {"distributed.learners_per_node": []},
-        "distributed.learners_per_node = []: names no learner; use 1, or a number for each machine",
+        "distributed.learners_per_node = []: names no learner; use 1, or a count for each machine",
         {"distributed.learners_per_node": [1]},
     ),
     (
         RAY | {"distributed.learners_per_node": [8, 8]},
-        "distributed.learners_per_node = [8, 8] with distributed.address = null: a cluster that is started here has this "
-        "machine alone; run `ray start` on every machine and set distributed.address to auto, or give one number",
+        "distributed.learners_per_node = [8, 8] with distributed.address = null: a cluster that the run starts has this machine only; run `ray start` on every machine and set distributed.address to auto, or give one count",
         {"distributed.address": "auto"},
     ),
     (
@@ -58,8 +55,7 @@ CASES = [
     ),
     (
         RAY | {"distributed.address": "auto", "distributed.object_store_mb": 300},
-        "distributed.object_store_mb = 300 with distributed.address = 'auto': a cluster that runs already has its object "
-        "store; set distributed.object_store_mb to null, and start Ray with --object-store-memory",
+        "distributed.object_store_mb = 300 with distributed.address = 'auto': a running cluster has its own object store; set distributed.object_store_mb to null, and start Ray with --object-store-memory",
         {"distributed.address": None},
     ),
     (
@@ -144,7 +140,7 @@ CASES = [
     ),
     (
         VLLM | {"rollout.batch_size": 8},
-        "rollout.batch_size = 8 with vllm.num_engines = 2: engines of vLLM read vllm.max_num_seqs instead; set that, "
+        "rollout.batch_size = 8 with vllm.num_engines = 2: vLLM engines read vllm.max_num_seqs instead; set that, "
         "and leave this out",
         {"vllm.num_engines": 0},
     ),
@@ -188,26 +184,25 @@ CASES = [
     ),
     (
         SHARED | {"distributed.learner_gpus": 0.7},
-        "distributed.learner_gpus = 0.7 with distributed.engine_gpus = 0.5: together they are more than the GPU that they "
-        "share; make it 1 or less, such as 0.5 and 0.5",
+        "distributed.learner_gpus = 0.7 with distributed.engine_gpus = 0.5: together they exceed the GPU that they share; make the sum 1 or less, such as 0.5 and 0.5",
         {"distributed.engine_gpus": 0.3},
     ),
     (
         LEARNERS | {"distributed.learner_gpus": 0.5},
-        "distributed.learner_gpus = 0.5: two learners could come to one GPU, which can't be two ranks of nccl; make it "
+        "distributed.learner_gpus = 0.5: two learners could share one GPU, which can't be two ranks of nccl; make it "
         "more than half of a GPU",
         {"distributed.learner_gpus": 0.6},
     ),
     (
         LEARNERS | {"distributed.learner_gpus": 0.5},
-        "distributed.learner_gpus = 0.5: two learners could come to one GPU, which can't be two ranks of nccl; make it "
+        "distributed.learner_gpus = 0.5: two learners could share one GPU, which can't be two ranks of nccl; make it "
         "more than half of a GPU",
         {"distributed.learners_per_node": [1]},
     ),
     (
         SHARED
         | {"distributed.learners_per_node": [2], "distributed.learner_gpus": 0.2, "distributed.engine_gpus": 0.3},
-        "distributed.learner_gpus = 0.2 with distributed.engine_gpus = 0.3: two learners could come to one GPU, which "
+        "distributed.learner_gpus = 0.2 with distributed.engine_gpus = 0.3: two learners could share one GPU, which "
         "can't be two ranks of nccl; make it more than half of a GPU",
         {"distributed.engine_gpus": 0.4},
     ),
@@ -241,24 +236,24 @@ CASES = [
     ),
     (
         RAY | {"run.device": "cuda", "distributed.engine_gpus": 0.0},
-        "run.device = 'cuda' with distributed.engine_gpus = 0.0: workers without a share of a GPU see none; set "
+        "run.device = 'cuda' with distributed.engine_gpus = 0.0: workers see only GPUs that are assigned to them; set "
         "distributed.engine_gpus above 0, or run.device to cpu",
         {"distributed.engine_gpus": 0.5},
     ),
     (
         REWARDER | {"reward.device": "cuda"},
-        "reward.device = 'cuda' with distributed.reward_gpus = 0.0: workers without a share of a GPU see none; set "
+        "reward.device = 'cuda' with distributed.reward_gpus = 0.0: workers see only GPUs that are assigned to them; set "
         "distributed.reward_gpus above 0, or reward.device to cpu",
         {"distributed.reward_gpus": 0.25},
     ),
     (
         RAY | {"env.num_envs": 2, "distributed.num_env_workers": 3},
-        "distributed.num_env_workers = 3: there are 2 environments (env.num_envs) to share; use that many workers or fewer",
+        "distributed.num_env_workers = 3: there are only 2 environments (env.num_envs); use that many workers or fewer",
         {"distributed.num_env_workers": 2},
     ),
     (
         RAY | {"env.num_envs": None, "distributed.num_env_workers": 65},
-        "distributed.num_env_workers = 65: there are 64 environments (env.num_envs) to share; use that many workers or "
+        "distributed.num_env_workers = 65: there are only 64 environments (env.num_envs); use that many workers or "
         "fewer",
         {"distributed.num_env_workers": 64},
     ),

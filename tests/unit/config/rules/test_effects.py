@@ -78,9 +78,9 @@ def test_every_option_is_classified(command):
         ({"env.render_gpu": 1}, "without a suite whose simulators render"),
         ({"env.exact_pixels": True}, "without a suite of MuJoCo"),
         ({"env.assets": "x"}, "without a suite of LIBERO"),
-        ({"env.timeout_s": 5.0}, "where environments run inside the trainer"),
-        ({**BATCHED, "env.timeout_s": 5.0}, "where environments run inside the trainer"),
-        ({"env.retries": 5}, "where environments run inside the trainer"),
+        ({"env.timeout_s": 5.0}, "with environments inside the trainer's process"),
+        ({**BATCHED, "env.timeout_s": 5.0}, "with environments inside the trainer's process"),
+        ({"env.retries": 5}, "with environments inside the trainer's process"),
         ({"policy.heads_device": "cpu"}, "without a critic"),
         ({"policy.base": "x"}, "without an adapter as policy.path"),
         ({"reward.source": "rules", "reward.idle_tolerance": 0.1}, "without reward.idle_penalty above 0"),
@@ -156,7 +156,7 @@ def test_a_saved_configuration_with_idle_values_is_accepted_and_a_flag_over_it_i
 def test_an_adapter_keeps_its_own_rank_scale_and_layers(tmp_path, options, option):
     (tmp_path / "adapter_config.json").write_text('{"r": 32}')
     (problem,) = problems_of(None, {"policy.path": str(tmp_path), **options, **option})
-    assert "has no effect where policy.path is an adapter, whose own rank, scale and layers are kept; leave" in problem
+    assert "has no effect if policy.path is an adapter, whose own rank, scale and layers are kept; leave" in problem
 
 
 def test_a_switch_that_is_wrong_itself_is_all_that_is_told():
@@ -175,7 +175,7 @@ def test_builtin_weights_act_in_another_suite_only_where_they_are_named(tmp_path
     file.write_text("env: {suite: metaworld_mt10}\npolicy: {path: builtin:tiny-oft}\n")
     assert problems_of(file, {}) == []
     file.write_text("env: {suite: metaworld_mt10}\n")
-    assert "know nothing of metaworld_mt10" in problems_of(file, {})[0]
+    assert "not for metaworld_mt10" in problems_of(file, {})[0]
 
 
 def test_a_configuration_in_python_names_its_weights():
@@ -183,4 +183,4 @@ def test_a_configuration_in_python_names_its_weights():
     config = load_config("tabletop_grpo", asked_for)
     assert problems_of(config, {}) == problems_of(config, {"run.seed": 1}) == []
     (problem,) = problems_of(load_config("tabletop_grpo"), {"env.suite": "libero_spatial"})
-    assert "know nothing of libero_spatial" in problem
+    assert "not for libero_spatial" in problem

@@ -27,18 +27,16 @@ SIZES = {"run.iterations": 20, "rollout.num_groups": 24, "rollout.group_size": 8
         ),
         (
             {"optim.rollouts_per_update": 21},
-            "optim.rollouts_per_update = 21 with run.iterations = 20: so many rollouts are never gathered; set it to "
+            "optim.rollouts_per_update = 21 with run.iterations = 20: the run ends before the first update; set it to "
             "run.iterations or less",
         ),
         (
             {"optim.rollouts_per_update": 8, "optim.warmup_iterations": 4},
-            "optim.warmup_iterations = 4 with optim.rollouts_per_update = 8: 20 iterations make 3 updates, which it "
-            "counts; set it to 3 or less",
+            "optim.warmup_iterations = 4 with optim.rollouts_per_update = 8: it counts updates, and 20 iterations have 3; set it to 3 or less",
         ),
         (
             {"optim.rollouts_per_update": 8, "algorithm.name": "ppo", "algorithm.value_init_steps": 3},
-            "algorithm.value_init_steps = 3 with optim.rollouts_per_update = 8: 20 iterations make 3 updates, which it "
-            "counts; set it to 2 or less",
+            "algorithm.value_init_steps = 3 with optim.rollouts_per_update = 8: it counts updates, and 20 iterations have 3; set it to 2 or less",
         ),
         (
             {"optim.rollouts_per_update": 2, "optim.minibatches": 7},

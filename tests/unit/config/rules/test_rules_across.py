@@ -99,7 +99,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"checkpoint__best_return_patience": 21},
-            "checkpoint.best_return_patience = 21 with run.iterations = 20: the best policy would be saved once; "
+            "checkpoint.best_return_patience = 21 with run.iterations = 20: the best policy would only be saved once; "
             "set it to run.iterations or less",
         ),
         (
@@ -113,8 +113,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"reward__source": "sparce"},
-            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, shaped, rules, model, remote, combined, or module:function "
-            "of yours",
+            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, shaped, rules, model, remote, combined, or your own module:function",
         ),
     ],
 )

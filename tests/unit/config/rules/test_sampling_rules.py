@@ -45,12 +45,12 @@ def complaints(overrides: dict[str, object]) -> list[str]:
         ),
         (
             {"algorithm.name": "ppo", "rollout.refill": True},
-            "rollout.refill = true with algorithm.name = 'ppo': groups are dropped and replaced for methods that need them; "
+            "rollout.refill = true with algorithm.name = 'ppo': only methods that compare groups drop and replace them; "
             "leave it out, or set algorithm.name to one of grpo, rloo, group_norm, cpgd",
         ),
         (
             {"algorithm.name": "ppo", "rollout.oversample": 1.5},
-            "rollout.oversample = 1.5 with algorithm.name = 'ppo': groups are dropped and replaced for methods that need them; "
+            "rollout.oversample = 1.5 with algorithm.name = 'ppo': only methods that compare groups drop and replace them; "
             "leave it out, or set algorithm.name to one of grpo, rloo, group_norm, cpgd",
         ),
         (

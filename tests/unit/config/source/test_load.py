@@ -120,7 +120,7 @@ def test_the_written_file_reads_back_to_the_same_values(tmp_path):
         (["--optim.lr", ".nan"], "optim.lr = nan (--optim.lr): must be a number >= 0"),
         (["--optim.lr", ".inf"], "optim.lr = inf (--optim.lr): must be a number >= 0"),
         (["--seed", "1.5"], "run.seed = 1.5 (--seed): must be an integer >= 0"),
-        (["--seed", str(2**63)], f"run.seed = {2**63} (--seed): must be {2**63 - 1} or less: random number generators take no larger seed"),
+        (["--seed", str(2**63)], f"run.seed = {2**63} (--seed): must be {2**63 - 1} or less: random number generators accept no larger seed"),
         (["--seed", "!!int x"], "run.seed = '!!int x' (--seed): must be an integer >= 0"),
         (["--run.iterations", "true"], "run.iterations = true (--run.iterations): must be an integer > 0 or null"),
         (["--run.num_threads", "0"], "run.num_threads = 0 (--run.num_threads): must be an integer > 0 and <= 1024 or null"),

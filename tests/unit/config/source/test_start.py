@@ -86,7 +86,7 @@ def test_a_chosen_preset_fits_every_algorithm(algorithm):
 
 def test_what_the_files_may_not_say_is_said():
     (note,) = start_of(None, OWN).lines[1:]
-    assert note.endswith("for one of them add --policy.decoder parallel")
+    assert note.endswith("for such a checkpoint add --policy.decoder parallel")
     assert start_of(None, OWN | {"policy.decoder": "parallel"}).lines[1:] == []
     known = start_of(None, {"policy.path": CHECKPOINT_SERIES[GRPO]["libero_goal"]})
     assert known.lines[1:] == [] and known.left_out == (), "the preset describes it"
@@ -111,9 +111,7 @@ def test_a_series_begins_with_the_checkpoint_of_its_preset(preset):
 
 
 def test_a_suite_without_a_checkpoint_of_the_series_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"trained for libero_spatial and know nothing of libero_90; name a checkpoint"
-    ):
+    with pytest.raises(ConfigError, match=r"trained for libero_spatial, not for libero_90; name a checkpoint"):
         load_config(None, {"env.suite": "libero_90"})
     path = CHECKPOINT_SERIES[GRPO]["libero_spatial"]
     assert load_config(GRPO, {"env.suite": "libero_90", "policy.path": path}).env.suite == "libero_90", (
