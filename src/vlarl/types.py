@@ -219,7 +219,7 @@ class TrainBatch:
 
     @property
     def value_mask(self) -> torch.Tensor:
-        """[N, V] bool: values of executed steps; those of steps that never ran are no targets."""
+        """[N, V] bool: values of executed steps; those of steps that never ran are not targets."""
         num_values = 1 if self.returns is None else self.returns.shape[1]
         return self.mask[:, :: self.mask.shape[1] // num_values]
 
@@ -228,7 +228,7 @@ class TrainBatch:
         return self._each(self.inputs.rows(index), lambda column: column[index])
 
     def to(self, device: torch.device | str) -> TrainBatch:
-        """The same batch on another device; what is pinned goes there while the host goes on."""
+        """The same batch on another device; what is pinned is copied while the host continues."""
         return self._each(self.inputs.to(device), lambda column: column.to(device, non_blocking=True))
 
     def pinned(self) -> TrainBatch:

@@ -104,7 +104,7 @@ class Policy(nn.Module, ABC):
         return nullcontext()
 
     def reset_adapters(self, seed: int) -> None:
-        """Begin the adapters anew, where there are some: they change nothing yet."""
+        """Start the adapters again, where there are some: they change nothing yet."""
 
     @abstractmethod
     def freeze(self, part: Literal["vision", "backbone"]) -> None:

@@ -172,11 +172,11 @@ class Collector:
     def _none_could_be_run(self, num_episodes: int, cause: str) -> VlarlError:
         first = cause.split("\n", 1)[0]
         file = current_log_file()
-        told = f" The whole text of each is in {file}." if file is not None else ""
+        where = f" The whole text of each is in {file}." if file is not None else ""
         remedy = "Fix the environment; `vlarl env check` tries it out alone."
         return VlarlError(
             f"none of {num_episodes} episodes of {self.pool.spec.name} could be run. The first one: "
-            f"{first.rstrip('.')}.{told} {remedy}"
+            f"{first.rstrip('.')}.{where} {remedy}"
         )
 
     def _decide(

@@ -42,7 +42,7 @@ SMALL = Resources(0.0, 0.0)  # what the curriculum takes
 
 
 def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None) -> Parts:
-    """Start all workers; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    """Start all workers; `checkpoint` holds the weights to resume from instead of `policy.path`."""
     if config.distributed.address is not None and not ray.is_initialized():
         check_address(config.distributed.address)
     checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
@@ -60,7 +60,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         image_size = config.env.image_size or policy.image_size
         sizes = part_sizes(env, config.gym, slots, config.distributed.num_env_workers)
         reward = None if config.distributed.num_reward_workers else _reward_here(config)
-        # What can't be built is said before anything starts. What the environments pay, a reward worker may say later.
+        # What can't be built is refused before anything starts. A reward worker may say later which rewards environments give.
         shares = pool_parts(env, config.gym, sizes, image_size, reward.env_reward if reward else "sparse")
         cluster.connect(Demand.of(config, len(sizes), on_gpus=False).total("CPU"))
         on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
@@ -135,7 +135,7 @@ def _reward_there(config: Config, cluster: Cluster, demand: Demand, places: list
 
 
 def _on_gpus(device: str, num_gpus: float) -> bool:
-    """Whether learners and engines run on GPUs: as asked for, or where the cluster has some."""
+    """Whether learners and engines run on GPUs: as configured, or where the cluster has some."""
     if device == "auto":
         return num_gpus > 0
     wanted = device.startswith("cuda")

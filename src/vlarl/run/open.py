@@ -34,7 +34,7 @@ from vlarl.training.weight_sync import publish_weights
 
 
 def launch(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None = None) -> Parts:
-    """Build everything, here or on a cluster; `checkpoint` holds the weights to go on from instead of `policy.path`."""
+    """Build everything, here or on a cluster; `checkpoint` holds the weights to resume from instead of `policy.path`."""
     torch.set_num_threads(config.run.num_threads or available_cores())
     if config.distributed.backend == "ray":
         from vlarl.run.cluster import launch_cluster  # loads Ray
@@ -49,7 +49,7 @@ def open_run(
     checkpoint: Path | None = None,
     callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
 ) -> tuple[Parts, Session]:
-    """The parts of a run and its session: a new one, or one that goes on from a checkpoint, by default its newest."""
+    """The parts of a run and its session: a new one, or one that resumes from a checkpoint, by default its newest."""
     if problems := check(config):  # a configuration made in Python has met the schema alone
         raise ConfigError(problems)
     refuse_unready(config, is_new=resume is None)
@@ -78,7 +78,7 @@ def open_run(
                 _restore_sampler(parts.sampler, state, checkpoint)
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
-            directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing learnt: evaluate again
+            directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing trained: evaluate again
         publish_weights(parts.learner, parts.engine)
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
@@ -94,7 +94,7 @@ def _restore_sampler(sampler: Sampler, state: TrainerState, checkpoint: Path) ->
 
 
 def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:
-    """What a resumed run says first: where it goes on, and what was set aside for that."""
+    """What a resumed run says first: where it resumes, and what was set aside for that."""
     if checkpoint is None:
         return ["resuming without a checkpoint, as none was saved yet: it starts again at iteration 1"]
     lines = [f"resuming from checkpoint {checkpoint.name}, after iteration {iteration}"]

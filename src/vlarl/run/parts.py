@@ -89,7 +89,7 @@ def warn_of_untrained_tokens(config: Config) -> None:
 
 
 def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
-    """The task sampler as configured; a new run may begin with what an earlier one learnt about the tasks."""
+    """The task sampler as configured; a new run may begin with what an earlier one found about the tasks."""
     sampler = TaskSampler(config, spec)
     if is_new and config.curriculum.start_from is not None:
         sampler.restore(read_curriculum(Path(config.curriculum.start_from), spec.name))

@@ -54,7 +54,7 @@ class RunSummary:
 
 
 class Session:
-    """Use as a context manager around the loop: however the block ends, what was learnt is saved and said.
+    """Use as a context manager around the loop: however the block ends, the last whole update is saved, and the user is told.
 
     A run that fails saves as Ctrl-C does, with two exceptions. In the middle of an update the learner's weights are
     those of no iteration, and a learner that is lost can't save: then the last checkpoint stays the newest one. In all
@@ -74,7 +74,7 @@ class Session:
         opening: Sequence[str] = (),
         callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
     ) -> None:
-        """`lock` is held and `trace` drawn to the end; `created`: the directory was made for this session, which takes
+        """`lock` is held and `trace` written to the end; `created`: the directory was made for this session, which takes
         it away again if it can't begin; `opening`: lines to show first."""
         self.config = config
         self.schedule = Schedule(config)
@@ -89,7 +89,7 @@ class Session:
         self.interrupted = False
         self.store = store
         self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
-        self._saved = state.iteration  # of the newest checkpoint; 0 where there is none that anything was learnt for
+        self._saved = state.iteration  # of the newest checkpoint; 0 before the first
         self._updating = False  # whether the learner is, or was left, in the middle of an update
         self._best = BestReturn(
             config.checkpoint.best_return_ema_alpha,
@@ -233,11 +233,11 @@ class Session:
         return self.state.unfinished
 
     def stopwatch(self, track: str = "loop") -> Stopwatch:
-        """Measures what is no part of the iteration at hand, and draws it on the timeline."""
+        """Measures what is not part of the current iteration, and puts it on the timeline."""
         return Stopwatch(self.trace, track)
 
     def timed(self, name: str) -> AbstractContextManager[None]:
-        """Count the block's seconds under `time/<name>` of this iteration, and draw it on the timeline."""
+        """Count the block's seconds under `time/<name>` of this iteration, and put it on the timeline."""
         return self._watch.timed(name)
 
     def seconds(self, name: str) -> float:
@@ -272,8 +272,8 @@ class Session:
             content = {"iteration": iteration, **rollout.curriculum}
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
         for trajectory in trajectories:
-            told = EpisodeResult.of(trajectory, trajectory.final_observation.instruction)
-            self.callbacks.episode(EpisodeRecord(iteration, "rollout", told, trajectory))
+            result = EpisodeResult.of(trajectory, trajectory.final_observation.instruction)
+            self.callbacks.episode(EpisodeRecord(iteration, "rollout", result, trajectory))
         return rollout.metrics
 
     def start_update(self) -> None:
@@ -292,7 +292,7 @@ class Session:
         return {f"train/{name}": float(value) for name, value in (result.metrics | counts).items()}
 
     def keep(self, metrics: dict[str, float]) -> None:
-        """Note that the policy has learnt from the rollout: from here on the iteration is saved if the run fails.
+        """Note that the policy was trained on the rollout: from here on the iteration is saved if the run fails.
 
         `metrics` are its row so far. A resumed run makes the evaluation that is due and completes the row.
         """
@@ -313,7 +313,7 @@ class Session:
         }
 
     def record_evaluation(self, result: EvalResult) -> dict[str, float]:
-        """Note an evaluation down: episodes, films, and the metrics it adds to this iteration's row.
+        """Note an evaluation down: episodes, videos, and the metrics it adds to this iteration's row.
 
         Episodes that crashed are counted apart: they say nothing about the policy.
         """
@@ -364,7 +364,7 @@ class Session:
         """Save a periodic checkpoint of where the last update left the run.
 
         Rollouts that have been gathered since are not saved: they follow from the weights and the seeds, and a run that
-        goes on from here collects the same ones again.
+        resumes from here collects the same ones again.
         """
         self.store.save(f"step_{self._resumable.iteration:06d}", self.learner, self._resumable)
         self._saved = self._resumable.iteration

@@ -1,4 +1,4 @@
-"""What the loop asks of whoever learns, and of whoever keeps what was learnt: here, or on the ranks of a cluster."""
+"""What the loop needs of a learner and of its checkpoints, in this process or on the ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trainer(Protocol):
     def update(
         self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
     ) -> UpdateResult:
-        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many.
+        """Train on a batch of decisions; `on_step` is called with how many optimizer steps are done, of how many.
 
         `iterations` are those of the whole run, as far as is known by now: what schedules follow.
         """
@@ -70,7 +70,7 @@ class Store(Protocol):
     """The checkpoints of a run."""
 
     def save(self, name: str, learner: Any, state: TrainerState) -> Path:
-        """Write a checkpoint that training can go on from."""
+        """Write a checkpoint that training can resume from."""
         ...
 
     def save_policy(self, name: str, policy: Policy, metadata: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""From estimates to batches: decisions as rows, and rows dealt out to minibatches and microbatches."""
+"""From estimates to batches: decisions as rows, and rows distributed over minibatches and microbatches."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _rows(parts: Sequence[FloatArray]) -> torch.Tensor:
 
 
 def minibatches(num_rows: int, num_minibatches: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Rows shuffled and dealt out evenly; an empty share is left out."""
+    """Rows shuffled and distributed evenly; empty minibatches are left out."""
     shuffled = torch.randperm(num_rows, generator=generator)
-    return [share for share in shuffled.tensor_split(num_minibatches) if len(share)]
+    return [rows for rows in shuffled.tensor_split(num_minibatches) if len(rows)]
 
 
 def whole_minibatches(trajectory: torch.Tensor, num_minibatches: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -59,8 +59,8 @@ def whole_minibatches(trajectory: torch.Tensor, num_minibatches: int, generator:
 
     `trajectory` [N] says which one each row belongs to.
     """
-    shares = minibatches(int(trajectory.max()) + 1, num_minibatches, generator)
-    return [torch.cat([torch.nonzero(trajectory == number).flatten() for number in share]) for share in shares]
+    chosen = minibatches(int(trajectory.max()) + 1, num_minibatches, generator)
+    return [torch.cat([torch.nonzero(trajectory == index).flatten() for index in indices]) for indices in chosen]
 
 
 def microbatches(rows: torch.Tensor, size: int, prompt_lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -98,5 +98,5 @@ def mean_by_trajectory(x: torch.Tensor, mask: torch.Tensor, trajectory: torch.Te
 
 
 def observations_with_last(trajectory: Trajectory) -> list[Observation]:
-    """All T+1 observations of a trajectory: one for each decision, and the last one, which nobody acted on."""
+    """All T+1 observations of a trajectory: one for each decision, and the last one, which no action follows."""
     return [t.observation for t in trajectory.transitions] + [trajectory.final_observation]

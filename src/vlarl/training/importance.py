@@ -2,7 +2,7 @@
 
     policy that sampled ──weight──► policy before the first step ──ratio, clipped──► policy that learns
 
-The weight is no part of the ratio, so the clip holds the policy near the newest weights, not near stale ones.
+The weight is not part of the ratio, so the clip holds the policy near the newest weights, not near stale ones.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The learner: one call to `update` turns a batch into a few optimizer steps.
 
-for each epoch:          shuffle the rows, deal them out to minibatches
+for each epoch:          shuffle the rows, distribute them over minibatches
   for each minibatch:    zero the gradients once; fix what each token counts in it
-    for each microbatch: score -> loss (its share of the whole minibatch's) -> backward
+    for each microbatch: score -> loss (its part of the whole minibatch's) -> backward
     refuse a loss or a gradient that is not finite; clip, step, take the weights into their average
 
 Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
-and everybody knows all numbers (`ranks.py`); their weights may be spread over them (`fsdp.py`).
+and all ranks know all metrics (`ranks.py`); their weights may be sharded over them (`fsdp.py`).
 """
 
 from __future__ import annotations
@@ -179,13 +179,13 @@ class Learner:
         return with_logprobs(trajectories, ref_logprobs, learner_logprobs)
 
     def _in_pieces(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
-        """What `work` makes of all items, as many at a time as a pass takes; every rank does its share."""
+        """What `work` makes of all items, as many at a time as a pass takes; every rank does its part."""
         size = self.config.optim.microbatch_size
         pieces = [items[start : start + size] for start in range(0, len(items), size)]
         return distribute(pieces, items[:1], work, self.ranks)
 
     def reference_at_start(self) -> None:
-        """Point the reference at what the run started from, for a policy that has learnt since."""
+        """Point the reference at what the run started from, for a policy that has been trained since."""
         if self.reference is not None:
             place = torch.device("cpu") if self.sharded else self.device  # whole only on the host
             self.reference = reference_at_start(self.policy, self.config, place)
@@ -193,7 +193,7 @@ class Learner:
     def update(
         self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
     ) -> UpdateResult:
-        """Train on a batch of decisions; `on_step` is told how many optimizer steps are done, of how many.
+        """Train on a batch of decisions; `on_step` is called with how many optimizer steps are done, of how many.
 
         `iterations` are those of the whole run, as far as is known by now; without it, as configured.
         """
@@ -221,16 +221,16 @@ class Learner:
         stopped_early = False
         for rows in schedule:
             minibatch = self._minibatch(batch, rows, moved)
-            numbers = self._accumulate(minibatch, rows, train_policy, first=num_steps == 0)
+            sums = self._accumulate(minibatch, rows, train_policy, first=num_steps == 0)
             num_samples += len(rows)
-            valid = is_finite(numbers)
+            valid = is_finite(sums)
             limit = algorithm.max_approx_kl
-            stopped_early = valid and limit is not None and mean_of(numbers, "approx_kl") > limit
+            stopped_early = valid and limit is not None and mean_of(sums, "approx_kl") > limit
             if stopped_early:
-                note(metrics, numbers)
+                note(metrics, sums)
                 break
             if valid and self._step(train_policy, metrics):
-                note(metrics, numbers)  # those of a refused minibatch would make every mean NaN, and drive the KL's
+                note(metrics, sums)  # those of a refused minibatch would make every mean NaN, and drive the KL's
                 num_steps += 1
                 moved = moved or train_policy
             else:
@@ -249,15 +249,15 @@ class Learner:
     def _schedule(self, batch: TrainBatch, iteration: int) -> list[torch.Tensor]:
         """The rows of every minibatch of every epoch; they follow from the run's seed and the iteration alone."""
         generator = torch.Generator().manual_seed(derive_seed(self.config.run.seed, iteration) % 2**63)
-        algorithm, shares = self.config.algorithm, self.config.optim.minibatches
+        algorithm, count = self.config.algorithm, self.config.optim.minibatches
         whole = algorithm.aggregate == "sequence_mean" or algorithm.ratio_level == "sequence"
         return [
             rows
             for _ in range(algorithm.epochs)
             for rows in (
-                whole_minibatches(batch.trajectory, shares, generator)
+                whole_minibatches(batch.trajectory, count, generator)
                 if whole
-                else minibatches(len(batch), shares, generator)
+                else minibatches(len(batch), count, generator)
             )
         ]
 
@@ -281,7 +281,7 @@ class Learner:
 
         Rows go through the model in the company they will have in the first epoch: kernels round by batch, and this way
         the first ratio is 1 to the last bit. Weights of tokens go into their advantages, to which every surrogate is in
-        proportion: that of stale data, and 0 for tokens that are too certain to be learnt from.
+        proportion: that of stale data, and 0 for tokens that are too certain to be trained on.
         """
         algorithm = self.config.algorithm
         if algorithm.old_logprobs == "engine":
@@ -296,8 +296,8 @@ class Learner:
 
         old_logprobs, entropies = torch.empty_like(batch.old_logprobs), torch.empty_like(batch.old_logprobs)
         for rows in first_epoch:
-            for micro, (numbers, logprobs, entropy) in self._each_microbatch(batch, rows, score):
-                note(metrics, [numbers])
+            for micro, (sums, logprobs, entropy) in self._each_microbatch(batch, rows, score):
+                note(metrics, [sums])
                 old_logprobs[micro] = logprobs
                 if entropy is not None:
                     entropies[micro] = entropy
@@ -358,11 +358,11 @@ class Learner:
             return metric_sums(loss, part, first)
 
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
-        numbers = [numbers for _, numbers in self._each_microbatch(batch, rows, learn)]
+        sums = [sums for _, sums in self._each_microbatch(batch, rows, learn)]
         self._train_mode(False)
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
-        return numbers
+        return sums
 
     def _score(self, part: TrainBatch, train_policy: bool) -> Scores:
         """Logits and values; while the critic warms up, no gradient reaches the policy."""

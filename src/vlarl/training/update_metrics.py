@@ -17,30 +17,30 @@ from vlarl.types import TrainBatch
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Sums with how many things they are over, and maxima; plain numbers, which ranks can tell each other."""
+    """Sums with how many elements they are over, and maxima; plain floats, which ranks can send each other."""
 
     sums: dict[str, tuple[float, int]]
     maxima: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0  # the microbatch's part of the loss
 
 
-def note(metrics: WeightedMeans, numbers: Iterable[MetricSums]) -> None:
-    """Take the numbers of microbatches into the metrics, one after the other."""
-    for one in numbers:
+def note(metrics: WeightedMeans, sums: Iterable[MetricSums]) -> None:
+    """Take the sums of microbatches into the metrics, one after the other."""
+    for one in sums:
         for name, (total, weight) in one.sums.items():
             metrics.add(name, total, weight)
         for name, value in one.maxima.items():
             metrics.max(name, value)
 
 
-def is_finite(numbers: Iterable[MetricSums]) -> bool:
+def is_finite(sums: Iterable[MetricSums]) -> bool:
     """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all."""
-    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in numbers)
+    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in sums)
 
 
-def mean_of(numbers: Sequence[MetricSums], name: str) -> float:
+def mean_of(sums: Sequence[MetricSums], name: str) -> float:
     """The mean of one of the sums over a whole minibatch; 0 over nothing."""
-    totals, counts = zip(*(one.sums[name] for one in numbers), strict=True)
+    totals, counts = zip(*(one.sums[name] for one in sums), strict=True)
     return float(sum(totals) / max(sum(counts), 1))
 
 
