@@ -60,7 +60,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         image_size = config.env.image_size or policy.image_size
         sizes = part_sizes(env, config.gym, slots, config.distributed.num_env_workers)
         reward = None if config.distributed.num_reward_workers else _reward_here(config)
-        # What can't be built is refused before anything starts. A reward worker may say later which rewards environments give.
+        # What can't be built is refused before anything starts. A reward worker may say later what environments give.
         shares = pool_parts(env, config.gym, sizes, image_size, reward.env_reward if reward else "sparse")
         cluster.connect(Demand.of(config, len(sizes), on_gpus=False).total("CPU"))
         on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
