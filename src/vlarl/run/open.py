@@ -34,7 +34,7 @@ from vlarl.training.weight_sync import publish_weights
 
 
 def launch(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None = None) -> Parts:
-    """Build everything, here or on a cluster; `checkpoint` holds the weights to resume from instead of `policy.path`."""
+    """Build everything, here or on a cluster; `checkpoint` holds weights to resume from instead of `policy.path`."""
     torch.set_num_threads(config.run.num_threads or available_cores())
     if config.distributed.backend == "ray":
         from vlarl.run.cluster import launch_cluster  # loads Ray
