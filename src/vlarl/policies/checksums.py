@@ -46,14 +46,14 @@ def verify_checksums(folder: Path, is_wanted: Callable[[str], bool]) -> None:
         path = folder / name
         if not path.exists():
             raise ValueError(
-                f"{path} is missing, and {FILE_NAME} lists it. Copy it again, or take another checkpoint; delete "
+                f"{path} is missing, and {FILE_NAME} lists it. Copy it again, or use another checkpoint; delete "
                 f"{FILE_NAME} if you removed it yourself"
             )
         if not path.is_file() or not path.resolve().is_relative_to(folder.resolve()):
             continue  # a folder is refused when it is read, and a link may point into a cache
         if path.stat().st_size != expected[0] or _checksum(path) != list(expected):
             raise ValueError(
-                f"{path} is not what was written, by its checksum in {FILE_NAME}. Copy it again, or take another "
+                f"{path} is not what was written, by its checksum in {FILE_NAME}. Copy it again, or use another "
                 f"checkpoint; delete {FILE_NAME} if you changed the weights yourself"
             )
 

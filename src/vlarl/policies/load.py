@@ -103,7 +103,7 @@ def load_policy(
     if broken:
         raise UsageError(
             f"the policy {path} can't be used: {len(broken)} of its weights hold NaN or infinity, the first is "
-            f"{broken[0]}. Take an earlier checkpoint."
+            f"{broken[0]}. Use an earlier checkpoint."
         )
     return policy.eval()
 

@@ -33,15 +33,15 @@ class Ranks(Protocol):
     world_size: int
 
     def gather(self, own: Result) -> list[Result]:
-        """What each rank gave, in the order of ranks, for everybody; it is pickled."""
+        """The values of all ranks, in the order of ranks, on every rank; they are pickled."""
         ...
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Make the tensor the sum of all ranks' tensors, in place."""
+        """Replace the tensor by the sum of all ranks' tensors, in place."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on some rank."""
+        """Whether the flag is set on any rank."""
         ...
 
     def barrier(self) -> None:
@@ -81,7 +81,7 @@ class ProcessGroup:
     def join(
         cls, rank: int, world_size: int, address: str, port: int, device: torch.device, deadline: timedelta
     ) -> ProcessGroup:
-        """Meet the other ranks at rank 0's address; no later call waits for them longer than `deadline`."""
+        """Join the other ranks at rank 0's address; no later call waits for them longer than `deadline`."""
         backend = "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -96,17 +96,17 @@ class ProcessGroup:
         dist.destroy_process_group()
 
     def gather(self, own: Result) -> list[Result]:
-        """What each rank gave, in the order of ranks, for everybody; it is pickled."""
+        """The values of all ranks, in the order of ranks, on every rank; they are pickled."""
         everything: list[Result | None] = [None] * self.world_size
         dist.all_gather_object(everything, own)
         return cast(list[Result], everything)
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Make the tensor the sum of all ranks' tensors, in place."""
+        """Replace the tensor by the sum of all ranks' tensors, in place."""
         dist.all_reduce(tensor)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on some rank."""
+        """Whether the flag is set on any rank."""
         raised = torch.tensor(int(flag))
         dist.all_reduce(raised)
         return bool(raised)

@@ -16,7 +16,7 @@ from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
 from vlarl.policies.openvla.memory import MemoryEstimate, Sizes, estimate_lora_update, estimate_rollout
-from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
+from vlarl.policies.openvla.policy import BaseCheckpoint, OpenVLAPolicy
 from vlarl.types import PolicyInput
 
 PROMPT = 12
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 def build(config: OpenVLAConfig, tmp_path) -> OpenVLAPolicy:
     policy = OpenVLAPolicy(config, None)
-    policy.base = Base("base", tmp_path, "none")
+    policy.base = BaseCheckpoint("base", tmp_path, "none")
     return policy
 
 

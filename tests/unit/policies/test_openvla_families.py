@@ -41,7 +41,7 @@ def test_action_ids_of_published_models(backbone, text, ids):
 def test_other_vocabularies_say_where_their_actions_end():
     text = {"model_type": "qwen2", "vocab_size": 512}
     with pytest.raises(
-        ValueError, match="151387..151642 leave the vocabulary's 512 rows: say .* vocab_size under 'vlarl'"
+        ValueError, match="151387..151642 exceed the vocabulary's 512 rows: say .* vocab_size under 'vlarl'"
     ):
         config("", text)
     found = config("", text, vocab_size=400)

@@ -102,9 +102,9 @@ def test_what_does_not_fit_into_the_language_model_is_refused():
         ({"timm_model_ids": ["vit_tiny"], "image_sizes": [224]}, "'vit_tiny' is not supported; known are"),
         ({"timm_model_ids": list(KNOWN_TOWERS)[:1]}, "lacks image_sizes"),
         ({"timm_override_act_layers": ["relu"]}, "'relu' is not supported; known are gelu, quick_gelu"),
-        ({"timm_override_act_layers": [None, None]}, "2 timm_override_act_layers, but .* asks for 1"),
+        ({"timm_override_act_layers": [None, None]}, "2 timm_override_act_layers, but .* requires 1"),
         ({"image_sizes": [13]}, "smaller than a patch of 14"),
-        ({"use_fused_vision_backbone": True}, "asks for 2 of each"),
+        ({"use_fused_vision_backbone": True}, "requires 2 of each"),
         ({"vision_backbone_id": "dinosiglip-vit-so-224px", "image_sizes": [224, 384]}, "the sizes must be equal"),
     ],
 )

@@ -41,7 +41,7 @@ class UniformActionCodec:
         ids = np.asarray(token_ids)
         if ids.size and not (self.first_id <= ids.min() and ids.max() < self.vocab_size):
             raise ValueError(
-                f"token ids {ids.min()}..{ids.max()} leave the action ids {self.first_id}..{self.vocab_size - 1}: "
+                f"token ids {ids.min()}..{ids.max()} exceed the action ids {self.first_id}..{self.vocab_size - 1}: "
                 "sample with the action support only"
             )
         bins = np.clip(self.vocab_size - ids - 1, 0, len(self.centers) - 1)

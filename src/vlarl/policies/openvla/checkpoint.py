@@ -33,7 +33,7 @@ from vlarl.policies.openvla.film import fold_film_state
 from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.limits import building, check_size
-from vlarl.policies.openvla.policy import Base, OpenVLAPolicy
+from vlarl.policies.openvla.policy import BaseCheckpoint, OpenVLAPolicy
 from vlarl.policies.openvla.quantize import quantize_linears
 from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component, read_shapes
 
@@ -76,7 +76,9 @@ def read_policy(
     adapter = folder if adapters.is_adapter(folder) else None
     if adapter is None:
         refuse_other_model(read_json(folder / "config.json"))
-    origin = _base_of(folder, base) if adapter is not None else Base(str(path), folder, adapters.fingerprint(folder))
+        origin = BaseCheckpoint(str(path), folder, adapters.fingerprint(folder))
+    else:
+        origin = _base_of(folder, base)
     folders = (folder, origin.folder)
     config = resolve_config(folders, decoder, chunk_length, num_images, use_proprio)
     check_size(config, origin.folder, read_shapes(origin.folder), towers=not has_film_file(origin.folder))
@@ -106,7 +108,7 @@ def read_policy(
     return policy
 
 
-def _base_of(adapter: Path, given: str | None) -> Base:
+def _base_of(adapter: Path, given: str | None) -> BaseCheckpoint:
     """The base model of an adapter: the one given, else the one that it names; one with other weights is refused."""
     path = given or adapters.base_of(adapter)
     try:
@@ -114,12 +116,12 @@ def _base_of(adapter: Path, given: str | None) -> Base:
     except UsageError as error:
         message = f"the adapter {adapter} was trained on {path}, which can't be loaded; say where it is. {error}"
         raise UsageError(message) from error
-    base = Base(path, folder, adapters.fingerprint(folder))
+    base = BaseCheckpoint(path, folder, adapters.fingerprint(folder))
     adapters.check_base(adapter, path, base.fingerprint)
     return base
 
 
-def _training_data(path: str, folder: Path, origin: Base) -> TrainingData:
+def _training_data(path: str, folder: Path, origin: BaseCheckpoint) -> TrainingData:
     """What a checkpoint, and the base of an adapter, was trained on."""
     own, base = training_data_of(folder), training_data_of(origin.folder)
     if own is None:
@@ -156,7 +158,7 @@ def _load_heads(policy: OpenVLAPolicy, folders: Sequence[Path], dtype: torch.dty
         load_state(head, {k: v.to(device, kept) for k, v in state.items()}, f"{folders[-1]} ({name})")
 
 
-def _recorded(base: Base) -> str:
+def _recorded(base: BaseCheckpoint) -> str:
     """How an adapter names its base: a folder by its full path, since adapters get moved; anything else as given."""
     return str(base.folder.resolve()) if Path(base.path).expanduser().is_dir() else base.path
 

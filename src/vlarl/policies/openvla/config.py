@@ -133,7 +133,7 @@ class OpenVLAConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The content of config.json: the file as read, with our own key brought up to date."""
+        """The content of config.json: the file as read, with our own key updated."""
         native = {
             "decoder": self.decoder,
             "chunk_length": self.chunk_length,
@@ -226,7 +226,7 @@ def parse_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
     )
     if not config.num_action_bins <= config.vocab_size <= config.padded_vocab_size:
         raise ValueError(
-            f"action ids {config.first_action_id}..{config.vocab_size - 1} leave the vocabulary's "
+            f"action ids {config.first_action_id}..{config.vocab_size - 1} exceed the vocabulary's "
             f"{config.padded_vocab_size} rows: say where they end with vocab_size under {NATIVE_KEY!r} in config.json"
         )
     return config.with_decoder()
@@ -297,7 +297,7 @@ def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:
     if not len(ids) == len(sizes) == len(overrides) == len(activations) == expected:
         raise ValueError(
             f"config.json names {len(ids)} towers, {len(sizes)} image sizes, {len(overrides)} timm_model_kwargs and "
-            f"{len(activations)} timm_override_act_layers, but use_fused_vision_backbone asks for {expected} of each"
+            f"{len(activations)} timm_override_act_layers, but use_fused_vision_backbone requires {expected} of each"
         )
     if len(set(sizes)) != 1:
         raise ValueError(f"image_sizes {sizes} differ: both towers read the same pixels, so the sizes must be equal")

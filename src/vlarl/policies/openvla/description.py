@@ -48,7 +48,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class Language:
+class LanguageModel:
     """The language model's kind and sizes."""
 
     kind: str
@@ -57,7 +57,7 @@ class Language:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeights:
     """The weights on disk."""
 
     num_parameters: int
@@ -74,9 +74,9 @@ class Description:
     kind: str
     adapter: Adapter | None
     config: OpenVLAConfig
-    language: Language
+    language: LanguageModel
     components: tuple[str, ...]  # those of COMPONENTS that are there
-    stored: Stored
+    stored: StoredWeights
     problems: tuple[str, ...]  # why it would not load
     has_tokenizer: bool
     statistics: tuple[Statistics, ...]
@@ -165,14 +165,14 @@ def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Ada
     return "original OpenVLA-OFT" if oft else "original OpenVLA"
 
 
-def _language(config: OpenVLAConfig) -> Language:
+def _language(config: OpenVLAConfig) -> LanguageModel:
     whole = language_config(config.text)  # with the defaults that a file may leave out
-    return Language(str(config.text["model_type"]), int(whole.num_hidden_layers), int(whole.hidden_size))
+    return LanguageModel(str(config.text["model_type"]), int(whole.num_hidden_layers), int(whole.hidden_size))
 
 
-def _stored(folder: Path) -> Stored:
+def _stored(folder: Path) -> StoredWeights:
     files = weight_files(folder)
-    return Stored(
+    return StoredWeights(
         num_parameters=sum(math.prod(shape) for shape in read_shapes(folder).values()),
         dtype=str(stored_dtype(folder)).removeprefix("torch."),
         num_bytes=sum(file.stat().st_size for file in files),

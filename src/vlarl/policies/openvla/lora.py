@@ -90,7 +90,7 @@ class _AddLora(torch.autograd.Function):
         return grad_x, grad_dropped, grad_into, grad_out, None, None
 
 
-class _Kept:
+class _CachedOperands:
     """Operands in a lower precision than the adapter's, cached between passes. A copy of the layer starts without."""
 
     def __init__(self) -> None:
@@ -99,8 +99,8 @@ class _Kept:
         self.out = torch.empty(0)
         self.wide: torch.Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CachedOperands:
+        return _CachedOperands()
 
 
 class LoraLinear(PeftLinear):
@@ -148,9 +148,9 @@ class LoraLinear(PeftLinear):
         weight, bias = frozen.weight.detach(), None if frozen.bias is None else frozen.bias.detach().to(dtype)
         if into.dtype == dtype:  # float32; or gathered by FSDP for this pass, and not to be kept
             return Operands(weight, bias, into, out, None)
-        known = self.__dict__.get("_kept")  # bypasses nn.Module: neither a parameter nor a buffer
+        known = self.__dict__.get("_cached_operands")  # bypasses nn.Module: neither a parameter nor a buffer
         if known is None or (known.wide is not None and not _same_memory(known.wide, weight, dtype)):
-            known = self.__dict__["_kept"] = _Kept()
+            known = self.__dict__["_cached_operands"] = _CachedOperands()
         padding = -into.shape[0] % WIDTH_STEP
         if known.wide is None and weight.dtype == dtype and weight.is_contiguous():
             self._widen(known, into.shape[0] + padding)
@@ -164,7 +164,7 @@ class LoraLinear(PeftLinear):
             known.versions = versions
         return Operands(weight.to(dtype), bias, known.into, known.out, known.wide)
 
-    def _widen(self, known: _Kept, width: int) -> None:
+    def _widen(self, known: _CachedOperands, width: int) -> None:
         """Extend the frozen weight by a few columns for B in the same memory: concatenating them in each pass would
         take as long as many products. Only one adapter can use them; another one on the same weight, a critic's,
         concatenates."""
@@ -190,7 +190,7 @@ def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
 def refresh_operands(model: nn.Module) -> None:
     """Update the adapters' cached operands, however the adapters were changed."""
     for module in model.modules():
-        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_kept")) is not None:
+        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_cached_operands")) is not None:
             known.versions = None
             module.operands(known.into.dtype)
 
@@ -253,13 +253,13 @@ def _refuse_other_ranks(config: PeftLoraConfig, state: dict[str, torch.Tensor], 
     """Check, before layers of the declared rank are created, that the weights have that rank."""
     odd = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if odd:
-        raise ValueError(f"{folder / WEIGHTS_NAME} holds NaN or infinity, first in {odd[0]}: take an earlier adapter")
+        raise ValueError(f"{folder / WEIGHTS_NAME} holds NaN or infinity, first in {odd[0]}: use an earlier adapter")
     stored = {tensor.shape[0] for name, tensor in state.items() if ".lora_A." in name and tensor.ndim == 2}
     declared = [config.r, *(config.rank_pattern or {}).values()]
     if not stored or not all(isinstance(rank, int) and 1 <= rank <= max(stored) for rank in declared):
         held = ", ".join(map(str, sorted(stored))) or "none"
         raise ValueError(
-            f"{folder / CONFIG_NAME} asks for rank {', '.join(str(rank)[:40] for rank in declared)}, but the ranks in "
+            f"{folder / CONFIG_NAME} declares rank {', '.join(str(rank)[:40] for rank in declared)}, but the ranks in "
             f"{WEIGHTS_NAME} are {held}: copy or download the adapter again"
         )
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseCheckpoint:
     """Where the model's own weights were read from; adapters refer to it."""
 
     path: str  # as a user names it: a built-in model, a folder, a hub id
@@ -60,7 +60,7 @@ class OpenVLAPolicy(Policy):
         self.config = config
         self.tokenizer = tokenizer
         self.assets: dict[str, bytes] = {}
-        self.base: Base | None = None  # None: not loaded from a checkpoint
+        self.base: BaseCheckpoint | None = None  # None: not loaded from a checkpoint
         self.has_adapter = False
         self.acts_by_regression = False  # actions come from the regression head, not from tokens
         self.model = OpenVLAModel(config, attention)
