@@ -54,7 +54,7 @@ class RunSummary:
 
 
 class Session:
-    """Use as a context manager around the loop: however the block ends, the last whole update is saved, and the user is told.
+    """Use as a context manager around the loop: however the block ends, the last whole update is saved.
 
     A run that fails saves as Ctrl-C does, with two exceptions. In the middle of an update the learner's weights are
     those of no iteration, and a learner that is lost can't save: then the last checkpoint stays the newest one. In all
