@@ -74,8 +74,8 @@ class Session:
         opening: Sequence[str] = (),
         callbacks: Callbacks = Callbacks(),  # noqa: B008 - it has no state
     ) -> None:
-        """`lock` is held and `trace` written to the end; `created`: the directory was made for this session, which takes
-        it away again if it can't begin; `opening`: lines to show first."""
+        """`lock` is held and `trace` written to the end; `created`: the directory was made for this session, which
+        removes it again if it can't begin; `opening`: lines to show first."""
         self.config = config
         self.schedule = Schedule(config)
         self._lock = lock
