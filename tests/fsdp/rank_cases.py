@@ -138,7 +138,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
 
 
 def experience(bases: Path, decoder: str) -> list[TrajectoryGroup]:
-    """Two groups of two episodes that the base acted in, on made-up observations; one of each pair succeeds."""
+    """Two groups of two episodes sampled by the base, on random observations; one of each pair succeeds."""
     settings = Config.model_validate({"policy": {"path": str(bases / decoder)}}).policy
     policy = load_configured(settings, settings.path, CPU)
     engine, episodes = TorchEngine(policy, CPU), []
