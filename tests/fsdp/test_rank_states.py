@@ -28,7 +28,7 @@ def draw() -> list[float]:
 
 
 def save(case: Case, bases: Path, ranks: Ranks, folder: Path) -> list[float]:
-    """A checkpoint after one update, and what this rank draws next."""
+    """A checkpoint after one update, and this rank's next random values."""
     learner, _ = build(case, bases, ranks)
     update(learner, experience(bases, case.decoder), 1, case, Outcome())
     torch.manual_seed(100 + ranks.rank)
@@ -38,7 +38,7 @@ def save(case: Case, bases: Path, ranks: Ranks, folder: Path) -> list[float]:
 
 
 def resumed(case: Case, bases: Path, ranks: Ranks, folder: Path) -> tuple[list[float], int]:
-    """What this rank draws after it was restored, and how many updates its average has seen."""
+    """This rank's random values after it was restored, and how many updates its average has had."""
     learner, _ = build(case, bases, ranks, folder)
     torch.manual_seed(0)
     restore(learner, folder)

@@ -181,7 +181,7 @@ def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 def test_two_ranks_learn_what_one_process_learns(alone, two, allowed, name):
     expected, (first, second) = alone[name], [results[name] for results in two[0]]
     assert_near(first, expected, allowed[name])
-    assert repr(first.metrics) == repr(second.metrics)  # to the bit, and what is not a number alike
+    assert repr(first.metrics) == repr(second.metrics)  # bit for bit, NaN included
     assert first.steps == second.steps == expected.steps
     assert second.weights == {}, "rank 0 alone is given the weights"
 

@@ -28,7 +28,7 @@ RLDS = golden_folder("rlds")
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint as it is used, and in float64, which tells how far float32 is off."""
+    """A checkpoint as it is used, and in float64, which shows the error of float32."""
 
     policy: OpenVLAPolicy
     exact: OpenVLAPolicy

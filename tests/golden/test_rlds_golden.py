@@ -24,7 +24,7 @@ def expected() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def read() -> dict[str, np.ndarray]:
-    """All that the file stands for, read by us."""
+    """All arrays of the golden file, as our reader returns them."""
     ours = {}
     for number, episode in enumerate(RldsDataset(find_dataset(FOLDER))):
         ours |= {
@@ -40,7 +40,7 @@ def read() -> dict[str, np.ndarray]:
 
 
 def test_every_array_is_what_tensorflow_datasets_reads(read, expected):
-    """An array that nothing here stands for fails."""
+    """Fails for a golden array that no comparison here covers."""
 
     def check(arrays: Arrays) -> None:
         assert set(read) == set(arrays)
@@ -53,7 +53,7 @@ def test_every_array_is_what_tensorflow_datasets_reads(read, expected):
 
 
 def test_the_mask_of_checksums_is_tensorflows():
-    """Each shard begins with the length of a record and the checksum that TensorFlow wrote beside it."""
+    """Each shard starts with the length of a record and the checksum that TensorFlow wrote beside it."""
     shards = list(FOLDER.glob("*/*/*.tfrecord-*"))
     assert shards
     for shard in shards:

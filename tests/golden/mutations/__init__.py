@@ -32,7 +32,7 @@ def libero(check: Callable[..., None]) -> Callable[[], None]:
 
 
 def instead(wrong: Any) -> Callable[[Any], Any]:
-    """Something else in its place."""
+    """Another function in its place."""
     return lambda original: wrong
 
 

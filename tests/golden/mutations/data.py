@@ -32,7 +32,7 @@ def mirrored_encode(original: Any) -> Any:
 
 
 def full_vocabulary(self: OpenVLAModel, states: torch.Tensor) -> torch.Tensor:
-    """The action ids come first, so that places still fit; all other ids follow."""
+    """The action ids come first, so that action-bin indices still fit; all other ids follow."""
     return self.full_logits(states).roll(-self.config.first_action_id, dims=-1)
 
 

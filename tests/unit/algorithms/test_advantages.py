@@ -148,7 +148,7 @@ def test_methods_that_compare_nothing_are_trained_on_what_is_left(trajectory, na
 
 @pytest.mark.parametrize("level", ["chunk", "step", "token"])
 def test_success_on_the_last_step_before_the_time_limit_is_not_bootstrapped(trajectory, level):
-    """Terminated and truncated at once: nothing follows a success, whatever the clock says."""
+    """Terminated and truncated at once: nothing follows a success, even at the time limit."""
     values = {"chunk": [[1], [1e6]], "step": [[1, 1], [1e6, 1e6]], "token": [[1] * 4, [1e6] * 4]}[level]
     won = replace(trajectory([[0, 1]], action_dim=2, terminated=True, success=True), truncated=True)
     late = trajectory([[0, 1]], action_dim=2)

@@ -127,7 +127,7 @@ def test_reconstruction_measures_the_expected_action_against_the_taken_one():
     logits = torch.tensor([[[0.6, 0.2, 0.2], [0.2, 0.2, 0.6]]]).log()
     loss = reconstruction_loss(logits, torch.tensor([[0, 1]]), bins, 1.0)
     torch.testing.assert_close(loss, torch.tensor([[(0.4 - 1) ** 2, 0.4**2]]))
-    cold = reconstruction_loss(logits, torch.tensor([[0, 2]]), bins, 0.01)  # all on the likeliest bin
+    cold = reconstruction_loss(logits, torch.tensor([[0, 2]]), bins, 0.01)  # all on the most likely bin
     torch.testing.assert_close(cold, torch.zeros(1, 2))
 
 

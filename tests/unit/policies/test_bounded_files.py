@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged or of a stranger: what they ask for is bounded by what they hold, and each is answered
-in a line that names the file."""
+"""Damaged or untrusted checkpoints: the weight files bound the size of the model, and each is refused in one line that
+names the file."""
 
 import json
 import re

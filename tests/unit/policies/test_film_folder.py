@@ -1,4 +1,4 @@
-"""An OpenVLA-OFT folder with FiLM, as its trainer leaves it: the vision backbone in a file of its own."""
+"""An OpenVLA-OFT folder with FiLM, as its trainer writes it: the vision backbone in a file of its own."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: a pickle that would run code is refused by name, and its code does not run."""
+"""Untrusted checkpoints: a pickle that would run code is refused by name, and its code does not run."""
 
 import json
 import os

@@ -80,7 +80,7 @@ def test_sampling_follows_its_generator_and_reports_its_own_logprobs(golden, exp
 
 
 def test_predicted_actions_are_in_the_robots_units(golden, expected):
-    """The golden folder has no tokenizer; one that knows the golden prompt stands in."""
+    """The golden folder has no tokenizer; this one encodes the golden prompt."""
 
     class Prompt:
         def encode(self, text):

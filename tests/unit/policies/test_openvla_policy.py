@@ -61,7 +61,7 @@ def test_value_and_logits_ignore_padding(policy, observe):
     inputs = policy.process([observe(0)])
     ids, _ = policy.decode(inputs, greedy)
     logits, values = logit_judge(policy, inputs, ids), value_judge(policy, inputs)
-    for fill in (3, 7, 500):  # whatever stands in the padding, and however wide it is
+    for fill in (3, 7, 500):  # whatever the padding contains, and however wide it is
         pad = torch.full((1, 5), fill)
         padded = replace(
             inputs,

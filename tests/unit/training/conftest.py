@@ -1,4 +1,4 @@
-"""Learners with real tiny models, and batches with made-up targets for whatever critic they have."""
+"""Learners with real tiny models, and batches with random targets for their critics."""
 
 from collections.abc import Callable, Sequence
 

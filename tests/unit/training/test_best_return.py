@@ -101,7 +101,7 @@ def test_a_task_that_is_long_gone_is_forgotten():
 
 
 def test_the_state_of_an_older_checkpoint_is_continued():
-    """It knows no tasks: the averages begin here, and the kept policy is replaced once they rise."""
+    """It has no averages by task: they start here, and the kept policy is replaced once they rise."""
     state = TrainerState(iteration=7, ema_return=0.9, best_ema_return=0.9, best_iteration=1)
     best = BestReturn(alpha=0.9, min_delta=0.0, patience=0)
     assert not best.improved(state, episodes(0.0, 1.0), 8)

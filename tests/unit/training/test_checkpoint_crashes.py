@@ -114,7 +114,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
 
 
 def test_a_power_cut_never_leaves_a_checkpoint_that_is_newer_than_its_average(tmp_path, configure, build):
-    """A run whose final checkpoint stands is finished: `--resume` would not write an average that it lacks."""
+    """A run whose final checkpoint exists is finished: `--resume` would not write an average that it lacks."""
     learner = build(init_tiny("parallel", seed=3), configure(ema={"beta": 0.9}))
 
     def save(folder: Path, cut_at: int | None = None) -> Disk:

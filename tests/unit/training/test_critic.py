@@ -1,4 +1,4 @@
-"""Critics: a head or a network of its own, what each shares with the policy, learns at and leaves alone."""
+"""Critics: a head or a separate network; what each shares with the policy, trains and leaves frozen."""
 
 import logging
 from dataclasses import replace

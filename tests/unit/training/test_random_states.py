@@ -1,4 +1,4 @@
-"""Random states by rank: each rank gets its own back, and one that has none a seed of its own."""
+"""Random states by rank: each rank gets its own back, and one without a state gets its own seed."""
 
 import torch
 

@@ -35,7 +35,7 @@ def spoilt(batch, row=0, value=math.nan):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, policy_batch, configure, build, value):
-    """Its KL is left out of the mean that drives the coefficient: as if the other minibatch had been alone."""
+    """Its KL is left out of the mean that drives the coefficient: as if there had been only the other minibatch."""
     config = configure(kl=ADAPTIVE, optim={"minibatches": 2, "lr": 0.0}, algorithm={"epochs": 1})
     learner = build(tiny, config)
     batch = with_reference(policy_batch(tiny, act(tiny, lengths=(2, 2))))

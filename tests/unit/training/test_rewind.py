@@ -1,4 +1,4 @@
-"""Going back to an earlier checkpoint: what came later is set aside, and nothing is deleted."""
+"""Resuming from an earlier checkpoint: later ones are moved to `set_aside`, and nothing is deleted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Other weights in a policy's place: all of them or none, whatever happens on the way."""
+"""Swapping a policy's weights: all of them or none, whatever fails meanwhile."""
 
 import pytest
 import torch
