@@ -226,9 +226,9 @@ def parameters(name="train"):
         ("--gpu: unknown option", "--gpu: unknown option"),
     ],
 )
-def test_flags_are_told_as_python_has_them(text, said):
+def test_flags_are_translated_to_python(text, said):
     assert in_python(text, parameters()) == said
-    assert in_python(said, parameters()) == said, "a message that is told twice stays as it is"
+    assert in_python(said, parameters()) == said, "translating a message again changes nothing"
 
 
 def test_flags_of_an_evaluation_are_its_arguments():

@@ -27,7 +27,7 @@ class Summary:
 
 
 class FakeTraining:
-    """Remembers what it is asked to train and answers with a summary."""
+    """Records the configuration that it should train and returns a summary."""
 
     def __init__(self, summary: Summary) -> None:
         self.summary = summary

@@ -1,4 +1,4 @@
-"""`--detach` with small programs in the place of training; tests/e2e/test_detached.py has the real thing."""
+"""`--detach` with small programs in the place of training; tests/e2e/test_detached.py runs real training."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 @pytest.fixture
 def typed() -> Iterator[None]:
-    """Somebody has typed something into this process."""
+    """Input was typed into this process."""
     keyboard, hand = os.pipe()
     os.write(hand, b"typed")
     os.close(hand)
@@ -167,12 +167,12 @@ def test_what_an_earlier_process_of_that_number_said_does_not_count(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         run.write_status("running", 0, 3)
-        told = run.read_status()
+        saved = run.read_status()
         run.status_file.write_text(
             run.status_file.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {process.pid}')
         )
-        assert _Child(process, run, since=told["updated"] - 1).state() == "running"
-        assert _Child(process, run, since=told["updated"] + 1).state() is None
+        assert _Child(process, run, since=saved["updated"] - 1).state() == "running"
+        assert _Child(process, run, since=saved["updated"] + 1).state() is None
     finally:
         process.kill()
         process.wait()

@@ -263,7 +263,7 @@ def test_runs_that_have_one_evaluation_each_are_compared(work, capsys):
     assert capsys.readouterr().out.splitlines()[-3].endswith("A: a")
 
 
-def test_runs_without_or_with_several_evaluations_are_answered_with_what_to_type(work, capsys):
+def test_runs_without_or_with_several_evaluations_are_refused_with_the_command_to_use(work, capsys):
     evaluated_run(work, "none")
     evaluated_run(work, "replayed", True, replay_of="x")
     evaluated_run(work, "two", True, False)

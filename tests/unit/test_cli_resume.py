@@ -31,7 +31,7 @@ def failed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_configuration_that_is_cut_off_is_refused_wherever(run, capsys):
-    """Defaults would stand in for what is missing, and the run would go on as another one."""
+    """Missing options would get their defaults, and the run would continue as a different one."""
     text = (run / "config.yaml").read_text()
     lines = text.splitlines(keepends=True)
     for count in range(0, len(lines) - 1, 7):

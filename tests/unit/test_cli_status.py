@@ -1,4 +1,4 @@
-"""`vlarl status`, told from the files of made-up runs."""
+"""`vlarl status` on the files of made-up runs."""
 
 import json
 import os
@@ -34,12 +34,12 @@ def make_run(name: str, state: str = "running", iteration: int = 3, **changes: A
     run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run.write_status(state, iteration, 10, changes.pop("message", ""))  # type: ignore[arg-type]
     now = time.time()
-    told = run.read_status() | {"started": now - 100, "updated": now - 5, **changes}
-    run.status_file.write_text(json.dumps(told))
+    saved = run.read_status() | {"started": now - 100, "updated": now - 5, **changes}
+    run.status_file.write_text(json.dumps(saved))
     return run
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def status_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main(["status", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -61,7 +61,7 @@ def test_a_run_under_way(runs, capsys, monkeypatch):
     (run.logs / "engine-0.log").write_text("e" * 1234)
     (run.logs / "learner-1.log").write_text("")
     with run.lock():
-        facts, text = told(capsys, "first"), shown(capsys, "first")
+        facts, text = status_of(capsys, "first"), shown(capsys, "first")
     assert (facts["run"], facts["path"], facts["state"]) == ("first", "runs/first", "running")
     assert (facts["iteration"], facts["iterations"]) == (3, 10)
     assert facts["elapsed_s"] == pytest.approx(100)
@@ -89,9 +89,9 @@ def test_a_run_under_way(runs, capsys, monkeypatch):
 
 
 def test_a_run_whose_lock_is_free_has_died(runs, capsys):
-    run = make_run("first")  # its pid is ours, which lives: in a container numbers come again
+    run = make_run("first")  # its pid is this process's, which lives: in a container pids repeat
     run.lock().close()
-    facts = told(capsys, "runs/first")
+    facts = status_of(capsys, "runs/first")
     assert (facts["state"], facts["left_s"]) == ("died", None)
     assert facts["elapsed_s"] == pytest.approx(95)  # up to its last sign of life
     assert "state      died\n" in (text := shown(capsys, "first"))
@@ -101,14 +101,14 @@ def test_a_run_whose_lock_is_free_has_died(runs, capsys):
 def test_a_run_that_another_process_resumes_has_not_died(runs, capsys):
     run = make_run("first", pid=dead_pid())
     with run.lock():
-        assert told(capsys, "first")["state"] == "running"
+        assert status_of(capsys, "first")["state"] == "running"
 
 
 def test_without_a_lock_the_pid_counts_on_its_own_host_alone(runs, capsys):
     make_run("alive")
     make_run("gone", pid=dead_pid())
     make_run("elsewhere", pid=dead_pid(), host="another-machine")
-    assert {facts["run"]: facts["state"] for facts in told(capsys)} == {
+    assert {facts["run"]: facts["state"] for facts in status_of(capsys)} == {
         "alive": "running",
         "gone": "died",
         "elsewhere": "running",
@@ -119,7 +119,7 @@ def test_looking_leaves_the_lock_to_others(runs, capsys):
     run = make_run("first")
     run.lock().close()
     assert run.is_locked() is False
-    assert told(capsys, "first")["state"] == "died"
+    assert status_of(capsys, "first")["state"] == "died"
     run.lock().close()  # would be refused
     shutil.rmtree(run.path)
     assert run.is_locked() is None
@@ -134,7 +134,7 @@ def test_a_run_that_ended_early_says_why_and_how_to_go_on(runs, capsys, state):
     assert f"state      {state}\n" in text and "resume     vlarl train --resume runs/first\n" in text
     assert max(len(line) for line in text.splitlines()) <= 80 and why in " ".join(text.split())
     assert "left " not in text.replace("were left", "") and "train.log" not in text
-    assert told(capsys, "first")["message"] == why
+    assert status_of(capsys, "first")["message"] == why
 
 
 def test_a_finished_run(runs, capsys):
@@ -149,10 +149,10 @@ def test_supervised_runs_can_not_be_resumed(runs, capsys):
     run.config_file.write_text("run: {}\n")
     with pytest.raises(ValueError, match="bad"), run.tracked(50):
         run.metrics_file.write_text('{"iteration": 20, "train/loss": 1.5}\n')
-        facts = told(capsys, "base")
+        facts = status_of(capsys, "base")
         raise ValueError("bad")
     assert (facts["state"], facts["iteration"], facts["iterations"]) == ("running", 20, 50)
-    facts = told(capsys, "base")
+    facts = status_of(capsys, "base")
     assert (facts["state"], facts["resume"], facts["message"]) == ("failed", "", "ValueError: bad")
     assert "resume" not in shown(capsys, "base")
 
@@ -161,8 +161,8 @@ def test_a_run_without_status_is_starting_or_has_died(runs, capsys):
     run = RunDirectory.create("runs", "first")
     run.config_file.write_text("run: {}\n")
     with run.lock():
-        assert told(capsys, "first")["state"] == "starting"
-    facts = told(capsys, "first")
+        assert status_of(capsys, "first")["state"] == "starting"
+    facts = status_of(capsys, "first")
     assert (facts["state"], facts["message"]) == ("died", "it has not written a status.json")
     assert "died   0/0        -    -    first" in shown(capsys)
 
@@ -177,9 +177,9 @@ def test_all_runs_a_line_each_newest_last(runs, capsys):
         "finished     3/10       25.0%  2 h  a",
         "interrupted  3/10       25.0%  1 h  " + "long_name" * 4,
     ]
-    assert [facts["run"] for facts in told(capsys)] == ["b", "a", "long_name" * 4]
+    assert [facts["run"] for facts in status_of(capsys)] == ["b", "a", "long_name" * 4]
     shutil.move("runs", "others")
-    assert told(capsys) == [] and len(told(capsys, "--run.root", "others")) == 3
+    assert status_of(capsys) == [] and len(status_of(capsys, "--run.root", "others")) == 3
     assert shown(capsys) == "no runs in runs/\n"
 
 
@@ -193,11 +193,11 @@ def test_files_that_are_half_written_or_odd_are_no_error(runs, capsys):
     run = make_run("first", "finished")
     run.metrics_file.write_text('{"iteration": 1, "rollout/success_rate": null}\n{"iteration": 2, "rollout/succ')
     run.log_file.write_bytes(b"\xff\xfe broken\n")
-    facts = told(capsys, "first")
+    facts = status_of(capsys, "first")
     assert (facts["iteration"], facts["rollout_success"], facts["val_success"]) == (3, None, None)
     assert facts["log"] == ["\ufffd\ufffd broken"]
     run.status_file.write_text("{")
-    assert told(capsys, "first")["state"] == "unreadable"
+    assert status_of(capsys, "first")["state"] == "unreadable"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_damaged_status_is_named_and_the_other_runs_are_shown(runs, capsys, co
     assert any(line.startswith("finished") and line.endswith("good") for line in lines)
     assert any(line.startswith("unreadable") and line.endswith("bad") for line in lines)
     assert "status.json is damaged" in shown(capsys, "bad")
-    assert told(capsys, "good")["state"] == "finished"
+    assert status_of(capsys, "good")["state"] == "finished"
 
 
 @pytest.mark.parametrize(
@@ -241,4 +241,4 @@ def test_a_damaged_status_is_named_and_the_other_runs_are_shown(runs, capsys, co
 )
 def test_odd_rows_of_metrics_are_passed_over(runs, capsys, row):
     make_run("good", "finished").metrics_file.write_text(row + "\n")
-    assert told(capsys, "good")["iteration"] == 3 and "good" in shown(capsys)
+    assert status_of(capsys, "good")["iteration"] == 3 and "good" in shown(capsys)

@@ -35,7 +35,7 @@ def test_the_cpu():
     assert usable_device("run.device", "cpu") == torch.device("cpu")
 
 
-def test_a_build_for_the_cpu_is_told_how_to_get_that_for_cuda(torch_of):
+def test_a_build_for_the_cpu_is_refused_with_how_to_get_that_for_cuda(torch_of):
     torch_of("2.9.1+cpu", None)
     message = refused("cuda")
     assert message.startswith(

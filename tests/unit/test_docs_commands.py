@@ -1,4 +1,4 @@
-"""What the first pages of the docs tell people to type is taken: commands are dry-run, Python is run up to training."""
+"""Commands and Python in the first pages of the docs work: commands are dry-run, Python is run up to training."""
 
 import re
 import shlex
@@ -96,13 +96,13 @@ def test_the_pages_have_commands():
 
 
 def test_the_python_page_runs_as_printed(folder, monkeypatch):
-    """Training and evaluation are left out, but for what a run asks of an environment before it starts."""
+    """Training and evaluation are skipped, except the checks of an environment before a run starts."""
     trained = []
 
     def train(config, resume=None, checkpoint=None, callbacks=None):
         if config.env.suite == "gym":
             suite = probe(make_env(config.gym, config.env.max_steps), config.gym, config.env.max_steps)
-            assert suite.action_dim == 7 or config.gym.actions, "the policy's actions have seven numbers"
+            assert suite.action_dim == 7 or config.gym.actions, "the policy's actions have seven dimensions"
         trained.append((config, resume))
         return SimpleNamespace(run_dir=Path("first"))
 

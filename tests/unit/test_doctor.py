@@ -310,20 +310,20 @@ def test_the_machine_as_json(capsys, work):
 
 
 def test_packages_that_are_missing_or_too_old_come_with_the_command(monkeypatch, work):
-    wanted = ["torch>=99", "gone>=1", "numpy", 'pillow>=1; extra == "films"', 'absent; extra == "films"']
+    wanted = ["torch>=99", "gone>=1", "numpy", 'pillow>=1; extra == "videos"', 'absent; extra == "videos"']
     monkeypatch.setattr(installation, "requires", lambda _: wanted)
     monkeypatch.setattr(installation, "metadata", lambda _: Metadata())
     found = details(check_installation())
     version = installation.version("torch")
     assert found["torch"] == ("problem", f"{version}, but vlarl needs >=99: run pip install 'torch>=99'")
     assert found["gone"] == ("problem", "missing: run pip install 'gone>=1'")
-    assert "numpy" not in found  # fine, and nobody asked
-    assert found["extra films"] == ("missing", "absent: run pip install -c constraints.txt -e '.[films]'")
+    assert "numpy" not in found  # fine, so it is not listed
+    assert found["extra videos"] == ("missing", "absent: run pip install -c constraints.txt -e '.[videos]'")
 
 
 class Metadata:
     def get_all(self, _: str) -> list[str]:
-        return ["films"]
+        return ["videos"]
 
 
 def machine_with(monkeypatch, *packages: str, gpus: int = 0) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Imports point one way, and the command line answers without loading torch."""
+"""Imports point one way, and the command line's help does not load torch."""
 
 import ast
 import subprocess
@@ -161,7 +161,7 @@ def test_adapters_do_load_peft():
 
 
 def test_adapters_load_without_a_warning_of_kernels_that_are_not_needed():
-    """bitsandbytes warns on some CPUs only, so its own line is asked for: it would not be printed."""
+    """bitsandbytes warns on some CPUs only, so its own line is checked: it must not be printed."""
     warn = "import logging; logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm')\n"
     code = PLAYED.replace("LoraConfig()", "LoraConfig(enabled=True)") + warn
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -169,7 +169,7 @@ def test_adapters_load_without_a_warning_of_kernels_that_are_not_needed():
 
 
 def test_help_loads_nothing_but_the_standard_library_and_its_own_modules():
-    """So it answers at once, on any machine."""
+    """So it is fast on any machine."""
     code = (
         "import sys\nbefore = set(sys.modules)\nfrom vlarl.cli import main\nmain(['--help'])\n"
         "roots = {name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)\n"

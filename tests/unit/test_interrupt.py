@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
 @BOTH
-def test_the_first_signal_asks_and_the_second_interrupts(number):
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts(number):
     before = signal.getsignal(number)
     with InterruptGuard() as guard:
         guard.check()
@@ -52,7 +52,7 @@ def test_a_process_gets_to_save(number):
     assert (process.returncode, output) == (130, "saved\n")
 
 
-def test_the_first_signal_is_answered_at_once_and_once():
+def test_the_first_signal_prints_one_line_at_once():
     said, lines = threading.Event(), []
 
     def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""JSON of others: a pipe does not hang, nesting without end is bad JSON, and damage is no object."""
+"""Untrusted JSON: a pipe does not hang, endless nesting is invalid JSON, and a damaged file is an empty object."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What vlarl answers to the mistakes of tests/mistakes/*.toml: the exit code, and the words that help."""
+"""Messages for the mistakes of tests/mistakes/*.toml: the exit code, and the words that help."""
 
 import shlex
 import tomllib
@@ -24,7 +24,7 @@ MISTAKES = read_mistakes()
 
 
 @pytest.mark.parametrize("mistake", [pytest.param(m, id=m["name"]) for m in MISTAKES])
-def test_the_answer_helps(mistake, tmp_path, monkeypatch, capsys):
+def test_the_message_helps(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in mistake.get("files", {}).items():
         path = tmp_path / name

@@ -1,4 +1,4 @@
-"""benchmarks/scaling_model.py against cases that have an answer on paper, and its command."""
+"""benchmarks/scaling_model.py against cases that can be computed on paper, and its command."""
 
 import json
 import subprocess
@@ -98,7 +98,7 @@ def test_lockstep_waits_for_the_slowest_worker():
     assert together.rollout_s > 1.3 * free.rollout_s
 
 
-def test_the_ring_passes_on_all_but_its_own_share():
+def test_the_ring_passes_on_all_but_its_own_part():
     assert ring_seconds(8e9, 4, 1e9) == pytest.approx(6.0)
     assert ring_seconds(8e9, 1, 1e9) == 0.0
     result = forecast(varied(ranks=4, microbatch=5, shard_bytes=4e9, gradient_bytes=1e9, steps=2, ring_bytes_per_s=1e9))
@@ -107,13 +107,13 @@ def test_the_ring_passes_on_all_but_its_own_share():
     assert grouped.update_s == pytest.approx(25 * 0.02 + 5 * 3 * 2.0)
 
 
-def test_the_same_seed_gives_the_same_answer():
+def test_the_same_seed_gives_the_same_forecast():
     spread = varied(env_workers=8, decisions=400, env_spread=0.3, seed=3)
     assert forecast(spread) == forecast(spread)
     assert forecast(spread) != forecast(Loop(**{**vars(spread), "seed": 4}))
 
 
-def test_the_command_answers_in_json():
+def test_the_command_prints_json():
     command = [sys.executable, "scaling_model.py", "--json", "--decisions", "100", "--slots", "1", "--lockstep"]
     out = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=300).stdout
     assert json.loads(out)["iteration_s"] == pytest.approx(100 * 0.021 + 1.0)

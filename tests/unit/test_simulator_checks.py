@@ -15,7 +15,7 @@ def found(monkeypatch, **replaced) -> dict[str, tuple[str, str]]:
     return {check.name: (check.status, check.detail) for check in check_simulators()}
 
 
-def test_the_backends_here_draw_a_picture(monkeypatch):
+def test_the_backends_here_render_an_image(monkeypatch):
     checks = found(monkeypatch)
     assert checks["mujoco"] == ("ok", "3.3.0")
     assert checks["gl egl"][0] == "ok" and checks["gl egl"][1].startswith("renders with ")
@@ -27,7 +27,7 @@ def test_a_backend_that_is_not_there_says_so_and_how_to_get_it(monkeypatch):
     assert status == "missing" and detail.endswith("; to use it: buy a screen") and "Error" in detail
 
 
-def test_a_blank_picture_is_no_picture(monkeypatch):
+def test_a_blank_image_is_reported(monkeypatch):
     unlit = simulators.PROBE.replace("rgba='1 0 0 1'", "rgba='0 0 1 1'")
     status, detail = found(monkeypatch, PROBE=unlit, BACKENDS={"egl": "fix it"})["gl egl"]
     assert (status, detail) == ("missing", "renders a blank image; to use it: fix it")

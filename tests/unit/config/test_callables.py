@@ -102,7 +102,7 @@ def test_what_is_no_configuration_is_refused(source):
 @pytest.mark.parametrize(
     ("option", "argument", "evaluates"), [("reward.source", "reward", False), ("gym.env", "env", True)]
 )
-def test_one_that_is_missing_is_asked_for_in_python(option, argument, evaluates):
+def test_a_missing_callable_is_refused_with_the_python_call(option, argument, evaluates):
     with pytest.raises(UsageError) as caught:
         find_given(option, "python:mine.f", {}, argument)
     said = str(caught.value)

@@ -1,4 +1,4 @@
-"""docs/coming-from.md answers for every option that the seeds name, and names no option that isn't there."""
+"""docs/coming-from.md has a row for every option that the seeds name, and names no option that doesn't exist."""
 
 import re
 from pathlib import Path
@@ -32,22 +32,22 @@ def test_every_named_option_has_one_row_in_its_order():
 
 
 def test_every_dotted_name_is_an_option():
-    assert [name for _, _, answer in ROWS for name in dotted(answer) if name not in KNOWN] == []
+    assert [name for _, _, advice in ROWS for name in dotted(advice) if name not in KNOWN] == []
     assert [name for _, ours in PAIRS for name in dotted(ours) if name not in KNOWN] == []
-    assert sum(bool(dotted(answer)) for _, _, answer in ROWS) > 120
+    assert sum(bool(dotted(advice)) for _, _, advice in ROWS) > 120
 
 
 def test_every_row_says_where_or_why():
     reasons = ("derived", "not needed: ", "not an option of training: ")
-    for _, option, answer in ROWS:
-        assert "not yet" not in answer, option
-        assert dotted(answer) or answer.startswith((*reasons, "`vlarl ")), f"{option}: {answer}"
+    for _, option, advice in ROWS:
+        assert "not yet" not in advice, option
+        assert dotted(advice) or advice.startswith((*reasons, "`vlarl ")), f"{option}: {advice}"
 
 
-def test_derived_numbers_are_derived():
-    for _, option, answer in ROWS:
-        if "derived: `" in answer:
-            named = [name for name in quoted(answer.partition("derived: ")[2]) if "." not in name]
+def test_derived_values_are_derived():
+    for _, option, advice in ROWS:
+        if "derived: `" in advice:
+            named = [name for name in quoted(advice.partition("derived: ")[2]) if "." not in name]
             assert named and all(hasattr(derive(Config()), name) for name in named), option
     assert {"total_episodes", "world_size"} <= set(Derived.__dataclass_fields__)
 
@@ -56,11 +56,11 @@ def test_an_option_whose_old_name_is_a_flag_is_where_the_flag_sets_it():
     known = frozenset(KNOWN)
     aliased = {option: path for _, option, _ in ROWS if (path := alias_of(option, frozenset(options(Config))))}
     assert len(aliased) > 70
-    assert [option for _, option, answer in ROWS if option in aliased and aliased[option] not in dotted(answer)] == []
+    assert [option for _, option, advice in ROWS if option in aliased and aliased[option] not in dotted(advice)] == []
     translated = {option: found.options for _, option, _ in ROWS if (found := translation_of(option, known))}
     assert len(translated) > 12
-    for _, option, answer in ROWS:
-        assert set(translated.get(option, ())) <= set(dotted(answer)), option
+    for _, option, advice in ROWS:
+        assert set(translated.get(option, ())) <= set(dotted(advice)), option
 
 
 def test_every_name_of_the_tables_by_system_means_what_the_table_says():

@@ -1,4 +1,4 @@
-"""The numbers that follow from a configuration, against ones worked out by hand."""
+"""The values derived from a configuration, against ones computed by hand."""
 
 from datetime import datetime
 
@@ -18,7 +18,7 @@ OVERRIDES = {
 }
 
 
-def test_numbers_of_a_training_run():
+def test_derived_values_of_a_training_run():
     assert derive(load_config(overrides=OVERRIDES)) == Derived(
         world_size=1,
         num_engines=None,
@@ -105,13 +105,13 @@ def test_engines_are_those_of_vllm_or_of_torch():
     assert (derive(torch).num_engines, derive(vllm).num_engines) == (3, 2)
 
 
-def test_a_vllm_engine_fills_its_share_of_the_gpu_and_no_more():
+def test_a_vllm_engine_fills_its_fraction_of_the_gpu_and_no_more():
     cluster = OVERRIDES | {"policy.path": "builtin:tiny-openvla", "distributed": CLUSTER, "vllm.num_engines": 1}
     shared = {"distributed.colocate": True, "distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4}
     alone, beside = load_config(overrides=cluster), load_config(overrides=cluster | shared)
     assert engine_memory_fraction(alone) == pytest.approx(0.9) and engine_memory_fraction(beside) == pytest.approx(0.36)
-    told = load_config(overrides=cluster | shared | {"vllm.gpu_memory_utilization": 0.25})
-    assert engine_memory_fraction(told) == 0.25
+    configured = load_config(overrides=cluster | shared | {"vllm.gpu_memory_utilization": 0.25})
+    assert engine_memory_fraction(configured) == 0.25
 
 
 def test_a_simulator_is_a_worker_of_its_own():
@@ -123,7 +123,7 @@ def test_a_simulator_is_a_worker_of_its_own():
     assert not any("env_worker" in line for line in derived_lines(derive(load_config(overrides=libero))))
 
 
-def test_numbers_of_a_supervised_run():
+def test_derived_values_of_a_supervised_run():
     overrides = {"demos": {"suites": ["tabletop_goal"], "episodes_per_task": 5}}
     derived = derive_finetune(
         load_config("tabletop_base", overrides | {"optim": {"steps": 700, "batch_size": 3}}, schema=FinetuneConfig)

@@ -71,7 +71,7 @@ def test_without_a_time_limit_nothing_is_made_up():
         (6, 14_000, 6),
     ],
 )
-def test_the_number_of_iterations_is_learnt_on_the_way(done, env_steps, expected):
+def test_the_number_of_iterations_is_estimated_during_the_run(done, env_steps, expected):
     config = load_config(overrides=["--timesteps", str(3 * STEPS)])
     assert total_iterations(config, done, env_steps) == expected
 

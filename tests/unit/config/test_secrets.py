@@ -56,7 +56,7 @@ def test_what_is_written_and_sent_holds_no_token(capsys):
         {**REMOTE, "reward.headers_env": f"Authorization: Bearer {SECRET}"},
     ],
 )
-def test_problems_are_told_without_the_token(overrides):
+def test_problems_are_reported_without_the_token(overrides):
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=overrides)
     assert SECRET not in str(caught.value)
@@ -67,7 +67,7 @@ def test_user_and_password_are_refused_with_the_remedy():
         load_config(overrides={**REMOTE, "reward.url": "https://me:word@h/score"})
 
 
-def test_a_resumed_run_asks_for_its_address_again(tmp_path, monkeypatch):
+def test_a_resumed_run_needs_its_address_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDirectory.create("runs", "first")
     run.write_config(to_yaml(load_config(overrides={**REMOTE, "run.name": "first"})))

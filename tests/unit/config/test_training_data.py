@@ -211,7 +211,7 @@ def make_run(root: Path, name: str, **overrides: object) -> Path:
     return final
 
 
-def test_a_run_from_before_the_file_still_tells(tmp_path):
+def test_a_run_from_before_the_file_is_known_by_its_configuration(tmp_path):
     first = make_run(tmp_path, "first", env__suite="tabletop_goal", env__task_ids=[1])
     trained = TrainedOn(by="train", suite="tabletop_goal", protocol="disjoint", task_ids=(1,), states=tuple(range(30)))
     data = training_data_of(first)
@@ -253,7 +253,7 @@ def test_a_dataset_is_not_forgotten_by_a_run_from_before_the_file(tmp_path):
     config = "policy:\n  path: builtin:tiny-oft\ndemos:\n  path: /data/libero_goal\n"
     (tmp_path / "tuned" / "config.yaml").write_text(config)
     data = training_data_of(final)
-    assert len(data.runs) == 4 and data.unknown == ("/data/libero_goal",), "its base tells, the dataset does not"
+    assert len(data.runs) == 4 and data.unknown == ("/data/libero_goal",), "its base is known, the dataset is not"
     write_training_data(final, TrainingData((DEMOS,)))
     assert training_data_of(final) == TrainingData((DEMOS,)), "the file knows the dataset"
 

@@ -101,7 +101,7 @@ def test_an_episode_is_replayed_only_of_ones_own_run(run, capsys):
     assert "imports subprocess" in capsys.readouterr().err
 
 
-def test_what_the_user_names_is_not_asked_about(run):
+def test_what_the_user_names_needs_no_trust(run):
     seal_file(run.config_file).unlink()
     checkpoint = str(run.checkpoints / "final")
     with pytest.raises(UntrustedError, match=r"gym.kwargs: passes \(args='touch owned', shell=true\) to mine:make"):
@@ -206,7 +206,7 @@ def test_processes_that_start_together_have_one_key(home, tmp_path):
     ("has_home", "reason"),
     [(True, "there is no key in "), (False, "there is no home folder for the key .*: set HOME or XDG_STATE_HOME")],
 )
-def test_without_a_key_nothing_is_sealed_and_trust_is_asked_for(tmp_path, monkeypatch, capsys, has_home, reason):
+def test_without_a_key_nothing_is_sealed_and_trust_is_needed(tmp_path, monkeypatch, capsys, has_home, reason):
     (tmp_path / "file").write_text("")
     if has_home:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""What can't be spread over processes or share a GPU: refused with its remedy, and the nearest that works is accepted."""
+"""What can't be distributed or share a GPU is refused with its remedy, and the fixed configuration is accepted."""
 
 import pytest
 
@@ -267,12 +267,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "message", "mended"), CASES)
-def test_what_can_not_work_is_refused_and_what_is_next_to_it_is_not(overrides, message, mended):
+@pytest.mark.parametrize(("overrides", "message", "fixed"), CASES)
+def test_what_can_not_work_is_refused_and_its_fix_is_accepted(overrides, message, fixed):
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=overrides)
     assert [str(problem) for problem in caught.value.problems] == [message]
-    assert check(load_config(overrides=overrides | mended)) == []
+    assert check(load_config(overrides=overrides | fixed)) == []
 
 
 @pytest.mark.parametrize(

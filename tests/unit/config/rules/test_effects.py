@@ -159,7 +159,7 @@ def test_an_adapter_keeps_its_own_rank_scale_and_layers(tmp_path, options, optio
     assert "has no effect if policy.path is an adapter, whose own rank, scale and layers are kept; leave" in problem
 
 
-def test_a_switch_that_is_wrong_itself_is_all_that_is_told():
+def test_only_the_switch_is_reported_if_it_is_wrong_itself():
     (problem,) = problems_of(None, ["--lora.enabled", "--lora.rank", "8", "--kl.coef", "much", "--kl.horizon", "5"])
     assert problem.startswith("kl.coef = 'much'")
 
@@ -169,8 +169,8 @@ def test_builtin_weights_act_in_another_suite_only_where_they_are_named(tmp_path
     assert "policy.path = 'builtin:tiny-openvla' with env.suite = 'libero_spatial'" in problem
     assert "libero_spatial_grpo_oft" in problem
     assert "--policy.path builtin:tiny-openvla" in problem
-    asked_for = {"env.suite": "libero_spatial", "policy.path": "builtin:tiny-openvla"}
-    assert problems_of("tabletop_grpo", asked_for) == []
+    named = {"env.suite": "libero_spatial", "policy.path": "builtin:tiny-openvla"}
+    assert problems_of("tabletop_grpo", named) == []
     file = tmp_path / "mine.yaml"
     file.write_text("env: {suite: metaworld_mt10}\npolicy: {path: builtin:tiny-oft}\n")
     assert problems_of(file, {}) == []
@@ -179,8 +179,8 @@ def test_builtin_weights_act_in_another_suite_only_where_they_are_named(tmp_path
 
 
 def test_a_configuration_in_python_names_its_weights():
-    asked_for = {"env.suite": "libero_spatial", "policy.path": "builtin:tiny-oft"}
-    config = load_config("tabletop_grpo", asked_for)
+    named = {"env.suite": "libero_spatial", "policy.path": "builtin:tiny-oft"}
+    config = load_config("tabletop_grpo", named)
     assert problems_of(config, {}) == problems_of(config, {"run.seed": 1}) == []
     (problem,) = problems_of(load_config("tabletop_grpo"), {"env.suite": "libero_spatial"})
     assert "not for libero_spatial" in problem

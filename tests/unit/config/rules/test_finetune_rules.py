@@ -38,10 +38,10 @@ def test_what_can_work_is_not():
 
 
 def test_demonstrations_are_counted_where_they_are_played():
-    def numbers(**demos: object) -> tuple[int | None, int | None]:
+    def counts(**demos: object) -> tuple[int | None, int | None]:
         derived = derive_finetune(FinetuneConfig.model_validate({"demos": demos}))
         return derived.num_tasks, derived.num_demonstrations
 
-    assert numbers(suites=("libero_90", "libero_10"), episodes_per_task=3) == (100, 300)
-    assert numbers(suites=("libero_90", "libero_10"), task_ids=(1, 2, 3), episodes_per_task=3) == (6, 18)
-    assert numbers(path="data") == (None, None)
+    assert counts(suites=("libero_90", "libero_10"), episodes_per_task=3) == (100, 300)
+    assert counts(suites=("libero_90", "libero_10"), task_ids=(1, 2, 3), episodes_per_task=3) == (6, 18)
+    assert counts(path="data") == (None, None)

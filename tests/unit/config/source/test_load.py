@@ -241,7 +241,7 @@ def test_a_folder_is_no_configuration(tmp_path):
         load_config(tmp_path)
 
 
-def test_a_preset_of_the_other_command_is_answered_with_that_command():
+def test_a_preset_of_the_other_command_is_refused_with_that_command():
     (problem,) = problems("tabletop_base")
     assert problem.endswith("this is a configuration for `vlarl finetune`; run: vlarl finetune tabletop_base")
     (problem,) = problems("tabletop_ppo", schema=FinetuneConfig)

@@ -1,4 +1,4 @@
-"""Names and values of other systems: what each sets, and what is answered to those that set nothing."""
+"""Names and values of other systems: what each sets, and the advice for those that set nothing."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def values(*tokens: str, schema=Config) -> dict[str, object]:
     return flags.values
 
 
-def answer(*tokens: str, schema=Config) -> str:
+def advice(*tokens: str, schema=Config) -> str:
     flags = parse_flags(tokens, schema)
     assert flags.values == {} and flags.positionals == []
     return "; ".join([str(problem) for problem in flags.problems] + flags.notes)
@@ -59,7 +59,7 @@ def test_a_name_is_in_one_table_and_is_no_option_of_ours():
     tables = [ALIASES, TRANSLATED, NEEDLESS, ELSEWHERE]
     names = [name for table in tables for name in table]
     shared = {name for name in names if names.count(name) > 1}
-    assert shared == {"data_root_dir", "dataset_path"}  # set in finetune, answered in train
+    assert shared == {"data_root_dir", "dataset_path"}  # set in finetune, refused with advice in train
     assert set(names) & KNOWN == set()
     assert all(name == aliases.plain_name(name) for name in names)
 
@@ -74,7 +74,7 @@ def test_sentences_name_options_that_exist(name):
 
 
 @pytest.mark.parametrize("name", SEED_OPTIONS)
-def test_every_option_of_the_seeds_is_set_or_answered(name):
+def test_every_option_of_the_seeds_is_set_or_has_advice(name):
     for spelled in (name, name.replace("_", "-")):
         flags = parse_flags([f"--{spelled}=1"], Config)
         said = [str(problem) for problem in flags.problems] + flags.notes
@@ -199,15 +199,15 @@ def test_half_of_a_pair_leaves_the_other_half_as_the_file_has_it(tmp_path, sourc
         ("--rollout.refill yes", "--rollout.refill yes: must be true or false; write --rollout.refill for true"),
     ],
 )
-def test_what_is_answered(tokens, said):
-    assert said in answer(*tokens.split())
+def test_advice_for_names_without_a_counterpart(tokens, said):
+    assert said in advice(*tokens.split())
 
 
 def test_a_name_means_what_it_means_in_the_command():
     assert values("--data_root_dir", "x", schema=FinetuneConfig) == {"demos.path": "x"}
     assert values("--batch_size", "8", schema=FinetuneConfig) == {"optim.batch_size": 8}
     assert values("--steps", "8", schema=FinetuneConfig) == {"optim.steps": 8}
-    said = answer("--num_generations", "8", schema=FinetuneConfig)
+    said = advice("--num_generations", "8", schema=FinetuneConfig)
     assert said == "--num_generations: an option of `vlarl train`, where it is --rollout.group_size"
 
 
@@ -225,8 +225,8 @@ def test_a_name_means_what_it_means_in_the_command():
         ("--env.suite libero_spatial", "--env.suite: unknown option; it is one of `vlarl train`"),
     ],
 )
-def test_what_finetune_answers(tokens, said):
-    assert said in answer(*tokens.split(), schema=FinetuneConfig)
+def test_advice_of_finetune(tokens, said):
+    assert said in advice(*tokens.split(), schema=FinetuneConfig)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_what_a_name_sets_in_finetune(tokens, expected):
     assert values(*tokens.split(), schema=FinetuneConfig) == expected
 
 
-def test_answers_of_finetune_name_its_own_options():
+def test_advice_of_finetune_names_its_own_options():
     for sentence in finetune_aliases.ELSEWHERE.values():
         assert names_only(sentence, KNOWN_TO_FINETUNE), sentence
     for name in [*NEEDLESS, *ELSEWHERE, *TRANSLATED]:
@@ -252,7 +252,7 @@ def test_answers_of_finetune_name_its_own_options():
 
 
 @pytest.mark.parametrize("name", MEANINGS)
-def test_a_name_of_several_meanings_is_told_which_one_it_has(name):
+def test_a_note_says_what_an_ambiguous_name_sets(name):
     flags = parse_flags([f"--{name}", "3"], Config)
     assert list(flags.values) == [ALIASES[name]] and flags.problems == []
     assert flags.notes == [f"--{name} sets --{ALIASES[name]}, {MEANINGS[name]}"]
@@ -305,7 +305,7 @@ def test_what_a_recipe_says_can_be_written(text):
     load_config(overrides=flags)
 
 
-def test_a_value_in_the_place_of_a_section_is_told_what_it_was_meant_to_be(tmp_path):
+def test_advice_for_a_value_in_the_place_of_a_section(tmp_path):
     path = tmp_path / "mine.yaml"
     for text, said in {
         "algorithm: ppo\n": "must be a section: options of algorithm below it, such as `name: ppo`",
@@ -377,7 +377,7 @@ def test_spellings_count_in_files_and_in_python(tmp_path):
 # Files of other systems
 
 
-def test_names_of_other_systems_in_a_file_are_answered_with_ours(tmp_path):
+def test_names_of_other_systems_in_a_file_are_refused_with_vlarls(tmp_path):
     path = tmp_path / "theirs.yaml"
     path.write_text(
         "learning_rate: 1e-4\nactor:\n  optim:\n    lr: 1e-5\n  global_batch_size: 64\noptim:\n  max_norm: 1\n"
@@ -399,7 +399,7 @@ def test_dotted_keys_are_options_of_their_section(tmp_path):
         load_config(path)
 
 
-def test_python_is_answered_too():
+def test_advice_in_python():
     with pytest.raises(ConfigError, match="learning_rate = 0.1: unknown option; here it is optim.lr"):
         load_config(overrides={"learning_rate": 0.1})
     assert advice_for("beta", KNOWN) == "here it is kl.coef"

@@ -1,4 +1,4 @@
-"""What a command line starts from: the preset or file that is named, or the preset made for what is asked."""
+"""What a command line starts from: the preset or file that is named, or the preset that fits the options."""
 
 import json
 from pathlib import Path

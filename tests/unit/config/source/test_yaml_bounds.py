@@ -83,7 +83,7 @@ def test_anchors_and_merges_in_reason_are_read(tmp_path):
     assert parse_value("[&a [1, 2], *a]") == ((1, 2), (1, 2))
 
 
-def test_many_mistakes_are_not_all_told(tmp_path):
+def test_not_all_of_many_mistakes_are_listed(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("optim:\n" + "".join(f"  learning_rate_{n}: 1\n" for n in range(5000)))
     with pytest.raises(UsageError) as caught:
