@@ -299,7 +299,7 @@ def _help(command: str, default_preset: str) -> str:
     ]
     if command == "train":
         own = [
-            "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it to go back to;",
+            "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it;",
             "                flags may change the run, for example --run.iterations 40",
             "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
             "  --trust       run the code that the configuration of another user's run names (docs/security.md)",

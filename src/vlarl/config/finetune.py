@@ -69,7 +69,7 @@ class FinetuneOptimConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
     autocast: Literal["none", "bfloat16"] = "none"
-    """Run the forward pass in this precision; the weights stay float32. none: in float32."""
+    """Run the forward pass in this precision, with weights in float32; none: no autocast."""
     log_interval: PositiveInt = 100
     """Optimizer steps between rows of metrics.jsonl, and between checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -106,7 +106,7 @@ class EnvConfig(Section):
     render: Literal["auto", "egl", "osmesa", "glx"] = "auto"
     """MuJoCo: how images are rendered; auto is egl, or what MUJOCO_GL says."""
     render_gpu: NonNegativeInt | None = None
-    """MuJoCo: index of the GPU that renders, with egl; by default MuJoCo's choice."""
+    """MuJoCo: index of the GPU that renders, with egl; by default MuJoCo's choice, or the GPU that Ray assigned."""
     exact_pixels: bool = False
     """MuJoCo: render with multisampling and reflections, as the simulator does by itself; by default without, which is
     several times faster and hardly visible."""
