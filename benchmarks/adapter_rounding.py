@@ -30,9 +30,10 @@ from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.adapters import fraction_kept
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.types import Observation, PolicyInput
+from vlarl.types import Observation
 
 LORA = LoraConfig(enabled=True, rank=32)
 LEARNING_RATE = 2e-5
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def measured(
-    policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor
+    policy: OpenVLAPolicy, inputs: OpenVLAInputs, tokens: torch.Tensor
 ) -> Iterator[tuple[str, float, torch.Tensor]]:
     """Each way, the fraction of the change that its layers show, and its log-probs."""
     with as_peft(policy):
@@ -88,7 +89,7 @@ def adapted(model: str, dtype: str, device: str) -> OpenVLAPolicy:
     return policy.eval()
 
 
-def decisions(policy: OpenVLAPolicy, rows: int) -> tuple[PolicyInput, torch.Tensor]:
+def decisions(policy: OpenVLAPolicy, rows: int) -> tuple[OpenVLAInputs, torch.Tensor]:
     """Observations with noise for images, and tokens [rows, K*D] that the policy samples for them."""
     rng = np.random.default_rng(0)
     config = policy.config
@@ -114,7 +115,7 @@ def decisions(policy: OpenVLAPolicy, rows: int) -> tuple[PolicyInput, torch.Tens
 
 
 def train(
-    policy: OpenVLAPolicy, optimizer: torch.optim.Optimizer, inputs: PolicyInput, tokens: torch.Tensor, steps: int
+    policy: OpenVLAPolicy, optimizer: torch.optim.Optimizer, inputs: OpenVLAInputs, tokens: torch.Tensor, steps: int
 ) -> None:
     """Policy-gradient steps on a few decisions with random advantages."""
     rows = slice(0, TRAINED_ROWS)
@@ -142,7 +143,7 @@ def pieces(rows: int) -> list[slice]:
 
 
 @torch.no_grad()
-def logprobs(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor) -> torch.Tensor:
+def logprobs(policy: OpenVLAPolicy, inputs: OpenVLAInputs, tokens: torch.Tensor) -> torch.Tensor:
     """[rows, K*D] float64, on the host."""
     parts = []
     for part in pieces(len(tokens)):
@@ -164,7 +165,7 @@ def lora_linears(policy: nn.Module) -> dict[str, LoraLinear]:
 
 
 @torch.no_grad()
-def layer_fraction(policy: OpenVLAPolicy, inputs: PolicyInput, tokens: torch.Tensor) -> float:
+def layer_fraction(policy: OpenVLAPolicy, inputs: OpenVLAInputs, tokens: torch.Tensor) -> float:
     """The slope over the outputs of all adapted layers, each on its inputs in a pass over a few rows."""
     sums = torch.zeros(2, dtype=torch.float64)
 

@@ -22,17 +22,19 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config, LoraConfig, ModelConfig
+from vlarl.decisions import Sampling, TrainBatch
 from vlarl.export.merge import merge
 from vlarl.policies.distribution import greedy
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config
+from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.policies.openvla.decoders import embed_prefix
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.memory import estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.learner import Learner
-from vlarl.types import PolicyInput, TrainBatch
 
 GIB = 2**30
 PROMPT_LENGTH = 32
@@ -137,7 +139,7 @@ def rollout(folder: Path) -> dict[str, Any]:
                 for graphs in (False, True):
                     engine = TorchEngine(policy, torch.device("cuda"), cuda_graphs=graphs)
                     free()
-                    peak, seconds = measure(lambda e=engine, i=inputs, s=seeds: e.generate(i, 1.0, s))
+                    peak, seconds = measure(lambda e=engine, i=inputs, s=seeds: e.generate(i, Sampling(1.0), s))
                     estimate = estimate_rollout(policy.config, batch, PROMPT_LENGTH, "bfloat16", lora_rank=rank).total
                     how = "graph" if graphs else "eager"
                     results[f"{kind}, batch {batch}, {how}"] = line(batch, seconds, peak, estimate)
@@ -151,7 +153,7 @@ def rollout(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def first_states(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+def first_states(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
     """The pass over images and prompt, without any token after it."""
     return policy.decoder.first_state(policy.model, embed_prefix(policy.model, inputs, policy.proprio_projector))
 
@@ -232,13 +234,13 @@ def adapted(folder: Path, decoder: Any, **settings: Any) -> OpenVLAPolicy:
     return policy.eval()
 
 
-def make_inputs(policy: OpenVLAPolicy, batch: int) -> PolicyInput:
+def make_inputs(policy: OpenVLAPolicy, batch: int) -> OpenVLAInputs:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, policy.config.first_action_id, (batch, PROMPT_LENGTH), generator=generator)
     ids[:, 0] = 1
     size = policy.config.image_size
     pixels = torch.randint(0, 256, (batch, policy.config.num_images, 3, size, size), generator=generator)
-    return PolicyInput(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to("cuda")
+    return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to("cuda")
 
 
 def make_learner(policy: OpenVLAPolicy, microbatch_size: int) -> Learner:
@@ -255,14 +257,13 @@ def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
     shape = (rows, policy.config.num_action_tokens)
     indices = torch.randint(0, 256, shape, generator=generator)
+    logprobs = torch.full(shape, -5.5)
     return TrainBatch(
         inputs=make_inputs(policy, rows).to("cpu"),
+        decisions=token_decisions(indices + policy.codec.first_id, logprobs, policy.action_dim),
         trajectory=torch.arange(rows),
-        token_ids=indices + policy.codec.first_id,
-        places=indices,
-        old_logprobs=torch.full(shape, -5.5),
+        old_logprobs=logprobs,
         advantages=torch.randn(shape, generator=generator),
-        mask=torch.ones(shape, dtype=torch.bool),
     )
 
 

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import transition
 from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
 from fakes.suite import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
@@ -17,11 +19,12 @@ from fakes.suite import (  # noqa: F401 - hooks
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
+from vlarl.decisions import Sampling, TrainBatch
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.training.batch import build_batch
-from vlarl.types import Observation, Task, TrainBatch, Trajectory, Transition
+from vlarl.training.batch import build_batch, with_estimates
+from vlarl.types import Observation, Task, Trajectory, Transition
 
 torch.set_num_threads(1)
 
@@ -70,7 +73,7 @@ def trajectory(
     rng = np.random.default_rng(seed)
     counts = num_executed if num_executed is not None else [len(r) for r in rewards]
     transitions = tuple(
-        Transition(
+        transition(
             observation(100 * seed + t, INSTRUCTIONS[(seed + t) % 3], size=1),
             first_id + rng.integers(0, 256, len(r) * action_dim),
             rng.uniform(-6, -4, len(r) * action_dim).astype(np.float32),
@@ -143,19 +146,14 @@ def act() -> Callable[..., list[Trajectory]]:
         episodes = []
         for number, length in enumerate(lengths):
             seen = [observation(10 * number + t, INSTRUCTIONS[(number + t) % 3]) for t in range(length + 1)]
-            tokens = engine.generate(policy.process(seen[:-1]), temperature, [10 * number + t for t in range(length)])
-            executed = [policy.chunk_length] * length
+            inputs, seeds = policy.process(seen[:-1]), [10 * number + t for t in range(length)]
+            decisions = engine.generate(inputs, Sampling(temperature), seeds)
+            executed = [policy.num_steps] * length
             if number % 2:
                 executed[-1] = 1
+            rewards = np.zeros(policy.num_steps, dtype=np.float32)
             transitions = tuple(
-                Transition(
-                    seen[t],
-                    tokens.ids[t].numpy(),
-                    tokens.engine_logprobs[t].numpy(),
-                    np.zeros(policy.chunk_length, dtype=np.float32),
-                    executed[t],
-                )
-                for t in range(length)
+                Transition(seen[t], inputs.row(t), decisions.row(t), rewards, executed[t]) for t in range(length)
             )
             task = Task("tabletop_spatial", number % 3, 0, number, number)
             episodes.append(Trajectory(task, transitions, seen[-1], bool(number % 2), not number % 2, False, 0))
@@ -170,12 +168,13 @@ def policy_batch() -> Callable[..., TrainBatch]:
 
     def build(policy: OpenVLAPolicy, episodes: Sequence[Trajectory]) -> TrainBatch:
         rng = np.random.default_rng(1)
-        estimates = []
+        estimates, values = [], []
         for episode in episodes:
-            count = len(episode.transitions)
-            advantages, returns, values = (rng.normal(size=count).astype(np.float32) for _ in range(3))
-            critic = policy.value_head is not None
-            estimates.append(Estimate(episode, advantages, returns if critic else None, values if critic else None))
-        return build_batch(estimates, policy)
+            shape = (len(episode.transitions), 1)
+            advantages, returns, old_values = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
+            estimates.append(Estimate(advantages, returns if policy.value_head is not None else None))
+            values.append(torch.from_numpy(old_values))
+        batch = with_estimates(build_batch(episodes), episodes, estimates, "chunk")
+        return batch if policy.value_head is None else replace(batch, old_values=torch.cat(values))
 
     return build

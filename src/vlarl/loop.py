@@ -1,9 +1,9 @@
 """The loop: tasks, rollout, rewards, advantages, update, weights to the engine, and round again.
 
-    TaskSampler ──tasks──► Collector ──trajectories──► Reward ──scored groups──► Algorithm ──estimates──┐
-        ▲                  (Engine, EnvPool)                                                            │
-        │                        ▲                                                                      ▼
-        └──── next iteration ────┴─────────── weights ◄──────────── Learner ◄──── TrainBatch ◄─── build_batch
+    TaskSampler ──tasks──► Collector ──trajectories──► Reward ──scored──► build_batch ──► Learner.annotate ──┐
+        ▲                  (Engine, EnvPool)                                                                 │
+        │                        ▲                                                                           ▼
+        └──── next iteration ────┴──── weights ◄──── Learner.update ◄──── TrainBatch ◄──── Algorithm.estimate
 
 This is the order in which one iteration's data goes round, in one process or on a cluster. `run/open.py` builds the
 parts, `run/session.py` writes down what happens, and `rollout/source.py` lets rollouts run ahead of the update.
@@ -16,11 +16,11 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from vlarl.algorithms.base import Estimate
 from vlarl.callbacks import Callbacks
 from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
+from vlarl.decisions import Sampling, TrainBatch
 from vlarl.errors import VlarlError
 from vlarl.evaluation.run import evaluate_policy, without_images
 from vlarl.observability.clock import Stopwatch
@@ -31,8 +31,8 @@ from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, stale
 from vlarl.run.open import open_run
 from vlarl.run.parts import Parts
 from vlarl.run.session import RunSummary, Session
-from vlarl.training.batch import build_batch
-from vlarl.training.reference import reference_kl
+from vlarl.training.annotate import last_observations, reference_kl, values_by_trajectory
+from vlarl.training.batch import build_batch, with_estimates
 from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import EpisodeResult, EvalResult, Rollout, Task, Trajectory
 
@@ -47,7 +47,11 @@ def train(
 
     Without `checkpoint` that is the newest one; with it, later ones are set aside.
     """
-    parts, session = open_run(config, resume, checkpoint, callbacks)
+    return run(*open_run(config, resume, checkpoint, callbacks))
+
+
+def run(parts: Parts, session: Session) -> RunSummary:
+    """Evaluate, then collect and improve until the run is finished."""
     schedule = session.schedule
     with closing(parts), session:
         if session.is_new:
@@ -60,7 +64,9 @@ def train(
                 rollout = source.get(session.start_iteration())
                 metrics = session.record_rollout(rollout)
                 update_due = schedule.update_due(session.state)
-                gathered = source.gather(rollout, update_due)
+                kept = tuple(trajectory.without_images() for trajectory in rollout.kept)
+                gathered = source.gather(replace(rollout, kept=kept), update_due)
+                del rollout  # its images have been reported: from here on they would only take memory
                 if update_due:
                     metrics |= improve(parts, session, gathered)
                 else:
@@ -119,8 +125,8 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
 def roll_out(parts: Parts, session: Session, tasks: list[Task]) -> list[Trajectory]:
     """One episode of every task, in the order of the tasks."""
     ended: dict[int, Trajectory] = {}
-    temperature, check = session.config.rollout.temperature, session.guard.check
-    for index, episode in parts.collector.episodes(tasks, temperature, check=check):
+    sampling = Sampling(session.config.rollout.temperature)
+    for index, episode in parts.collector.episodes(tasks, sampling, check=session.guard.check):
         ended[index] = episode.trajectory
         session.progress.rollout(len(ended), len(tasks))
     return [ended[index] for index in range(len(tasks))]
@@ -155,12 +161,12 @@ def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> d
     iteration = session.state.iteration
     stale = session.config.distributed.asynchronous
     staleness = staleness_metrics(gathered, parts.learner.version) if stale else {}
+    trajectories = parts.algorithm.with_learning_signal(gathered)
+    if not trajectories:
+        session.progress.note(f"iteration {iteration}: no group has episodes that differ: nothing to learn from")
+        return {"train/kept_trajectories": 0.0}
     with session.timed("update"):
-        estimates = estimate(parts, session.config, gathered)
-        if not estimates:
-            session.progress.note(f"iteration {iteration}: no group has episodes that differ: nothing to learn from")
-            return {"train/kept_trajectories": 0.0}
-        batch = build_batch(estimates, parts.policy)
+        batch = estimated_batch(parts, session.config, trajectories, iteration)
         session.start_update()
         total = session.schedule.total_iterations(session.state)
         result = parts.learner.update(batch, iteration, session.progress.update, total)
@@ -174,22 +180,25 @@ def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> d
         session.record_update(result)
         | staleness
         | {
-            "train/kept_trajectories": float(len(estimates)),
+            "train/kept_trajectories": float(len(trajectories)),
             "perf/train_samples_per_s": result.num_samples / session.seconds("update"),
         }
     )
 
 
-def estimate(parts: Parts, config: Config, gathered: Sequence[Trajectory]) -> list[Estimate]:
-    """The advantages of the decisions of all trajectories that have a learning signal."""
-    trajectories = parts.algorithm.with_learning_signal(gathered)
-    if not trajectories:
-        return []
-    trajectories = parts.learner.with_reference(trajectories)
-    values = parts.learner.values(trajectories) if parts.algorithm.needs_critic else None
-    penalized = config.kl.coef > 0 and config.kl.place == "reward"
-    ref_kl = [reference_kl(trajectory, kl_estimator(config.kl)) for trajectory in trajectories] if penalized else None
-    return parts.algorithm.estimate(trajectories, values, ref_kl, parts.learner.kl_coef)
+def estimated_batch(parts: Parts, config: Config, trajectories: Sequence[Trajectory], iteration: int) -> TrainBatch:
+    """The decisions of all trajectories as a batch, with what the learner finds of them and their advantages."""
+    batch, last, values, ref_kl = build_batch(trajectories), None, None, None
+    if parts.algorithm.needs_critic and (cut_off := last_observations(trajectories)):
+        last = parts.policy.process([trajectories[index].final_observation for index in cut_off])
+    found = parts.learner.annotate(batch, iteration, last)
+    batch = found.onto(batch, config)
+    if parts.algorithm.needs_critic:
+        values = values_by_trajectory(batch, trajectories, found.last_values)
+    if config.kl.coef > 0 and config.kl.place == "reward":
+        ref_kl = reference_kl(batch, trajectories, kl_estimator(config.kl))
+    estimates = parts.algorithm.estimate(trajectories, values, ref_kl, parts.learner.kl_coef)
+    return with_estimates(batch, trajectories, estimates, parts.algorithm.level)
 
 
 def evaluate(parts: Parts, session: Session) -> dict[str, float]:
@@ -200,7 +209,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     unscored: dict[int, Trajectory] = {}  # with their images only where the reward reads them: those take memory
     with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
         episodes = evaluate_policy(
-            parts.collector, tasks, session.config.eval.temperature, num_videos, session.guard.check
+            parts.collector, tasks, Sampling(session.config.eval.temperature), num_videos, session.guard.check
         )
         for index, result, trajectory in episodes:
             results[index] = result

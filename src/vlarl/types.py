@@ -1,27 +1,32 @@
 """The nouns of vlarl: what crosses the borders between its parts, in the order one observation meets them.
 
-    Task -> Observation -> PolicyInput -> ActionTokens -> ChunkOutcome -> Transition -> Trajectory
+    Task -> Observation -> (inputs of the policy) -> Decisions -> ChunkOutcome -> Transition -> Trajectory
          -> Rollout -> TrainBatch -> UpdateResult -> (weights) -> Task
 
-Shapes are given in comments: B rows of a batch, K actions of a chunk, D dimensions of an action, L prompt tokens,
-I images of an observation.
+What a policy reads and samples is in decisions.py, what the learner is given as well. Shapes are given in
+comments: K environment steps of a decision, D dimensions of an action, L elements of a decision, V values of the critic
+for a decision, I images of an observation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import torch
+    from vlarl.decisions import Decisions, TensorRows
 
 UInt8Array = NDArray[np.uint8]
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+Action = FloatArray | str
+"""What a decision becomes for the environment: a chunk of actions [K, D] in the robot's units, or a text."""
 
 EpisodeStatus = Literal["ok", "crashed", "reward_failed"]  # crashed: by its simulator, not by its policy
 
@@ -55,62 +60,6 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class PolicyInput:
-    """A batch of observations as the policy reads them. Right-padded prompts; pixels stay uint8 until the device."""
-
-    input_ids: torch.Tensor  # [B, L] int64
-    attention_mask: torch.Tensor  # [B, L] bool
-    pixels: torch.Tensor  # [B, I, 3, H, W] uint8, at the model's resolution
-    proprio: torch.Tensor | None  # [B, P] float32, normalised; None for policies without the proprio token
-    known_ragged: bool | None = None  # what `ragged` answers, where it was found out already
-
-    def __len__(self) -> int:
-        return int(self.input_ids.shape[0])
-
-    @property
-    def ragged(self) -> bool:
-        """Whether prompts differ in length. Found out on the host, a device need not be waited for."""
-        return not bool(self.attention_mask.all()) if self.known_ragged is None else self.known_ragged
-
-    def to(self, device: torch.device | str) -> PolicyInput:
-        """The same batch on another device."""
-        return PolicyInput(
-            self.input_ids.to(device, non_blocking=True),
-            self.attention_mask.to(device, non_blocking=True),
-            self.pixels.to(device, non_blocking=True),
-            None if self.proprio is None else self.proprio.to(device, non_blocking=True),
-            self.ragged,
-        )
-
-    def pinned(self) -> PolicyInput:
-        """The same batch in page-locked memory of the host."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            attention_mask=self.attention_mask.pin_memory(),
-            pixels=self.pixels.pin_memory(),
-            proprio=None if self.proprio is None else self.proprio.pin_memory(),
-        )
-
-    def rows(self, index: torch.Tensor | slice) -> PolicyInput:
-        """The chosen rows, with prompt columns that none of them uses cut off."""
-        mask = self.attention_mask[index]
-        width = int(mask.sum(dim=1).max()) if mask.shape[0] else mask.shape[1]
-        proprio = None if self.proprio is None else self.proprio[index]
-        return PolicyInput(self.input_ids[index][:, :width], mask[:, :width], self.pixels[index], proprio)
-
-
-@dataclass(frozen=True)
-class ActionTokens:
-    """What an engine sampled for a batch, and how likely it found it."""
-
-    ids: torch.Tensor  # [B, K*D] int64 vocabulary ids, all of them action ids
-    engine_logprobs: torch.Tensor  # [B, K*D] float32, over the action ids at the sampling temperature
-    version: int  # version of the weights that sampled
-    actions: torch.Tensor | None = None  # [B, K, D] normalised, of a regression head; None: what the ids decode to
-
-
-@dataclass(frozen=True)
 class ChunkOutcome:
     """What one environment made of one chunk of actions, which stops at the first end of the episode."""
 
@@ -126,16 +75,18 @@ class ChunkOutcome:
 
 @dataclass(frozen=True)
 class Transition:
-    """One decision of the policy and what came of it."""
+    """One decision of the policy and its outcome."""
 
     observation: Observation
-    token_ids: IntArray  # [K*D]
-    engine_logprobs: FloatArray  # [K*D]
+    inputs: TensorRows  # one row: the observation as the policy reads it
+    decision: Decisions  # one row
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
-    num_executed: int  # steps of the chunk that ran before the episode ended
-    ref_logprobs: FloatArray | None = None  # [K*D] the reference's, once the learner has computed them
-    learner_logprobs: FloatArray | None = None  # [K*D] the learner's own, computed with them for a KL in the reward
-    version: int = 0  # of the weights that decided
+    num_executed: int  # environment steps that ran before the episode ended
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that decided."""
+        return int(self.decision.version)
 
 
 @dataclass(frozen=True)
@@ -169,6 +120,15 @@ class Trajectory:
         """The key of its group: episodes of one task from one initial state, which methods compare with each other."""
         return self.task.iteration, self.task.group
 
+    def without_inputs(self) -> Trajectory:
+        """The same episode for readers of observations: what the policy read is left out."""
+        return replace(self, transitions=tuple(replace(t, inputs=t.inputs.empty()) for t in self.transitions))
+
+    def without_images(self) -> Trajectory:
+        """The same episode for the learner, which reads inputs: the images that decisions were made at are left out."""
+        seen = ((t, replace(t.observation, images=t.observation.images[:0].copy())) for t in self.transitions)
+        return replace(self, transitions=tuple(replace(t, observation=blank) for t, blank in seen))
+
     def with_rewards(self, rewards: Sequence[FloatArray]) -> Trajectory:
         """The same episode scored differently: one array [K] for each transition."""
         scored = tuple(replace(t, rewards=r) for t, r in zip(self.transitions, rewards, strict=True))
@@ -194,51 +154,6 @@ class Rollout:
     sampler_state: dict[str, Any]  # what the next iteration's tasks depend on
     curriculum: dict[str, Any]  # the same for people
     seconds: dict[str, float]  # what took how long
-
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """Decisions ready for the learner, one row each; rows of one trajectory stay in order."""
-
-    inputs: PolicyInput
-    token_ids: torch.Tensor  # [N, K*D] int64 vocabulary ids
-    places: torch.Tensor  # [N, K*D] int64 places of these ids in the action support
-    old_logprobs: torch.Tensor  # [N, K*D] log-probs of the policy that acted
-    advantages: torch.Tensor  # [N, K*D]
-    mask: torch.Tensor  # [N, K*D] bool: tokens of executed steps
-    trajectory: torch.Tensor  # [N] int64 which trajectory of the batch a row belongs to
-    returns: torch.Tensor | None = None  # [N, V] value targets; None without a critic
-    old_values: torch.Tensor | None = None  # [N, V] values at rollout time; None without a critic
-    weights: torch.Tensor | None = None  # [N, K*D] what each token counts in its minibatch; None until one is cut
-    ref_logprobs: torch.Tensor | None = None  # [N, K*D] log-probs of the reference policy; None without one
-    sequence_log_ratio: torch.Tensor | None = None  # [N] mean over the row's trajectory; None unless it is asked for
-    selected: torch.Tensor | None = None  # [N, K*D] bool: tokens that the policy gradient is taken of; None for all
-
-    def __len__(self) -> int:
-        return int(self.token_ids.shape[0])
-
-    @property
-    def value_mask(self) -> torch.Tensor:
-        """[N, V] bool: values of executed steps; those of steps that never ran are not targets."""
-        num_values = 1 if self.returns is None else self.returns.shape[1]
-        return self.mask[:, :: self.mask.shape[1] // num_values]
-
-    def rows(self, index: torch.Tensor) -> TrainBatch:
-        """The chosen decisions."""
-        return self._each(self.inputs.rows(index), lambda column: column[index])
-
-    def to(self, device: torch.device | str) -> TrainBatch:
-        """The same batch on another device; what is pinned is copied while the host continues."""
-        return self._each(self.inputs.to(device), lambda column: column.to(device, non_blocking=True))
-
-    def pinned(self) -> TrainBatch:
-        """The same batch in page-locked memory of the host, which a GPU reads by itself."""
-        return self._each(self.inputs.pinned(), lambda column: column.pin_memory())
-
-    def _each(self, inputs: PolicyInput, change: Callable[[torch.Tensor], torch.Tensor]) -> TrainBatch:
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "inputs"}
-        changed = {name: change(column) for name, column in columns.items() if column is not None}
-        return replace(self, inputs=inputs, **changed)
 
 
 @dataclass(frozen=True)

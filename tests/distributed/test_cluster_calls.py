@@ -13,19 +13,24 @@ import torch
 from fakes.cluster_runs import SMALL
 
 from vlarl.config.source.load import load_config
+from vlarl.decisions import Sampling, TrainBatch
 from vlarl.distributed.actor import Host, Worker, get_all
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.environments import PoolGroup
 from vlarl.distributed.learners import LearnerGroup
+from vlarl.distributed.learners import Rank as LearnerRank
 from vlarl.distributed.weights import EngineCalls, EngineLostError, WeightSender
 from vlarl.envs.base import started
 from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
+from vlarl.policies.openvla.decisions import token_decisions
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.replica import ReplicaEngine
 from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.training.annotate import Annotations
 from vlarl.training.ranks import SingleRank
-from vlarl.types import ActionTokens, Observation, PolicyInput, Task
+from vlarl.types import Observation, Task
 from vlarl.weights.stream import bucket_names, policy_weights
 
 CPU = torch.device("cpu")
@@ -164,11 +169,43 @@ def test_learners_that_make_no_step_are_given_up():
 
 def _batch():
     """A batch that never reaches the learner."""
-    from vlarl.types import TrainBatch
+    inputs = OpenVLAInputs(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1, 1, 3, 2, 2), None)
+    decisions = token_decisions(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), action_dim=1)
+    return TrainBatch(inputs, decisions, trajectory=torch.zeros(1, dtype=torch.int64))
 
-    inputs = PolicyInput(*(torch.zeros(1, 1) for _ in range(2)), torch.zeros(1, 1, 3, 2, 2), None)
-    names = [name for name in TrainBatch.__dataclass_fields__ if name != "inputs"]
-    return TrainBatch(inputs=inputs, **{name: torch.zeros(1, 1) for name in names})
+
+class Annotating:
+    """A learner, or a rank of one, that records the inputs it trains on."""
+
+    def __init__(self):
+        self.trained_on = []
+
+    def annotate(self, batch, iteration, last):
+        return Annotations(logprobs=batch.decisions.engine_logprobs)
+
+    def update(self, batch, iteration, on_step, iterations):
+        self.trained_on.append(batch.inputs)
+
+
+def test_inputs_that_the_ranks_have_kept_are_not_sent_again():
+    group = LearnerGroup([worker("learner 0", Annotating)], load_config("tabletop_grpo", SMALL), None)
+    batch = _batch()
+    annotated = group.annotate(batch, 1).onto(batch, group.config)
+    assert annotated.old_logprobs is not None
+    assert len(group._without_inputs(annotated).inputs) == 0
+    assert group._without_inputs(annotated).inputs is batch.inputs, "the ranks keep them for one update"
+    group.annotate(batch, 2)
+    assert len(group._without_inputs(_batch()).inputs) == 1, "another batch than they have kept"
+
+
+def test_a_rank_trains_on_the_inputs_that_it_annotated():
+    rank = LearnerRank(load_config("tabletop_grpo", SMALL), 1, False, 0)
+    rank.learner, batch, other = Annotating(), _batch(), _batch()
+    rank.annotate(batch, 1, None)
+    rank.update(replace(batch, inputs=batch.inputs.rows(slice(0, 0))), 1, None)
+    rank.annotate(batch, 2, None)
+    rank.update(other, 2, None)
+    assert [id(inputs) for inputs in rank.learner.trained_on] == [id(batch.inputs), id(other.inputs)]
 
 
 # Versions
@@ -180,30 +217,32 @@ class Sampler:
     def __init__(self, version, hangs=None):
         self.version, self.hangs = version, hangs
 
-    def generate(self, inputs, temperature, seeds):
+    def generate(self, inputs, sampling, seeds):
         ids = torch.stack([inputs.pixels[:, 0, 0, 0, 0].long(), torch.tensor(seeds)], 1)
-        return ActionTokens(ids, torch.full(ids.shape, -temperature), self.version)
+        logprobs = torch.full(ids.shape, -sampling.temperature)
+        return token_decisions(ids, logprobs, action_dim=2).of_version(self.version)
 
 
-def rows(count) -> PolicyInput:
+def rows(count) -> OpenVLAInputs:
     pixels = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1, 1)
-    return PolicyInput(torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2, dtype=torch.bool), pixels, None)
+    return OpenVLAInputs(torch.zeros(count, 2, dtype=torch.int64), torch.ones(count, 2, dtype=torch.bool), pixels, None)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_rows_are_split_and_joined_in_their_order(count):
     engines = EngineGroup([worker(f"engine {i}", lambda: Sampler(0)) for i in range(2)])
-    tokens = engines.generate(rows(count), 1.6, [10 + i for i in range(count)])
-    assert tokens.ids.tolist() == [[i, 10 + i] for i in range(count)] and tokens.version == 0
+    tokens = engines.generate(rows(count), Sampling(1.6), [10 + i for i in range(count)])
+    assert tokens.sample.ids.tolist() == [[i, 10 + i] for i in range(count)]
+    assert tokens.version.tolist() == [0] * count
     assert (tokens.engine_logprobs == -1.6).all()
 
 
 def test_rows_that_another_version_sampled_are_refused():
     engines = EngineGroup([worker("engine 0", lambda: Sampler(4)), worker("engine 1", lambda: Sampler(3))])
     engines.version = 4
-    assert engines.generate(rows(1), 1.0, [1]).version == 4  # the first engine alone
+    assert engines.generate(rows(1), Sampling(1.0), [1]).version.tolist() == [4]  # the first engine alone
     with pytest.raises(VlarlError, match="engine 1 sampled with weights of version 3, not 4"):
-        engines.generate(rows(2), 1.0, [1, 2])
+        engines.generate(rows(2), Sampling(1.0), [1, 2])
 
 
 def test_an_engine_that_hangs_is_replaced_refreshed_and_called_again():
@@ -218,7 +257,7 @@ def test_an_engine_that_hangs_is_replaced_refreshed_and_called_again():
         hung.actor.part.version = 4
 
     engines.refresh = refresh
-    assert engines.generate(rows(2), 1.0, [7, 8]).ids.tolist() == [[0, 7], [1, 8]]
+    assert engines.generate(rows(2), Sampling(1.0), [7, 8]).sample.ids.tolist() == [[0, 7], [1, 8]]
     assert len(refreshed) == 1 and refreshed[0].hangs is None
 
 
@@ -232,7 +271,7 @@ def test_an_engine_that_hangs_again_and_again_ends_the_run():
     engines = EngineGroup([worker("engine 0", build, timeout_s=0.1)])
     engines.refresh = lambda: None
     with pytest.raises(WorkerLostError, match="engine 0 has not replied to `generate`"):
-        engines.generate(rows(1), 1.0, [1])
+        engines.generate(rows(1), Sampling(1.0), [1])
     assert len(started_parts) == 3
 
 
@@ -286,14 +325,14 @@ def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, input
     engines = [Engine(), Engine()]
     assert WeightSender(learner, SingleRank(), config).send(calls(*engines), 3) is None
     num_bytes = {name: 4 * tensor.numel() for name, tensor in policy_weights(learner)}
-    expected = TorchEngine(learner, CPU).generate(inputs, 1.0, [1, 2])
+    expected = TorchEngine(learner, CPU).generate(inputs, Sampling(1.0), [1, 2])
     for engine in engines:
         assert len(engine.names) > 3
         assert all(len(names) == 1 or sum(num_bytes[name] for name in names) <= 10**6 for names in engine.names)
         assert any(len(names) == 1 and size > 10**6 for names, size in zip(engine.names, engine.sizes, strict=True))
         assert all((found is not None) == checksum for found in engine.checksums)
         assert engine.version == 3
-        assert torch.equal(engine.generate(inputs, 1.0, [1, 2]).engine_logprobs, expected.engine_logprobs)
+        assert torch.equal(engine.generate(inputs, Sampling(1.0), [1, 2]).engine_logprobs, expected.engine_logprobs)
 
 
 @pytest.mark.parametrize("trouble", ["raise", "damage", "hang", "version"])
@@ -305,14 +344,14 @@ def test_a_sync_that_fails_halfway_names_the_engine_and_none_acts_with_mixed_wei
     partial = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
     for engine in partial:
         with pytest.raises(VlarlError, match="the engine can't act"):
-            engine.generate(inputs, 1.0, [1, 2])
+            engine.generate(inputs, Sampling(1.0), [1, 2])
         assert engine.version == 0
     replaced = Engine()
     assert sender.send(calls(good, replaced), 4) is None
-    expected = TorchEngine(learner, CPU).generate(inputs, 1.0, [1, 2])
+    expected = TorchEngine(learner, CPU).generate(inputs, Sampling(1.0), [1, 2])
     for engine in (good, replaced):
-        acted = engine.generate(inputs, 1.0, [1, 2])
-        assert acted.version == 4 and torch.equal(acted.engine_logprobs, expected.engine_logprobs)
+        acted = engine.generate(inputs, Sampling(1.0), [1, 2])
+        assert acted.version.tolist() == [4, 4] and torch.equal(acted.engine_logprobs, expected.engine_logprobs)
 
 
 def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
@@ -405,7 +444,7 @@ def test_engines_lost_in_a_sync_are_replaced_and_the_version_is_what_the_ranks_s
     engines = EngineGroup([worker("engine 0", lambda: built.append(1) or Sampler(5))])
     group.publish(engines)
     assert engines.version == 5 and len(built) == 2 and rank.num_calls == 2
-    assert engines.generate(rows(1), 1.0, [1]).version == 5
+    assert engines.generate(rows(1), Sampling(1.0), [1]).version.tolist() == [5]
 
 
 def test_an_engine_that_is_lost_in_every_sync_ends_the_run():

@@ -13,6 +13,7 @@ from fakes.worker_envs import SPEC, CountingFactory
 
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.source.load import load_config
+from vlarl.decisions import Sampling
 from vlarl.distributed.cluster import Cluster, Resources, wait_started
 from vlarl.distributed.engines import EngineGroup, build_torch_engine
 from vlarl.distributed.environments import EnvWorkerSpec, PoolGroup, Simulator, pool_parts
@@ -160,23 +161,23 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_get_all_wei
     group.join(None)
     group.publish(engines)
     inputs, seeds = reader.process([observation(i) for i in range(4)]), [1, 2, 3, 4]
-    before = engines.generate(inputs, 1.0, seeds)
+    before = engines.generate(inputs, Sampling(1.0), seeds)
     alone = TorchEngine(load_acting_policy(config, None, torch.device("cpu")), torch.device("cpu"))
-    torch.testing.assert_close(before.ids, alone.generate(inputs, 1.0, seeds).ids)
+    torch.testing.assert_close(before.sample.ids, alone.generate(inputs, Sampling(1.0), seeds).sample.ids)
 
     dead = workers[1].location.pid
     os.kill(dead, signal.SIGKILL)
     wait_for(lambda: not os.path.exists(f"/proc/{dead}"), 20)
     group.publish(engines)
     assert workers[1].location.pid != dead
-    after = engines.generate(inputs, 1.0, seeds)
-    torch.testing.assert_close(after.ids, before.ids)
+    after = engines.generate(inputs, Sampling(1.0), seeds)
+    torch.testing.assert_close(after.sample.ids, before.sample.ids)
     for found in (before, after):
-        check_logprobs(found.engine_logprobs, alone.policy, inputs, found.ids, 1.0)
+        check_logprobs(found.engine_logprobs, alone.policy, inputs, found.sample.ids, 1.0)
 
     failing = workers[0].location.pid
     trouble.touch()
     group.publish(engines)
     assert workers[0].location.pid != failing, "one that fails in a sync is replaced as well"
     assert "no memory for this bucket" in learner.log_file.read_text()
-    torch.testing.assert_close(engines.generate(inputs, 1.0, seeds).ids, before.ids)
+    torch.testing.assert_close(engines.generate(inputs, Sampling(1.0), seeds).sample.ids, before.sample.ids)

@@ -107,12 +107,12 @@ def test_rollouts_are_gathered_and_collected_again_after_a_stop(checkpoint, tmp_
 
     episodes, calls = Collector.episodes, []
 
-    def interrupted(self, tasks, temperature, *rest, **named):
-        if temperature > 0:
+    def interrupted(self, tasks, sampling, *rest, **named):
+        if sampling.temperature > 0:
             calls.append(1)
             if len(calls) == 4:  # the third rollout is gathered, and its update waits for this one
                 raise Interrupted
-        return episodes(self, tasks, temperature, *rest, **named)
+        return episodes(self, tasks, sampling, *rest, **named)
 
     monkeypatch.setattr(Collector, "episodes", interrupted)
     assert main(flags(checkpoint, tmp_path, "parts", 5, *gather)) == 130

@@ -14,6 +14,7 @@ import torch
 from fakes.float_error import LOGPROB_FACTOR, FloatJudge, logprob_judge
 from fakes.processes import MODULES
 
+from vlarl.decisions import Sampling
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.policies.load import load_policy
 from vlarl.rollout.engines.torch import TorchEngine
@@ -56,8 +57,8 @@ def rounding(policy_path: str, temperature: float) -> FloatJudge:
     policy = load_policy(policy_path)
     pool = TabletopPool("tabletop_spatial", 16, policy.image_size, ("agent", "wrist"))
     inputs = policy.process(pool.reset(range(16), [Task("tabletop_spatial", i % 10, i // 10, i) for i in range(16)]))
-    tokens = TorchEngine(policy, torch.device("cpu")).generate(inputs, temperature, range(16))
-    return logprob_judge(policy, inputs, tokens.ids, temperature)
+    tokens = TorchEngine(policy, torch.device("cpu")).generate(inputs, Sampling(temperature), range(16))
+    return logprob_judge(policy, inputs, tokens.sample.ids, temperature)
 
 
 def assert_equal_rows(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:

@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.types import PolicyInput
 
 Module = TypeVar("Module", bound=nn.Module)
 Result = TypeVar("Result")
@@ -104,7 +104,7 @@ class FloatJudge:
 
 
 @torch.no_grad()
-def value_judge(policy: OpenVLAPolicy, inputs: PolicyInput) -> FloatJudge:
+def value_judge(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> FloatJudge:
     """The critic's values [B, V]. They are few, so float32's own error is that of the numbers that they are sums of."""
 
     def summed(valuing: OpenVLAPolicy) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def value_judge(policy: OpenVLAPolicy, inputs: PolicyInput) -> FloatJudge:
     return FloatJudge(exact, error, error, max(weight, float(exact.abs().max())))
 
 
-def logit_judge(policy: OpenVLAPolicy, inputs: PolicyInput, ids: torch.Tensor) -> FloatJudge:
+def logit_judge(policy: OpenVLAPolicy, inputs: OpenVLAInputs, ids: torch.Tensor) -> FloatJudge:
     """The learner's logits [B, T, N] given tokens."""
     with torch.no_grad():
         return FloatJudge.of(exactly(policy, lambda p: p.score(inputs, ids).logits), policy.score(inputs, ids).logits)
@@ -146,14 +146,14 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_logprobs(
-    found: torch.Tensor, policy: OpenVLAPolicy, inputs: PolicyInput, ids: torch.Tensor, temperature: float
+    found: torch.Tensor, policy: OpenVLAPolicy, inputs: OpenVLAInputs, ids: torch.Tensor, temperature: float
 ) -> None:
     """An engine's log-probs [B, T] of tokens are those of the learner's policy."""
     logprob_judge(policy, inputs, ids, temperature).check(found, LOGPROB_FACTOR)
 
 
 @torch.no_grad()
-def logprob_judge(policy: OpenVLAPolicy, inputs: PolicyInput, ids: torch.Tensor, temperature: float) -> FloatJudge:
+def logprob_judge(policy: OpenVLAPolicy, inputs: OpenVLAInputs, ids: torch.Tensor, temperature: float) -> FloatJudge:
     """The log-probs [B, T] of tokens under a policy. Float32's own errors are those of the learner's pass over the whole
     support: 256 times as many as tokens, since the errors of a few tokens may be small by accident."""
 

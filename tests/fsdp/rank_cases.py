@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from fakes.groups import flat
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.loop import estimated_batch
 from vlarl.policies.load import load_configured
 from vlarl.policies.openvla.config import DecoderName, parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.training.batch import build_batch
 from vlarl.training.checkpoint import CheckpointStore, policy_folder, restore
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
@@ -133,7 +135,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     source = settings.path if checkpoint is None else policy_folder(checkpoint) or settings.path
     policy = load_configured(settings, source, CPU, settings.decoder, settings.actions)
     policy.prepare_training(settings, config.lora, config.run.seed)
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
     return Learner(policy, algorithm, config, CPU, ranks, sharding), config
 
@@ -145,8 +147,8 @@ def experience(bases: Path, decoder: str) -> list[Trajectory]:
     engine, episodes = TorchEngine(policy, CPU), []
     for number, length in enumerate(LENGTHS):
         seen = [observation(10 * number + t, INSTRUCTIONS[(number + t) % 3]) for t in range(length + 1)]
-        tokens = engine.generate(policy.process(seen[:-1]), 1.0, [10 * number + t for t in range(length)])
-        episodes.append(episode(policy, number, seen, tokens.ids.numpy(), tokens.engine_logprobs.numpy()))
+        inputs, seeds = policy.process(seen[:-1]), [10 * number + t for t in range(length)]
+        episodes.append(episode(policy, number, seen, inputs, engine.generate(inputs, Sampling(1.0), seeds)))
     return flat(episodes[:2], episodes[2:])
 
 
@@ -157,14 +159,14 @@ def observation(seed: int, instruction: str) -> Observation:
 
 
 def episode(
-    policy: OpenVLAPolicy, number: int, seen: Sequence[Observation], ids: np.ndarray, logprobs: np.ndarray
+    policy: OpenVLAPolicy, number: int, seen: Sequence[Observation], inputs: TensorRows, decisions: Decisions
 ) -> Trajectory:
     transitions = []
     for t in range(len(seen) - 1):
-        rewards, executed = np.zeros(policy.chunk_length, dtype=np.float32), policy.chunk_length
+        rewards, executed = np.zeros(policy.num_steps, dtype=np.float32), policy.num_steps
         if t == len(seen) - 2 and number % 2:
             rewards[0], executed = 1.0, 1
-        transitions.append(Transition(seen[t], ids[t], logprobs[t], rewards, executed))
+        transitions.append(Transition(seen[t], inputs.row(t), decisions.row(t), rewards, executed))
     success = bool(number % 2)
     task = Task("tabletop_spatial", number % 3, 0, number, number // 2)
     return Trajectory(task, tuple(transitions), seen[-1], success, not success, success, 0)
@@ -172,14 +174,19 @@ def episode(
 
 def update(learner: Learner, gathered: Sequence[Trajectory], iteration: int, case: Case, outcome: Outcome) -> None:
     """What the loop does with an iteration's trajectories."""
-    trajectories = learner.with_reference(learner.algorithm.with_learning_signal(gathered))
-    values = learner.values(trajectories) if learner.algorithm.needs_critic else None
-    batch = build_batch(learner.algorithm.estimate(trajectories, values), learner.policy)
+    trajectories = learner.algorithm.with_learning_signal(gathered)
+    parts: Any = SimpleNamespace(policy=learner.policy, algorithm=learner.algorithm, learner=learner)
+    batch = estimated_batch(parts, learner.config, trajectories, iteration)
     if iteration in case.broken:
-        advantages, old_logprobs = batch.advantages.clone(), batch.old_logprobs.clone()
+        assert batch.advantages is not None
+        advantages = batch.advantages.clone()
         advantages[0] = math.inf
-        old_logprobs[0] -= 1.0 if case.clipped else 0.0
-        batch = replace(batch, advantages=advantages, old_logprobs=old_logprobs)
+        batch = replace(batch, advantages=advantages)
+    if iteration in case.broken and case.clipped:
+        assert batch.old_logprobs is not None
+        old_logprobs = batch.old_logprobs.clone()
+        old_logprobs[0] -= 1.0
+        batch = replace(batch, old_logprobs=old_logprobs)
     result = learner.update(batch, iteration, lambda done, planned: None)
     outcome.metrics.append(result.metrics)
     outcome.steps.append((result.num_optimizer_steps, result.num_skipped_steps, result.stopped_early))

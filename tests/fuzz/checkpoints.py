@@ -18,6 +18,7 @@ from fuzz.checkpoint_mutations import CANARY, MUTATIONS, Expected
 from fuzz.harness import Case, Defect, Row
 
 from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.decisions import Sampling
 from vlarl.errors import VlarlError
 from vlarl.policies.load import checkpoint_folder, load_policy
 from vlarl.rollout.engines.torch import TorchEngine
@@ -64,7 +65,7 @@ def _logits(policy: Any) -> torch.Tensor:
     with torch.inference_mode():
         ids, logits = policy.decode(inputs, lambda given, first: given.argmax(-1))
     if not logits.isfinite().all():  # such as by a bit of an exponent that is flipped: shown by acting, not by loading
-        TorchEngine(policy, torch.device("cpu")).generate(inputs, 0.0, [0])
+        TorchEngine(policy, torch.device("cpu")).generate(inputs, Sampling(0.0), [0])
     actions = policy.unnormalize(policy.codec.decode(ids.numpy()))
     if not np.isfinite(actions).all():
         raise FloatingPointError(f"actions that are not finite: {actions}")

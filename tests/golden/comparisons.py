@@ -17,9 +17,9 @@ from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.config import OpenVLAConfig, read_config, read_json
 from vlarl.policies.openvla.images import ImagePipeline
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.processor import Processor
-from vlarl.types import PolicyInput
 
 OPENVLA = golden_folder("openvla-tiny")
 OFT = golden_folder("openvla-oft-tiny")
@@ -71,28 +71,28 @@ def oft_key() -> str:
     return next(iter(read_json(OFT / "dataset_statistics.json")))
 
 
-def openvla_inputs(policy: OpenVLAPolicy, expected: Arrays) -> PolicyInput:
+def openvla_inputs(policy: OpenVLAPolicy, expected: Arrays) -> OpenVLAInputs:
     """Prompts of the file, pixels by our processor from its images."""
     pixels = np.stack([policy.processor._pixels(image[None]) for image in expected["images"]])
     ids = torch.from_numpy(expected["input_ids"])
     mask = torch.ones(ids.shape, dtype=torch.bool)
-    return PolicyInput(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), None)
+    return OpenVLAInputs(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), None)
 
 
-def oft_inputs(expected: Arrays) -> PolicyInput:
+def oft_inputs(expected: Arrays) -> OpenVLAInputs:
     """The golden pixels are normalised already, which the vision backbone takes as floats."""
     ids = torch.from_numpy(expected["input_ids"])
     pixels, proprio = (torch.from_numpy(expected[key]) for key in ("pixel_values", "proprio_normalized"))
-    return PolicyInput(ids, torch.ones(ids.shape, dtype=torch.bool), pixels, proprio)
+    return OpenVLAInputs(ids, torch.ones(ids.shape, dtype=torch.bool), pixels, proprio)
 
 
-def beside_a_longer_prompt(inputs: PolicyInput, pad_token_id: int, extra: int = 4) -> PolicyInput:
+def beside_a_longer_prompt(inputs: OpenVLAInputs, pad_token_id: int, extra: int = 4) -> OpenVLAInputs:
     """The same rows, right-padded because one more row has a prompt that is `extra` tokens longer."""
     repeated = torch.arange(extra) % (inputs.input_ids.shape[1] - 1) + 1
     longer = torch.cat([inputs.input_ids[:1], inputs.input_ids[:1, repeated]], dim=1)
     padded = torch.nn.functional.pad(inputs.input_ids, (0, extra), value=pad_token_id)
     mask = torch.nn.functional.pad(inputs.attention_mask, (0, extra), value=False)
-    return PolicyInput(
+    return OpenVLAInputs(
         torch.cat([padded, longer]),
         torch.cat([mask, torch.ones_like(longer, dtype=torch.bool)]),
         torch.cat([inputs.pixels, inputs.pixels[:1]]),
@@ -123,7 +123,7 @@ def check_vision(model: Model, expected: Arrays) -> None:
     )
 
 
-def full_logits(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+def full_logits(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
     """Over the whole vocabulary, where the critic reads, too."""
     return policy.model.full_logits(policy.decoder.first_state(policy.model, policy._prefix(inputs)))
 
@@ -229,11 +229,11 @@ def check_ragged(model: Model, expected: Arrays) -> None:
     model.assert_equal(lambda policy: full_logits(policy, inputs)[:rows], expected["logits_last"])
 
 
-def oft_logits(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+def oft_logits(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
     return policy.decode(inputs, lambda logits, _: distribution.greedy(logits))[1]
 
 
-def oft_states(policy: OpenVLAPolicy, inputs: PolicyInput) -> torch.Tensor:
+def oft_states(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
     """[B, K*D, H], which the parallel decoder has whatever the tokens are."""
     unread = torch.zeros(len(inputs), policy.config.num_action_tokens, dtype=torch.int64)
     return policy.decoder.states(policy.model, policy._prefix(inputs), unread)
@@ -297,7 +297,7 @@ class RenderedEnv(LiberoEnv):
 
     def __init__(self, frames: np.ndarray) -> None:
         shown = iter(frames)
-        self._renderer = SimpleNamespace(draw=lambda model, state, camera, size: next(shown))  # type: ignore[assignment]
+        self._renderer = SimpleNamespace(render=lambda model, state, camera, size: next(shown))  # type: ignore[assignment]
         self._physics = SimpleNamespace(  # type: ignore[assignment]
             model=None, seen=lambda: None, proprio=lambda: (np.zeros(3), np.array([1.0, 0.0, 0.0, 0.0]), np.zeros(2))
         )

@@ -11,11 +11,11 @@ from fakes.golden_folder import golden_folder
 
 from vlarl.policies.openvla import decoders
 from vlarl.policies.openvla.film import fold_film_state
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.towers import KNOWN_TOWERS, TowerConfig
 from vlarl.policies.openvla.vision import VisionBackbone
 from vlarl.policies.tiny import tiny_config
-from vlarl.types import PolicyInput
 
 PARTS = {
     "featurizer": "vit_large_patch14_reg4_dinov2.lvd142m",
@@ -109,12 +109,12 @@ def test_each_row_of_a_ragged_batch_gets_its_own_prompt():
     pixels = torch.randint(0, 256, (2, 1, 3, 56, 56), generator=generator).to(torch.uint8)
     short, long = [1, 300, 301], [1, 300, 302, 303, 304, 305]
     ids = torch.tensor([[*short, 3, 3, 3], long])
-    batch = PolicyInput(ids, ids != 3, pixels, None)
+    batch = OpenVLAInputs(ids, ids != 3, pixels, None)
     decoder = decoders.ParallelDecoder(model.config.num_action_tokens)
     together = decoder.states(model, decoders.embed_prefix(model, batch, None), ids)
     for row, prompt in enumerate((short, long)):
         alone = torch.tensor([prompt])
-        one = PolicyInput(alone, torch.ones_like(alone, dtype=torch.bool), pixels[row : row + 1], None)
+        one = OpenVLAInputs(alone, torch.ones_like(alone, dtype=torch.bool), pixels[row : row + 1], None)
         states = decoder.states(model, decoders.embed_prefix(model, one, None), alone)
         torch.testing.assert_close(together[row], states[0], atol=1e-5, rtol=1e-5)
 

@@ -13,13 +13,24 @@ import vlarl
 PACKAGE = Path(vlarl.__file__).parent
 
 BASE = {"types", "errors", "json_files", "deadline", "devices", "config"}
-PARTS = BASE | {"algorithms", "envs", "policies", "rewards", "observability", "rollout", "training", "weights"}
+PARTS = BASE | {
+    "algorithms",
+    "decisions",
+    "envs",
+    "policies",
+    "rewards",
+    "observability",
+    "rollout",
+    "training",
+    "weights",
+}
 
-# types <- config, images, weights <- envs, policies, rewards, observability <- algorithms, rollout <- training
-#       <- run, evaluation, data <- loop <- cli
+# decisions <- types <- config, images, weights <- envs, policies, rewards, observability <- algorithms, rollout
+#           <- training <- run, evaluation, data <- loop <- cli
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "types": set(),
+    "decisions": set(),
+    "types": {"decisions"},  # for its annotations alone: decisions load torch
     "deadline": {"errors"},
     "devices": {"errors", "config"},
     "interrupt": {"errors"},
@@ -28,12 +39,12 @@ ALLOWED: dict[str, set[str]] = {
     "images": {"types"},
     "weights": {"errors"},
     "envs": BASE,
-    "policies": BASE | {"images", "weights"},
+    "policies": BASE | {"decisions", "images", "weights"},
     "rewards": BASE,
     "observability": BASE,
-    "algorithms": BASE | {"policies"},  # the contract of policies/base.py
-    "rollout": BASE | {"envs", "policies", "rewards", "observability", "weights", "interrupt"},
-    "training": BASE | {"algorithms", "policies", "observability", "rollout"},
+    "algorithms": BASE | {"decisions", "policies"},  # the contract of policies/base.py
+    "rollout": BASE | {"decisions", "envs", "policies", "rewards", "observability", "weights", "interrupt"},
+    "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout"},
     "callbacks": {"types", "errors", "interrupt"},
     "run": PARTS | {"interrupt", "callbacks", "distributed"},
     "distributed": PARTS,
@@ -83,6 +94,37 @@ def test_imports_point_one_way(part, path):
         assert part in ALLOWED, f"say in {__file__} what vlarl.{part} may import"
         allowed = ALLOWED[part] | {part}
     assert imported_parts(path) - allowed == set()
+
+
+KNOW_OPENVLA = {
+    "rollout/engines/vllm.py",  # its model in vLLM
+    "rollout/engines/replica.py",
+    "training/fsdp.py",  # the layers that are sharded
+    "training/reference.py",
+    "run/parts.py",
+}
+
+
+def test_training_knows_no_family_of_policies():
+    """Whatever else is in these parts works with any policy of the contract in policies/base.py."""
+    general = {
+        "decisions",
+        "types",
+        "envs",
+        "rewards",
+        "algorithms",
+        "observability",
+        "rollout",
+        "training",
+        "run",
+        "loop",
+    }
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for part, path in modules()
+        if part in general and "vlarl.policies.openvla" in path.read_text(encoding="utf-8")
+    }
+    assert found <= KNOW_OPENVLA
 
 
 def test_the_table_itself_has_no_circle():

@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import engine_logprobs, taken_ids, with_engine_logprobs
 from fakes.groups import flat
 
 import vlarl.loop
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.decisions import TrainBatch
 from vlarl.errors import VlarlError
-from vlarl.loop import estimate, improve, refuse_unscored, score_evaluated
+from vlarl.loop import estimated_batch, improve, refuse_unscored, score_evaluated
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rewards.outcome import SparseReward
@@ -23,7 +25,7 @@ from vlarl.rewards.safe import SafeReward
 from vlarl.run.schedule import Schedule
 from vlarl.training.learner import Learner
 from vlarl.training.state import TrainerState
-from vlarl.types import EpisodeResult, EvalResult, TrainBatch, Trajectory, UpdateResult
+from vlarl.types import EpisodeResult, EvalResult, Trajectory, UpdateResult
 
 RETURNS = {"name": "reinforce", "gamma": 1.0, "epochs": 1}  # the advantage of a step is what follows it
 
@@ -74,7 +76,7 @@ class FakeSession:
 
 
 def parts_of(policy, config: Config) -> SimpleNamespace:
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     return SimpleNamespace(
         policy=policy, algorithm=algorithm, learner=WatchedLearner(policy, algorithm, config, torch.device("cpu"))
     )
@@ -90,7 +92,7 @@ def rewarded(episode: Trajectory, value: float) -> Trajectory:
 @torch.no_grad()
 def logprobs(policy, episode: Trajectory) -> torch.Tensor:
     inputs = policy.process([t.observation for t in episode.transitions])
-    ids = torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+    ids = torch.from_numpy(np.stack([taken_ids(t) for t in episode.transitions]))
     return token_logprobs(policy.score(inputs, ids).logits, ids - policy.codec.first_id, 1.0)
 
 
@@ -121,7 +123,7 @@ def strayed(tiny, act, configure):
         for parameter in tiny.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     _, episode = act(tiny, lengths=(1, 3))
-    off = tuple(replace(t, engine_logprobs=t.engine_logprobs + np.float32(3)) for t in episode.transitions)
+    off = tuple(with_engine_logprobs(t, engine_logprobs(t) + 3) for t in episode.transitions)
     return parts, config, start, rewarded(replace(episode, transitions=off), 1.0)
 
 
@@ -135,12 +137,9 @@ def test_a_kl_in_the_reward_lowers_each_steps_reward_by_its_coefficient_times_th
     parts, config, start, episode = strayed
     kl = penalties(tiny, start, episode)
     assert len(kl) == 5 and np.abs(kl).max() > 0.05  # three chunks of two, the last step never ran
-    (found,) = estimate(parts, config, [episode])
+    batch = estimated_batch(parts, config, [episode], 1)
     followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]  # the rewards from each step on
-    executed = np.concatenate(
-        [row[: t.num_executed] for row, t in zip(found.advantages, episode.transitions, strict=True)]
-    )
-    np.testing.assert_allclose(executed, followed, atol=1e-4)
+    np.testing.assert_allclose(by_step(batch.advantages, episode, tiny.action_dim), followed, atol=1e-4)
 
 
 def test_a_kl_in_the_reward_reaches_the_update(strayed, tiny):
@@ -159,26 +158,56 @@ def test_a_policy_that_has_not_moved_is_charged_nothing_whatever_its_engine_says
     config = configure(kl={"coef": 0.25, "place": "reward"}, algorithm=RETURNS)
     parts = parts_of(tiny, config)
     (episode,) = act(tiny, lengths=(2,))
-    off = tuple(replace(t, engine_logprobs=t.engine_logprobs + np.float32(3)) for t in episode.transitions)
-    (found,) = estimate(parts, config, [rewarded(replace(episode, transitions=off), 1.0)])
-    np.testing.assert_array_equal(found.advantages.ravel(), [4, 3, 2, 1])
+    off = tuple(with_engine_logprobs(t, engine_logprobs(t) + 3) for t in episode.transitions)
+    batch = estimated_batch(parts, config, [rewarded(replace(episode, transitions=off), 1.0)], 1)
+    np.testing.assert_array_equal(by_step(batch.advantages, episode, tiny.action_dim), [4, 3, 2, 1])
 
 
 @pytest.mark.parametrize(("place", "passes"), [("loss", 1), ("reward", 2)])
 def test_the_learners_own_log_probs_cost_a_pass_only_where_they_are_needed(tiny, act, configure, place, passes):
-    parts = parts_of(tiny, configure(kl={"coef": 0.25, "place": place}))
-    score, seen = tiny.score, []
+    """With one epoch of one minibatch, a term of the loss needs those of the reference alone."""
+    config = configure(kl={"coef": 0.25, "place": place}, algorithm=RETURNS)
+    parts = parts_of(tiny, config)
+    evaluate, seen = tiny.evaluate, []
 
-    def counted(inputs, token_ids, **options):
+    def counted(inputs, decisions, temperature, **options):
         seen.append(len(inputs))
-        return score(inputs, token_ids, **options)
+        return evaluate(inputs, decisions, temperature, **options)
 
     episodes = act(tiny)
-    tiny.score = counted
-    scored = parts.learner.with_reference(episodes)
+    tiny.evaluate = counted
+    batch = estimated_batch(parts, config, episodes, 1)
     assert seen == [6] * passes
-    own = [t.learner_logprobs is not None for episode in scored for t in episode.transitions]
-    assert own == [place == "reward"] * 6
+    assert batch.ref_logprobs is not None and (batch.learner_logprobs is not None) == (place == "reward")
+
+
+def test_values_of_a_critic_and_of_the_last_observation_make_the_advantages(tiny, act, configure):
+    """By hand: without rewards and with lambda 0, V(next) - V, where nothing follows an episode that terminated."""
+    options = {"name": "ppo", "critic_hidden": (16,), "gamma": 1.0, "gae_lambda": 0.0, "normalize_advantages": "none"}
+    config = configure(algorithm=options)
+    parts = parts_of(tiny, config)
+    torch.nn.init.normal_(tiny.value_head.out.weight, generator=torch.Generator().manual_seed(1))
+    cut_off, terminated = act(tiny, lengths=(2, 2))
+    assert terminated.terminated and not cut_off.terminated
+    batch = estimated_batch(parts, config, [cut_off, terminated], 1)
+    expected = []
+    for episode in (cut_off, terminated):
+        seen = [t.observation for t in episode.transitions] + [episode.final_observation]
+        with torch.no_grad():
+            values = [float(tiny.values(tiny.process([observed]))[0, 0]) for observed in seen]
+        values[-1] = 0.0 if episode.terminated else values[-1]
+        expected += [after - before for before, after in zip(values, values[1:], strict=False)]
+    np.testing.assert_allclose(batch.advantages[:, 0], expected, atol=1e-4)
+    np.testing.assert_allclose(batch.returns[:, 0], batch.advantages[:, 0] + batch.old_values[:, 0], atol=1e-6)
+
+
+def test_episodes_that_all_terminated_have_no_last_values(tiny, act, configure):
+    config = configure(algorithm={"name": "ppo", "critic_hidden": (16,)})
+    parts, processed = parts_of(tiny, config), []
+    _, episode = act(tiny, lengths=(1, 2))
+    tiny.process = processed.append
+    batch = estimated_batch(parts, config, [episode], 1)
+    assert not processed and batch.returns.shape == (2, 1)
 
 
 def test_an_update_without_a_finite_step_ends_the_run_and_leaves_the_weights(tiny, act, configure):
@@ -265,9 +294,12 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
     """Whichever episode ends first, results are in the order of the tasks. Without images all are scored at the end."""
     seen: list[list[int]] = []  # images that the reward was given, by episode and call
     recorded: list[EvalResult] = []
+    shown: list[tuple[int, int]] = []
+    ended_by_then: list[int] = []  # episodes that were shown before each call
 
     class Looking(NotingReward):
         def score_all(self, trajectories):
+            ended_by_then.append(len(shown))
             seen.append([len(t.transitions[0].observation.images) for t in trajectories])
             return super().score_all(trajectories)
 
@@ -277,7 +309,6 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
     monkeypatch.setattr(vlarl.loop, "evaluated_weights", lambda learner, engine: nullcontext())
     ended = [(index, results[index], episodes[index]) for index in (5, 0, 2, 1, 4, 3)]
     monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments: iter(ended))
-    shown: list[tuple[int, int]] = []
     session = SimpleNamespace(
         config=Config(),
         state=TrainerState(),
@@ -290,5 +321,6 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
     parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[0] * 6, collector=None, learner=None, engine=None)
     vlarl.loop.evaluate(parts, session)
     assert seen == ([[1] * 4, [1] * 2] if reads_images else [[0] * 4, [0] * 2])
+    assert ended_by_then == ([3, 6] if reads_images else [6, 6]), "a batch with images is scored as soon as it is full"
     assert [(e.task.seed, e.episode_return) for e in recorded[0].episodes] == [(i, 1.0) for i in range(6)]
     assert shown == [(i, 6) for i in range(1, 7)]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from fakes.float_error import check_logprobs
 
+from vlarl.decisions import Sampling
+
 BUILTIN = "builtin:tiny-openvla"
 FLOAT32 = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
 DEADLINE_S = 300.0
@@ -16,8 +18,8 @@ DEADLINE_S = 300.0
 
 def assert_agrees(engine, policy, inputs, temperature, seeds):
     """The engine's log-probs are those of the learner's policy, as nearly as float32 allows on these inputs."""
-    tokens = engine.generate(inputs, temperature, seeds)
-    check_logprobs(tokens.engine_logprobs, policy, inputs, tokens.ids, temperature)
+    tokens = engine.generate(inputs, Sampling(temperature), seeds)
+    check_logprobs(tokens.engine_logprobs, policy, inputs, tokens.sample.ids, temperature)
     return tokens
 
 

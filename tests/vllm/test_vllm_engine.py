@@ -7,16 +7,16 @@ import pytest
 import torch
 from engine_process import BUILTIN, FLOAT32, assert_agrees
 
+from vlarl.decisions import Sampling
 from vlarl.errors import UsageError
-from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config, read_json
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import write_json
 from vlarl.policies.tiny import init_tiny, initialize
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
-from vlarl.types import PolicyInput
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "openvla-tiny"
 LLAMA_EMPTY_TOKEN = 29871
@@ -25,7 +25,8 @@ LLAMA_EMPTY_TOKEN = 29871
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
 def test_log_probs_are_those_of_the_learner(engine, policy, observations, temperature):
     tokens = assert_agrees(engine, policy, policy.process(observations(16)), temperature, range(16))
-    assert tokens.engine_logprobs.dtype == torch.float32 and tokens.version == engine.version == 0
+    assert tokens.engine_logprobs.dtype == torch.float32 and engine.version == 0
+    assert tokens.version.tolist() == [0] * 16
 
 
 def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
@@ -46,9 +47,9 @@ def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
     mask[1, 6:] = False
     pixels = torch.randint(0, 256, (4, 1, 3, 56, 56), dtype=torch.uint8, generator=generator)
     for temperature in (0.6, 1.0, 1.6):
-        inputs = PolicyInput(ids, mask, pixels, None)
+        inputs = OpenVLAInputs(ids, mask, pixels, None)
         tokens = assert_agrees(engine, policy, inputs, temperature, [1, 2, 3, 4])
-        assert int(tokens.ids.min()) >= 31744 and int(tokens.ids.max()) <= 31999
+        assert int(tokens.sample.ids.min()) >= 31744 and int(tokens.sample.ids.max()) <= 31999
 
 
 def test_heads_that_vllm_does_not_support_are_refused():
@@ -65,40 +66,40 @@ def test_two_images_and_no_proprio(engines, observations, tmp_path):
     inputs = policy.process(observations(6))
     for temperature in (0.6, 1.6, 1.0):
         tokens = assert_agrees(engine, policy, inputs, temperature, range(6))
-    swapped = PolicyInput(inputs.input_ids, inputs.attention_mask, inputs.pixels.flip(1), None)
+    swapped = OpenVLAInputs(inputs.input_ids, inputs.attention_mask, inputs.pixels.flip(1), None)
     with torch.no_grad():
-        other = token_logprobs(policy.score(swapped, tokens.ids).logits, tokens.ids - policy.codec.first_id, 1.0)
+        other = policy.evaluate(swapped, tokens, 1.0).logprobs
     assert (other - tokens.engine_logprobs).abs().max() > 1e-2  # the order of the images matters
 
 
 def test_temperature_zero_is_greedy(engine, policy, observations):
     inputs = policy.process(observations(8))
     tokens = assert_agrees(engine, policy, inputs, 0.0, range(8))
-    expected = TorchEngine(policy, torch.device("cpu")).generate(inputs, 0.0, range(8))
-    assert torch.equal(tokens.ids, expected.ids)
+    expected = TorchEngine(policy, torch.device("cpu")).generate(inputs, Sampling(0.0), range(8))
+    assert torch.equal(tokens.sample.ids, expected.sample.ids)
 
 
 def test_a_row_depends_on_its_own_seed_whatever_the_batch(engine, policy, observations):
     seen = observations(5)
     seeds = [11, 2**63 + 5, 13, 14, 15]
-    together = engine.generate(policy.process(seen), 1.6, seeds)
-    turned = engine.generate(policy.process(seen[::-1]), 1.6, seeds[::-1])
-    assert torch.equal(turned.ids.flip(0), together.ids)
-    alone = engine.generate(policy.process(seen[1:2]), 1.6, seeds[1:2])
-    assert torch.equal(alone.ids[0], together.ids[1])
-    other = engine.generate(policy.process(seen), 1.6, [11, 99, 13, 14, 15])
-    assert torch.equal(other.ids[[0, 2, 3, 4]], together.ids[[0, 2, 3, 4]])
-    assert not torch.equal(other.ids[1], together.ids[1])
+    together = engine.generate(policy.process(seen), Sampling(1.6), seeds)
+    turned = engine.generate(policy.process(seen[::-1]), Sampling(1.6), seeds[::-1])
+    assert torch.equal(turned.sample.ids.flip(0), together.sample.ids)
+    alone = engine.generate(policy.process(seen[1:2]), Sampling(1.6), seeds[1:2])
+    assert torch.equal(alone.sample.ids[0], together.sample.ids[1])
+    other = engine.generate(policy.process(seen), Sampling(1.6), [11, 99, 13, 14, 15])
+    assert torch.equal(other.sample.ids[[0, 2, 3, 4]], together.sample.ids[[0, 2, 3, 4]])
+    assert not torch.equal(other.sample.ids[1], together.sample.ids[1])
 
 
 def test_samples_follow_the_distribution(engine, policy, observations):
     """Many seeds for one observation: the first token's frequencies against its probabilities."""
     count, temperature = 400, 1.6
     one = policy.process(observations(1))
-    tokens = engine.generate(one.rows(torch.zeros(count, dtype=torch.int64)), temperature, range(count))
+    tokens = engine.generate(one.rows(torch.zeros(count, dtype=torch.int64)), Sampling(temperature), range(count))
     with torch.no_grad():
-        probs = (policy.score(one, tokens.ids[:1]).logits[0, 0] / temperature).softmax(-1)
-    seen = torch.bincount(tokens.ids[:, 0] - policy.codec.first_id, minlength=256) / count
+        probs = (policy.score(one, tokens.sample.ids[:1]).logits[0, 0] / temperature).softmax(-1)
+    seen = torch.bincount(tokens.sample.ids[:, 0] - policy.codec.first_id, minlength=256) / count
     likely = probs.topk(3).indices
     std = (probs[likely] * (1 - probs[likely]) / count).sqrt()
     assert ((seen[likely] - probs[likely]).abs() < 4 * std).all()
@@ -106,11 +107,11 @@ def test_samples_follow_the_distribution(engine, policy, observations):
 
 def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
     one = policy.process(observations(1))
-    long = PolicyInput(
+    long = OpenVLAInputs(
         one.input_ids[:, -1:].repeat(1, 600), torch.ones(1, 600, dtype=torch.bool), one.pixels, one.proprio
     )
     with pytest.raises(UsageError, match=r"takes 624 tokens; the engine supports 512"):
-        engine.generate(long, 1.0, [0])
+        engine.generate(long, Sampling(1.0), [0])
 
 
 def test_parallel_decoding_is_refused():

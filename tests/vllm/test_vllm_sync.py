@@ -8,6 +8,7 @@ from engine_process import BUILTIN, FLOAT32, assert_agrees
 from fakes.float_error import LOGPROB_FACTOR, check_logprobs, logprob_judge
 
 from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.decisions import Sampling
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
 from vlarl.weights.stream import ChangedWeights, bucket_message, buckets
@@ -16,17 +17,17 @@ from vlarl.weights.stream import ChangedWeights, bucket_message, buckets
 def test_every_sync_brings_the_learners_weights(engine, policy, observations, disturb):
     """The same prompts and images before and after: what the caches hold of the old weights must not be read."""
     inputs = policy.process(observations(8))
-    before = engine.generate(inputs, 1.6, range(8))
+    before = engine.generate(inputs, Sampling(1.6), range(8))
     for version in (1, 2, 3):
         disturb(policy, version)
         engine.load_weights(policy.named_parameters(), version)
         tokens = assert_agrees(engine, policy, inputs, 1.6, range(8))
-        assert tokens.version == engine.version == version
+        assert tokens.version.tolist() == [version] * 8 and engine.version == version
         assert (tokens.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
         before = tokens
     with torch.no_grad():  # one matrix that is wrong by a thousandth would be seen
         policy.model.language_model.model.layers[0].self_attn.v_proj.weight.mul_(1.001)
-    judge = logprob_judge(policy, inputs, before.ids, 1.6)
+    judge = logprob_judge(policy, inputs, before.sample.ids, 1.6)
     assert judge.problem(before.engine_logprobs, LOGPROB_FACTOR)
 
 
@@ -68,15 +69,15 @@ def test_part_of_the_layers_may_be_sent(engine, policy, observations, disturb):
 )
 def test_weights_that_do_not_fit_are_refused_by_name(engine, policy, observations, disturb, change, message):
     inputs = policy.process(observations(2))
-    before = engine.generate(inputs, 1.0, [1, 2])
+    before = engine.generate(inputs, Sampling(1.0), [1, 2])
     disturb(policy, 1)
     weights = {n: p.detach() for n, p in policy.named_parameters()}
     change(weights)
     with pytest.raises(UsageError, match=message):
         engine.load_weights(weights.items(), 5)
-    after = engine.generate(inputs, 1.0, [1, 2])
-    assert after.version == 0 and torch.equal(after.ids, before.ids)
-    check_logprobs(after.engine_logprobs, load_policy(BUILTIN), inputs, after.ids, 1.0)
+    after = engine.generate(inputs, Sampling(1.0), [1, 2])
+    assert after.version.tolist() == [0, 0] and torch.equal(after.sample.ids, before.sample.ids)
+    check_logprobs(after.engine_logprobs, load_policy(BUILTIN), inputs, after.sample.ids, 1.0)
 
 
 def test_a_version_has_to_be_complete_and_the_one_that_was_started(engine, policy, observations):
@@ -84,7 +85,7 @@ def test_a_version_has_to_be_complete_and_the_one_that_was_started(engine, polic
     changed = ChangedWeights(policy, engine_has_base=False).next()
     engine.start_sync(dict(changed.shapes), 8)
     with pytest.raises(VlarlError, match="the sync to version 8 has not ended"):
-        engine.generate(inputs, 1.0, [1])
+        engine.generate(inputs, Sampling(1.0), [1])
     with pytest.raises(VlarlError, match="version 9 can't be loaded: the sync to version 8"):
         engine.start_sync(dict(changed.shapes), 9)
     with pytest.raises(VlarlError, match=r"version 8 is incomplete: \d+ weights have not arrived"):
@@ -94,10 +95,10 @@ def test_a_version_has_to_be_complete_and_the_one_that_was_started(engine, polic
     with pytest.raises(VlarlError, match="version 7 was not started: the sync in progress is to version 8"):
         engine.finish_sync(7)
     engine.finish_sync(8)
-    assert engine.generate(inputs, 1.0, [1]).version == 8
+    assert engine.generate(inputs, Sampling(1.0), [1]).version.tolist() == [8]
     engine.tamper_with_version("3")
     with pytest.raises(VlarlError, match="vLLM runs weights of version 3, not 8"):
-        engine.generate(inputs, 1.0, [1])
+        engine.generate(inputs, Sampling(1.0), [1])
 
 
 def test_an_adapter_is_folded_during_a_sync(engines, observations, bytes_of, tmp_path):
@@ -109,7 +110,7 @@ def test_an_adapter_is_folded_during_a_sync(engines, observations, bytes_of, tmp
     engine = engines.start("adapter", str(tmp_path / "adapter"), FLOAT32)
     inputs = learner.process(observations(6))
     with pytest.raises(VlarlError, match="the engine has only its base until the first sync"):
-        engine.generate(inputs, 1.0, range(6))
+        engine.generate(inputs, Sampling(1.0), range(6))
     generator = torch.Generator().manual_seed(0)
     changed = ChangedWeights(learner, engine_has_base=True)
     for version in (1, 2):
@@ -137,7 +138,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, o
         engine.update_weights(damaged)
     inputs = policy.process(observations(1))
     with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
-        engine.generate(inputs, 1.0, [1])
+        engine.generate(inputs, Sampling(1.0), [1])
     with pytest.raises(UsageError, match="vision_backbone.*is missing"):
         engine.load_weights([(n, p) for n, p in policy.named_parameters() if "projector" in n], 7)
     engine.load_weights(policy.named_parameters(), 7)

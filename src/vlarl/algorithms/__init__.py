@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from vlarl.algorithms.base import Algorithm, AlgorithmContext
 from vlarl.algorithms.cpgd import CPGD
 from vlarl.algorithms.group_norm import GroupNorm
@@ -13,7 +10,6 @@ from vlarl.algorithms.ppo import PPO
 from vlarl.algorithms.reinforce import Reinforce, ReinforceBaseline, ReinforcePlusPlus
 from vlarl.algorithms.rloo import RLOO
 from vlarl.config.schema import AlgorithmConfig, KlConfig
-from vlarl.policies.base import Policy
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
@@ -27,21 +23,6 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
-def build_algorithm(
-    config: AlgorithmConfig, temperature: float, kl: KlConfig | None = None, policy: Policy | None = None
-) -> Algorithm:
-    """The configured algorithm; `temperature` is the sampling temperature of the rollout.
-
-    `policy` defines how tokens form actions, which action-level ratios and action reconstruction need.
-    """
-    kl = KlConfig() if kl is None else kl
-    if policy is None:
-        return ALGORITHMS[config.name](AlgorithmContext(config, kl, temperature))
-    return ALGORITHMS[config.name](AlgorithmContext(config, kl, temperature, policy.action_dim, bin_values(policy)))
-
-
-def bin_values(policy: Policy) -> torch.Tensor:
-    """[num_bins] the normalised value of each of the policy's action bins."""
-    codec = policy.codec
-    ids = np.arange(codec.first_id, codec.first_id + codec.num_bins)
-    return torch.from_numpy(codec.decode(np.repeat(ids[:, None], policy.action_dim, axis=1))[:, 0, 0].copy())
+def build_algorithm(config: AlgorithmConfig, temperature: float, kl: KlConfig | None = None) -> Algorithm:
+    """The configured algorithm; `temperature` is the one that the rollout samples with."""
+    return ALGORITHMS[config.name](AlgorithmContext(config, KlConfig() if kl is None else kl, temperature))

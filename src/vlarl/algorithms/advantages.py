@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 
-from vlarl.types import FloatArray, IntArray, Trajectory, group_members
+from vlarl.policies.base import Level
+from vlarl.types import BoolArray, FloatArray, IntArray, Trajectory, Transition, group_members
 
 EQUAL_RETURNS = 1e-6  # float32 sums of equal rewards differ by less
-
-Level = Literal["chunk", "step", "token"]
 
 
 def discounted_return(trajectory: Trajectory, gamma: float) -> float:
@@ -91,29 +89,43 @@ def step_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, Floa
 
 
 def token_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, FloatArray]:
-    """Rewards of the executed tokens [S*D], and the discount after each [S*D].
+    """Rewards of the executed elements [E], and the discount after each [E].
 
-    A step's reward falls on its last token, and time passes after that one alone.
+    A step's reward falls on its last element, and time passes after that one alone.
     """
-    rewards, discounts = step_rewards(trajectory, gamma)
-    first = trajectory.transitions[0]
-    action_dim = len(first.token_ids) // len(first.rewards)
-    token_rewards = np.zeros((len(rewards), action_dim), dtype=np.float32)
-    token_discounts = np.ones((len(rewards), action_dim), dtype=np.float32)
-    token_rewards[:, -1], token_discounts[:, -1] = rewards, discounts
-    return token_rewards.ravel(), token_discounts.ravel()
+    rewards, discounts = [], []
+    for t in trajectory.transitions:
+        steps = t.decision.step[0].numpy()[executed_elements(t)]
+        is_last = np.ones(len(steps), dtype=np.bool_)
+        is_last[:-1] = steps[1:] != steps[:-1]
+        rewards.append(np.where(is_last, t.rewards[steps], np.float32(0)))
+        discounts.append(np.where(is_last, np.float32(gamma), np.float32(1)))
+    return np.concatenate(rewards), np.concatenate(discounts)
 
 
 REWARDS = {"chunk": chunk_rewards, "step": step_rewards, "token": token_rewards}
 
 
-def executed_steps(trajectory: Trajectory, num_columns: int) -> IntArray:
-    """[T, 1 or K or K*D] how many executed steps each place of the decisions stands for: 0, 1, or all of a chunk."""
-    executed = np.array([[t.num_executed] for t in trajectory.transitions])
-    if num_columns == 1:
-        return executed
-    chunk_length = len(trajectory.transitions[0].rewards)
-    return (np.arange(num_columns)[None, :] * chunk_length < executed * num_columns).astype(np.int64)
+def executed_elements(t: Transition) -> BoolArray:
+    """[L] which elements of a decision belong to environment steps that ran."""
+    found: BoolArray = (t.decision.mask & (t.decision.step < t.num_executed))[0].numpy()
+    return found
+
+
+def executed(trajectory: Trajectory, level: Level, width: int) -> IntArray:
+    """[T, V] how many executed steps each value of the decisions stands for: all of a decision, or 1, or 0.
+
+    `width` is V: 1, the steps of a decision, or as many elements as the longest decision of the batch has.
+    """
+    if level == "chunk":
+        return np.array([[t.num_executed] for t in trajectory.transitions])
+    counts = np.zeros((len(trajectory.transitions), width), dtype=np.int64)
+    for row, t in zip(counts, trajectory.transitions, strict=True):
+        if level == "step":
+            row[: t.num_executed] = 1
+        else:
+            row[: t.decision.mask.shape[1]] = executed_elements(t)
+    return counts
 
 
 def gae(rewards: FloatArray, discounts: FloatArray, values: FloatArray, terminated: bool, lam: float) -> FloatArray:
@@ -133,30 +145,30 @@ def gae(rewards: FloatArray, discounts: FloatArray, values: FloatArray, terminat
 
 
 def trajectory_gae(trajectory: Trajectory, values: FloatArray, level: Level, gamma: float, lam: float) -> FloatArray:
-    """GAE of a trajectory whose decisions have one value each, one a step or one a token: [T+1, V] -> [T, V].
+    """GAE of a trajectory whose decisions have one value each, one a step or one an element: [T+1, V] -> [T, V].
 
     The value that follows a decision's last executed step is the first one of the next decision.
     """
     rewards, discounts = REWARDS[level](trajectory, gamma)
-    places = executed_steps(trajectory, values.shape[1]) > 0
-    if places.sum() != len(rewards):
+    counted = executed(trajectory, level, values.shape[1]) > 0
+    if counted.shape[1] != values.shape[1] or counted.sum() != len(rewards):
         raise ValueError(
             f"{values.shape[1]} values a decision don't fit gae_level {level!r}, which has {len(rewards)} in this "
-            f"episode where they give {places.sum()}: attach a critic with as many values as the level asks for"
+            f"episode where they give {counted.sum()}: attach a critic for this level"
         )
-    advantages = np.zeros(places.shape, dtype=np.float32)
-    along = np.append(values[:-1][places], values[-1, 0])
-    advantages[places] = gae(rewards, discounts, along, trajectory.terminated, lam)
+    advantages = np.zeros(counted.shape, dtype=np.float32)
+    along = np.append(values[:-1][counted], values[-1, 0])
+    advantages[counted] = gae(rewards, discounts, along, trajectory.terminated, lam)
     return advantages
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float) -> FloatArray:
     """[T, K] the discounted rewards from each executed step on (REINFORCE, Williams 1992; doi:10.1007/BF00992696)."""
     rewards, discounts = step_rewards(trajectory, gamma)
-    places = executed_steps(trajectory, len(trajectory.transitions[0].rewards)) > 0
-    returns = np.zeros(places.shape, dtype=np.float32)
+    counted = executed(trajectory, "step", len(trajectory.transitions[0].rewards)) > 0
+    returns = np.zeros(counted.shape, dtype=np.float32)
     # Without a critic, with nothing after the end and all of the future counted, GAE is the return.
-    returns[places] = gae(rewards, discounts, np.zeros(len(rewards) + 1, dtype=np.float32), terminated=True, lam=1.0)
+    returns[counted] = gae(rewards, discounts, np.zeros(len(rewards) + 1, dtype=np.float32), terminated=True, lam=1.0)
     return returns
 
 
@@ -196,14 +208,15 @@ def whiten(
 def penalize(trajectories: Sequence[Trajectory], ref_kl: Sequence[FloatArray], kl_coef: float) -> list[Trajectory]:
     """The trajectories with a KL penalty in their rewards (arXiv:1909.08593).
 
-    `ref_kl` holds [T, K*D] for each trajectory; what the tokens of a step sum up to is subtracted from its reward.
+    `ref_kl` holds [T, L] for each trajectory; what the elements of a step sum up to is subtracted from its reward.
     """
+
+    def penalized(t: Transition, kl: FloatArray) -> FloatArray:
+        step = t.decision.step[0].numpy()
+        by_step = np.bincount(step, kl[: len(step)], minlength=len(t.rewards))
+        return (t.rewards - kl_coef * by_step).astype(np.float32)
+
     return [
-        trajectory.with_rewards(
-            [
-                (t.rewards - kl_coef * row.reshape(len(t.rewards), -1).sum(axis=1)).astype(np.float32)
-                for t, row in zip(trajectory.transitions, rows, strict=True)
-            ]
-        )
+        trajectory.with_rewards([penalized(t, kl) for t, kl in zip(trajectory.transitions, rows, strict=True)])
         for trajectory, rows in zip(trajectories, ref_kl, strict=True)
     ]

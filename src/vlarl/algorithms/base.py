@@ -1,4 +1,4 @@
-"""The algorithm contract: trajectories in, advantages out; then scores in, a loss out."""
+"""The algorithm contract: trajectories in, advantages out; then log-probs in, a loss out."""
 
 from __future__ import annotations
 
@@ -9,35 +9,32 @@ from typing import ClassVar, Literal
 
 import torch
 
-from vlarl.algorithms.advantages import executed_steps, outcomes, penalize, returns_differ, whiten
+from vlarl.algorithms.advantages import executed, outcomes, penalize, returns_differ, whiten
 from vlarl.config.schema import AlgorithmConfig, KlConfig
-from vlarl.policies.base import Scores
-from vlarl.types import FloatArray, TrainBatch, Trajectory, group_members
+from vlarl.decisions import TrainBatch
+from vlarl.policies.base import Evaluation, Level
+from vlarl.types import FloatArray, Trajectory, group_members
 
 
 @dataclass(frozen=True)
 class AlgorithmContext:
-    """What an algorithm knows of a run: its options, and how tokens make actions."""
+    """What an algorithm knows of a run."""
 
     options: AlgorithmConfig
     kl: KlConfig
     temperature: float  # that the rollout samples with; all log-probs are taken at it
-    action_dim: int | None = None  # tokens of an action; None: not known, and then not needed
-    bins: torch.Tensor | None = None  # [num_bins] float32, the normalised value of each action bin
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A trajectory that goes into the update, and what its decisions were worth.
+    """What the T decisions of a trajectory were worth.
 
-    A row holds one value for the whole decision, one for each of its K steps, or one for each of its K*D tokens;
-    values of steps that were not executed are zero and mean nothing.
+    V is 1 where a decision has one value, the steps of a decision, or its elements (`Algorithm.level`); values of steps
+    that were not executed are zero and mean nothing.
     """
 
-    trajectory: Trajectory
-    advantages: FloatArray  # [T, 1 or K or K*D]
+    advantages: FloatArray  # [T, V]
     returns: FloatArray | None = None  # [T, V] value targets; None without a critic
-    values: FloatArray | None = None  # [T, V] the critic's values at rollout time; None without a critic
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,23 @@ class Loss:
     """A microbatch's part of the loss, and the sums its metrics are made of."""
 
     total: torch.Tensor  # scalar; those of a minibatch's microbatches add up to its loss
-    token_sums: dict[str, torch.Tensor]  # metric -> sum over executed tokens
+    token_sums: dict[str, torch.Tensor]  # metric -> sum over executed elements
     decision_sums: dict[str, torch.Tensor]  # metric -> sum over decisions
     maxima: dict[str, torch.Tensor]
 
 
 class Algorithm(ABC):
-    """Turns trajectories into estimates, and scores of a batch into a loss."""
+    """Turns trajectories into estimates, and the policy's evaluation of a batch into a loss."""
 
     needs_critic: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False  # a group whose returns are equal has no learning signal for it
     normalization: ClassVar[Literal["none", "batch"]] = "none"  # what `normalize_advantages: auto` means
     lost_degrees: ClassVar[int] = 0  # of freedom, in the std that advantages are divided by
 
-    def __init__(self, setting: AlgorithmContext) -> None:
-        self.setting = setting
-        self.config = setting.options
-        self.temperature = setting.temperature
+    def __init__(self, context: AlgorithmContext) -> None:
+        self.context = context
+        self.config = context.options
+        self.temperature = context.temperature
 
     def with_learning_signal(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories of groups that have a learning signal, in their order."""
@@ -89,7 +86,7 @@ class Algorithm(ABC):
     ) -> list[Estimate]:
         """Advantages of trajectories that have a learning signal, members of a group following each other.
 
-        For each trajectory in order, `values` holds the critic's [T+1, V], and `ref_kl` the KL [T, K*D] of the policy
+        For each trajectory in order, `values` holds the critic's [T+1, V], and `ref_kl` the KL [T, L] of the policy
         from its reference, zero where nothing was executed: with it, `kl_coef` times as much is subtracted from the
         rewards.
         """
@@ -99,11 +96,15 @@ class Algorithm(ABC):
         raw = self.advantages(rewarded, values)
         advantages = self._scaled(trajectories, raw)
         if values is None:
-            return [Estimate(trajectory, a) for trajectory, a in zip(trajectories, advantages, strict=True)]
+            return [Estimate(each) for each in advantages]
         return [
-            Estimate(trajectory, a, unscaled + value[:-1], value[:-1])
-            for trajectory, a, unscaled, value in zip(trajectories, advantages, raw, values, strict=True)
+            Estimate(each, unscaled + value[:-1]) for each, unscaled, value in zip(advantages, raw, values, strict=True)
         ]
+
+    @property
+    def level(self) -> Level:
+        """What the columns of advantages are of: decisions, environment steps or elements."""
+        return "chunk"
 
     @classmethod
     def discount(cls, options: AlgorithmConfig) -> float:
@@ -112,11 +113,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
-        """[T, 1 or K or K*D] for each trajectory in order, before normalisation over the batch."""
+        """[T, V] for each trajectory in order, before normalisation over the batch."""
 
     @abstractmethod
     def loss(
-        self, scores: Scores, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
     ) -> Loss:
         """The loss of one microbatch: `value_weight` is what a value counts in its minibatch, as `batch.weights` is for
         tokens; `train_policy` is False while only the critic warms up."""
@@ -126,6 +127,6 @@ class Algorithm(ABC):
         how, bound = self.config.normalize_advantages, self.config.advantage_clamp
         how = self.normalization if how == "auto" else how
         if how != "none":
-            counts = [executed_steps(t, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
+            counts = [executed(t, self.level, a.shape[1]) for t, a in zip(trajectories, raw, strict=True)]
             raw = whiten(raw, counts, shift_mean=how == "batch", lost_degrees=self.lost_degrees)
         return raw if bound is None else [a.clip(-bound, bound) for a in raw]

@@ -15,16 +15,16 @@ from vlarl.algorithms.base import AlgorithmContext
 from vlarl.algorithms.grpo import GRPO
 from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import bounded_exp, cpgd_loss
-from vlarl.algorithms.surrogate import Surrogate
+from vlarl.algorithms.surrogate import Surrogate, masked_advantages
 from vlarl.config.derive import clip_range
-from vlarl.types import TrainBatch
+from vlarl.decisions import TrainBatch
 
 
 def clipped_gradient(
-    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, setting: AlgorithmContext
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, context: AlgorithmContext
 ) -> Surrogate:
-    """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the behaviour policy."""
-    options, advantages = setting.options, torch.where(batch.mask, batch.advantages, 0.0)
+    """CPGD's surrogate: clipped log-probs, and `policy_drift_coef` times the KL from the policy that acted."""
+    options, advantages = context.options, masked_advantages(batch)
     loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, *clip_range(options))
     if options.policy_drift_coef > 0:
         loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs, largest=math.inf)

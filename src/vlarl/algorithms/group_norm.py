@@ -10,6 +10,7 @@ from functools import partial
 
 from vlarl.algorithms.advantages import by_group, discounted_back, group_relative, outcomes
 from vlarl.algorithms.surrogate import CriticFree
+from vlarl.policies.base import Level
 from vlarl.types import FloatArray, Trajectory
 
 
@@ -17,6 +18,11 @@ class GroupNorm(CriticFree):
     """Normalised outcomes, discounted back."""
 
     compares_groups = True
+
+    @property
+    def level(self) -> Level:
+        """Each environment step has an advantage of its own."""
+        return "step"
 
     def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every step gets the episode's advantage within its group, discounted by the steps that were still to come."""

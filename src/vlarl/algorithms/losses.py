@@ -16,16 +16,16 @@ is no longer a useful estimate: it has no gradient until the next update starts 
 
 
 def probability_ratio(
-    log_ratio: torch.Tensor, level: RatioLevel, action_dim: int | None, sequence_log_ratio: torch.Tensor | None = None
+    log_ratio: torch.Tensor, level: RatioLevel, step: torch.Tensor, sequence_log_ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[N, T] the ratio of new to old probabilities, from log-ratios [N, T] that are 0 where masked.
 
     Beyond `LARGEST_LOG_RATIO` the ratio is constant and has no gradient; a sequence's keeps its tokens' own.
 
-    The ratio is that of a token; of an action or a chunk as a whole, shared by all of its tokens; or the
-    length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071), given as the mean log-ratio [N] of each
-    row's trajectory. That one is GSPO-token: its value is the trajectory's, its gradient the token's, so that
-    microbatches are independent of each other.
+    The ratio is that of a token; of an action (the tokens of one environment step, by `step` [N, T]) or a chunk as a
+    whole, shared by all of its tokens; or the length-normalised one of the whole trajectory (GSPO, arXiv:2507.18071),
+    given as the mean log-ratio [N] of each row's trajectory. That one is GSPO-token: its value is the trajectory's, its
+    gradient the token's, so that microbatches are independent of each other.
     """
     if level == "token":
         return bounded_exp(log_ratio)
@@ -33,11 +33,15 @@ def probability_ratio(
         if sequence_log_ratio is None:
             raise ValueError("ratio_level 'sequence' needs the mean log-ratios of the trajectories in the batch")
         return bounded_exp(sequence_log_ratio)[:, None] * (log_ratio - log_ratio.detach()).exp()
-    size = action_dim if level == "action" else log_ratio.shape[1]
-    if size is None:
-        raise ValueError("ratio_level 'action' needs the tokens of an action: give build_algorithm the policy")
-    joint = log_ratio.reshape(len(log_ratio), -1, size).sum(dim=2)
-    return bounded_exp(joint).repeat_interleave(size, dim=1)
+    if level == "chunk":
+        return bounded_exp(log_ratio.sum(dim=1, keepdim=True)).expand_as(log_ratio)
+    return bounded_exp(step_sums(log_ratio, step))
+
+
+def step_sums(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """[N, T] for each element the sum of x over all elements of its environment step, which `step` [N, T] says."""
+    same = step[:, :, None] == step[:, None, :]  # a sum in a fixed order, unlike one by scatter_add on a GPU
+    return torch.where(same, x[:, None, :], 0.0).sum(dim=2)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -87,17 +91,6 @@ def value_loss(
         clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
         error = torch.maximum(error, (clipped - returns) ** 2)
     return 0.5 * error
-
-
-def reconstruction_loss(
-    logits: torch.Tensor, indices: torch.Tensor, bins: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """[N, T] squared distance between the policy's expected action (its mean over the bins) and the one it took.
-
-    `bins` [num_bins] are the normalised values of the action-bin indices.
-    """
-    bins = bins.to(logits.dtype)
-    return ((logits / temperature).softmax(dim=-1) @ bins - bins[indices]) ** 2
 
 
 def high_entropy_tokens(entropies: torch.Tensor, mask: torch.Tensor, fraction: float) -> torch.Tensor:

@@ -13,8 +13,9 @@ from vlarl.algorithms.base import Algorithm, Loss
 from vlarl.algorithms.losses import value_loss
 from vlarl.algorithms.surrogate import policy_loss
 from vlarl.config.schema import AlgorithmConfig
-from vlarl.policies.base import Scores
-from vlarl.types import FloatArray, TrainBatch, Trajectory
+from vlarl.decisions import TrainBatch
+from vlarl.policies.base import Evaluation, Level
+from vlarl.types import FloatArray, Trajectory
 
 
 class PPO(Algorithm):
@@ -28,6 +29,11 @@ class PPO(Algorithm):
         """Rewards are discounted by `gamma`."""
         return options.gamma
 
+    @property
+    def level(self) -> Level:
+        """As configured: each decision, step or element has an advantage."""
+        return self.config.gae_level
+
     def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """GAE for every trajectory."""
         if values is None:
@@ -39,15 +45,15 @@ class PPO(Algorithm):
         ]
 
     def loss(
-        self, scores: Scores, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
     ) -> Loss:
-        """The policy's loss plus the value loss; while the critic warms up, only the value loss."""
-        if scores.values is None or batch.old_values is None or batch.returns is None:
+        """The policy's loss plus the value loss; while the critic warms up, the value loss alone."""
+        if evaluation.values is None or batch.old_values is None or batch.returns is None or batch.value_mask is None:
             raise ValueError("PPO needs a policy with a value head")
-        policy = policy_loss(scores, batch, self.setting, kl_coef)
-        counts = batch.value_mask  # steps that never ran have no value target; zeroed first, like masked tokens
+        policy = policy_loss(evaluation, batch, self.context, kl_coef)
+        counts = batch.value_mask  # steps that never ran have no value target; zeroed first, like masked elements
         values, old_values, returns = (
-            x.masked_fill(~counts, 0.0) for x in (scores.values, batch.old_values, batch.returns)
+            x.masked_fill(~counts, 0.0) for x in (evaluation.values, batch.old_values, batch.returns)
         )
         critic = value_loss(values, old_values, returns, self.config.cliprange_value)
         total = self.config.vf_coef * (critic.sum() * value_weight)

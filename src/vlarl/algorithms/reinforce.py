@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from vlarl.algorithms.advantages import against_mean, outcomes, returns_to_go, throughout
 from vlarl.algorithms.surrogate import CriticFree
 from vlarl.config.schema import AlgorithmConfig
+from vlarl.policies.base import Level
 from vlarl.types import FloatArray, Trajectory, group_members
 
 
@@ -20,6 +21,11 @@ class Reinforce(CriticFree):
     def discount(cls, options: AlgorithmConfig) -> float:
         """Rewards are discounted by `gamma`."""
         return options.gamma
+
+    @property
+    def level(self) -> Level:
+        """Each environment step has an advantage of its own."""
+        return "step"
 
     def advantages(self, trajectories: Sequence[Trajectory], values: Sequence[FloatArray] | None) -> list[FloatArray]:
         """Every step gets the rewards from it on, discounted by `gamma`."""

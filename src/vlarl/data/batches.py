@@ -12,8 +12,9 @@ import torch
 from vlarl.data.demo_set import DemoSet
 from vlarl.observability.machine import available_cores
 from vlarl.policies.openvla.images import ImagePipeline
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.types import Observation, PolicyInput
+from vlarl.types import Observation
 
 MAX_HELD_BYTES = 8 * 2**30  # of frames in memory; larger sets are read for each batch
 SLAB = 256  # frames that are prepared at once
@@ -23,7 +24,7 @@ SLAB = 256  # frames that are prepared at once
 class DemoBatch:
     """Demonstrated decisions: observations and their actions."""
 
-    inputs: PolicyInput
+    inputs: OpenVLAInputs
     actions: torch.Tensor  # [B, K, D] normalised
     token_ids: torch.Tensor  # [B, K*D] the tokens of these actions
 
@@ -59,7 +60,7 @@ class DemoBatches:
         rows = rows.to(self._device)
         which = self._instruction_ids[rows]
         proprio = None if self._proprio is None else self._proprio[rows]
-        inputs = PolicyInput(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
+        inputs = OpenVLAInputs(self._prompts.input_ids[which], self._prompts.attention_mask[which], pixels, proprio)
         return DemoBatch(inputs, self._actions[rows], self._token_ids[rows])
 
 
@@ -102,7 +103,7 @@ class Frames:
         return self._policy.process(observations).pixels.permute(0, 1, 3, 4, 2)
 
 
-def _prompts(instructions: Sequence[str], policy: OpenVLAPolicy) -> PolicyInput:
+def _prompts(instructions: Sequence[str], policy: OpenVLAPolicy) -> OpenVLAInputs:
     blank = np.zeros((policy.num_images, policy.image_size, policy.image_size, 3), np.uint8)
     state = np.zeros(policy.config.proprio_dim, np.float32)
     return policy.process([Observation(blank, state, instruction) for instruction in instructions])

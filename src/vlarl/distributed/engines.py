@@ -20,12 +20,12 @@ import torch
 
 from vlarl.config.derive import engine_memory_fraction
 from vlarl.config.schema import Config
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.distributed.actor import Worker, get_all
 from vlarl.distributed.weights import engine_dtype
 from vlarl.errors import VlarlError, WorkerLostError
 from vlarl.policies.load import load_acting_policy
 from vlarl.rollout.engines.replica import ReplicaEngine
-from vlarl.types import ActionTokens, PolicyInput
 
 log = logging.getLogger(__name__)
 
@@ -74,33 +74,33 @@ class EngineGroup:
         self.refresh: Callable[[], None] = _no_learners
         self.lock = threading.RLock()
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+    def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
         with self.lock:
             losses: Counter[str] = Counter()
             while True:
                 try:
-                    return self._generate(inputs, temperature, seeds)
+                    return self._generate(inputs, sampling, seeds)
                 except WorkerLostError as error:
                     losses[error.worker] += 1
                     if losses[error.worker] == ATTEMPTS:
                         raise
                     self.replace_lost(error)
 
-    def _generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
+    def _generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         rows = [split for split in np.array_split(np.arange(len(seeds)), len(self.workers)) if len(split)]
         slices = [slice(int(split[0]), int(split[-1]) + 1) for split in rows]
-        parts: list[ActionTokens] = get_all(
+        parts: list[Decisions] = get_all(
             [
-                worker.call("generate", inputs.rows(own), temperature, list(seeds[own]))
+                worker.call("generate", inputs.rows(own), sampling, list(seeds[own]))
                 for worker, own in zip(self.workers, slices, strict=False)
             ]
         )
         for worker, part in zip(self.workers, parts, strict=False):
-            if part.version != self.version:
-                raise VlarlError(f"{worker.name} sampled with weights of version {part.version}, not {self.version}")
-        ids, logprobs = [part.ids for part in parts], [part.engine_logprobs for part in parts]
-        return ActionTokens(torch.cat(ids), torch.cat(logprobs), self.version)
+            if bool((part.version != self.version).any()):
+                version = int(part.version[0])
+                raise VlarlError(f"{worker.name} sampled with weights of version {version}, not {self.version}")
+        return Decisions.cat(parts)
 
     def replace_lost(self, error: WorkerLostError) -> None:
         """Start another engine in place of the one that was lost, and bring all of them to the same weights."""

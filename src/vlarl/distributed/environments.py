@@ -23,12 +23,12 @@ import ray
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import suite_facts
 from vlarl.distributed.actor import Request, Worker
-from vlarl.envs.base import AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, started
+from vlarl.envs.base import Actions, AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, as_chunks, started
 from vlarl.envs.build import build_factory, build_pool
 from vlarl.envs.env_process import Chunk, EnvRunner, Reset
 from vlarl.envs.guardian import Guardian
 from vlarl.errors import WorkerLostError
-from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+from vlarl.types import ChunkOutcome, Observation, Task, UInt8Array
 
 
 class Environments(Protocol):
@@ -38,7 +38,7 @@ class Environments(Protocol):
 
     def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
 
-    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
 
     def frame(self, slot: int) -> UInt8Array: ...  # noqa: D102
 
@@ -58,7 +58,7 @@ class PoolPart:
         self._pool.send_reset(slots, tasks, record)
         return self._in_order(slots)
 
-    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]:
         """Run one chunk in each slot."""
         self._pool.send_chunk(slots, actions, record)
         return self._in_order(slots)
@@ -89,9 +89,9 @@ class Simulator:
         """Start the task."""
         return [self._outcome(Reset(tasks[0], bool(record)))]
 
-    def step(self, slots: list[int], actions: FloatArray, record: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]:
         """Run one chunk."""
-        return [self._outcome(Chunk(actions[0], bool(record)))]
+        return [self._outcome(Chunk(as_chunks(actions, 1, self._factory.spec.action_dim)[0], bool(record)))]
 
     def frame(self, slot: int) -> UInt8Array:
         """A frame of it."""
@@ -162,13 +162,13 @@ class PoolGroup(AsyncPool):
                 self._lost.pop(slots[i], None)
             self._call(index, "reset", [slots[i] for i in own], chosen, record)
 
-    def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
         """Run one chunk [len(slots), K, D] in each slot, up to the slot's first end; record the slots in `record`."""
         self._failures += [(slot, self._failed(slot, self._lost[slot])) for slot in slots if slot in self._lost]
         kept = [i for i, slot in enumerate(slots) if slot not in self._lost]
-        slots, actions = [slots[i] for i in kept], actions[kept]
+        slots, actions = [slots[i] for i in kept], [actions[i] for i in kept]
         for index, own in self._by_worker(slots):
-            self._call(index, "step", [slots[i] for i in own], np.ascontiguousarray(actions[own]), record)
+            self._call(index, "step", [slots[i] for i in own], [actions[i] for i in own], record)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
         """Outcomes of all workers that have finished their calls: one at least, all of them in lock-step."""

@@ -1,6 +1,6 @@
 """Learners as workers of a cluster: an actor for each rank, behind the interface of one learner.
 
-    LearnerGroup ── update(batch), values(…), save(…) … ──► Rank 0, Rank 1 …   all of them, in the same order
+    LearnerGroup ── annotate(batch), update(batch), save(…) ──► Rank 0, Rank 1 …   all of them, in the same order
                  ◄── rank 0's result ────────────────────
     Rank 0 ── weights, bucket by bucket ──► engines         the others take part where weights are gathered
 
@@ -14,21 +14,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.distributed.actor import Worker, get_all, put
 from vlarl.distributed.engines import EngineGroup
 from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
@@ -36,48 +35,18 @@ from vlarl.errors import ClusterError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import DTYPES
 from vlarl.rollout.engines.base import Engine
+from vlarl.training.annotate import Annotations
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
 from vlarl.training.prepare import load_trained_policy
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
-from vlarl.types import FloatArray, PolicyInput, TrainBatch, Trajectory, UpdateResult
+from vlarl.types import UpdateResult
 
 log = logging.getLogger(__name__)
 
 ENGINE_ATTEMPTS = 3  # to send an engine the learners' weights, replacing it after each failure
-
-
-@dataclass(frozen=True)
-class SharedBatch:
-    """A batch as arrays, which all ranks of a machine read in the object store itself, without a copy."""
-
-    inputs: dict[str, Any]
-    columns: dict[str, Any]
-
-    @classmethod
-    def of(cls, batch: TrainBatch) -> SharedBatch:
-        """The batch, to be put into the object store."""
-        columns = _as_arrays(batch)
-        del columns["inputs"]
-        return cls(_as_arrays(batch.inputs), columns)
-
-    def batch(self) -> TrainBatch:
-        """The batch as the learner takes it; read-only."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            inputs, columns = ({n: _as_tensor(v) for n, v in part.items()} for part in (self.inputs, self.columns))
-        return TrainBatch(inputs=PolicyInput(**inputs), **columns)
-
-
-def _as_arrays(record: TrainBatch | PolicyInput) -> dict[str, Any]:
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return {n: v.contiguous().numpy() if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-
-
-def _as_tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 @dataclass(frozen=True)
@@ -97,6 +66,7 @@ class Rank:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray makes visible to this process
+        self._inputs: TensorRows | None = None  # of the batch that was annotated last
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and free port of this machine, where the process group's ranks meet."""
@@ -113,7 +83,7 @@ class Rank:
         sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
         device = self.device if sharding.mode == "none" else torch.device("cpu")
         policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, device)
-        algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl, policy)
+        algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
         self.sender = WeightSender(policy, ranks, self.config)
 
@@ -133,26 +103,28 @@ class Rank:
         """Write the policy alone."""
         return self.store.save_policy(name, self.learner.policy, metadata)
 
+    def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None) -> Annotations | None:
+        """What the networks find of a batch, from rank 0. The batch's inputs are kept for its update."""
+        self._inputs = batch.inputs
+        found = self.learner.annotate(batch, iteration, last)
+        return found if self.rank == 0 else None
+
     def updating(
-        self, batch: SharedBatch, iteration: int, iterations: int | None
+        self, batch: TrainBatch, iteration: int, iterations: int | None
     ) -> Iterator[tuple[int, int] | Updated]:
-        """Train on a batch: yields the progress after each optimizer step, and at the end the result."""
-        result = yield from self.learner.updating(batch.batch(), iteration, iterations)
+        """Train on a batch: the progress after each optimizer step, and finally the result."""
+        result = yield from self.learner.updating(self._with_inputs(batch), iteration, iterations)
         yield Updated(result, self.learner.version, self.learner.kl_coef)
 
-    def update(self, batch: SharedBatch, iteration: int, iterations: int | None) -> None:
-        """The same on ranks whose progress is not reported."""
-        self.learner.update(batch.batch(), iteration, lambda done, total: None, iterations)
+    def update(self, batch: TrainBatch, iteration: int, iterations: int | None) -> None:
+        """The same on the other ranks, which report no progress."""
+        self.learner.update(self._with_inputs(batch), iteration, lambda done, total: None, iterations)
 
-    def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray] | None:
-        """The critic's values; rank 0 returns them."""
-        values = self.learner.values(trajectories)
-        return values if self.rank == 0 else None
-
-    def reference_logprobs(self, trajectories: Sequence[Trajectory]) -> list[Trajectory] | None:
-        """The trajectories with the reference's log-probs, and the learner's where needed; rank 0 returns them."""
-        scored = self.learner.with_reference(trajectories)
-        return scored if self.rank == 0 else None
+    def _with_inputs(self, batch: TrainBatch) -> TrainBatch:
+        inputs, self._inputs = self._inputs, None
+        if len(batch.inputs) or inputs is None:
+            return batch
+        return replace(batch, inputs=inputs)
 
     def use_average(self, wanted: bool) -> None:
         """Swap the averages in for the weights, or the weights back."""
@@ -179,6 +151,7 @@ class LearnerGroup:
         self.kl_coef = config.kl.coef
         self.average = None if config.ema.beta is None else RankAverages(self)
         self._lock = threading.Lock()
+        self._annotated: TensorRows | None = None  # inputs that the ranks have kept for the update
 
     def join(self, checkpoint: Path | None) -> None:
         """Make the ranks join at rank 0's address and build their learners."""
@@ -198,7 +171,7 @@ class LearnerGroup:
         """Train on a batch of decisions; `on_step` is called with the optimizer steps done and their total."""
         first, *others = self.workers
         with self._lock:
-            shared = put(SharedBatch.of(batch))
+            shared = put(self._without_inputs(batch))
             steps = first.stream("updating", shared, iteration, iterations)
             waiting = {(q := worker.call("update", shared, iteration, iterations)).reference: q for worker in others}
         updated: Updated | None = None
@@ -222,18 +195,16 @@ class LearnerGroup:
         self.version, self.kl_coef = updated.version, updated.kl_coef
         return updated.result
 
-    def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """The critic's values [T+1, V] of each trajectory, the last observation included."""
-        values: list[FloatArray] = self.call_all("values", put(list(trajectories)))
-        return values
+    def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
+        """What the networks find of a batch before its first step; `last` are inputs of last observations."""
+        self._annotated = batch.inputs
+        found: Annotations = self.call_all("annotate", put(batch), iteration, None if last is None else put(last))
+        return found
 
-    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with the reference's log-probs of every decision, and with the learner's own if the KL is
-        part of the reward; unchanged without a reference."""
-        if self.config.kl.coef == 0:
-            return list(trajectories)
-        scored: list[Trajectory] = self.call_all("reference_logprobs", put(list(trajectories)))
-        return scored
+    def _without_inputs(self, batch: TrainBatch) -> TrainBatch:
+        """The batch as it is sent to the ranks: inputs that they have kept are left out."""
+        kept, self._annotated = self._annotated, None
+        return replace(batch, inputs=batch.inputs.empty()) if batch.inputs is kept else batch
 
     def publish(self, engine: Engine) -> None:
         """Send the engines the current weights; one that is lost in the sync is replaced."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -65,6 +66,14 @@ class RewardGroup(Reward):
 
     def _score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         splits = [split for split in np.array_split(np.arange(len(trajectories)), len(self.workers)) if len(split)]
-        batches = [[trajectories[i] for i in split] for split in splits]
+        batches = [[trajectories[i].without_inputs() for i in split] for split in splits]
         scored = get_all([w.call("score_all", batch) for w, batch in zip(self.workers, batches, strict=False)])
-        return [trajectory for batch in scored for trajectory in batch]
+        flat = [trajectory for batch in scored for trajectory in batch]
+        return [_assigned(own, theirs) for own, theirs in zip(trajectories, flat, strict=True)]
+
+
+def _assigned(own: Trajectory, scored: Trajectory) -> Trajectory:
+    """The driver's own episode with the rewards of the scored one, whose arrays hold memory of the object store."""
+    rewards = [np.array(t.rewards) for t in scored.transitions]
+    whole = replace(scored, transitions=own.transitions, final_observation=own.final_observation)
+    return whole.with_rewards(rewards)

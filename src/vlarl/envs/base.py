@@ -17,7 +17,10 @@ from typing import Literal, Protocol
 import numpy as np
 
 from vlarl.errors import VlarlError
-from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+from vlarl.types import Action, ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+
+Actions = Sequence[Action] | FloatArray
+"""One action for each slot: chunks [K, D], in a list or as an array [len(slots), K, D], or texts."""
 
 RewardMode = Literal["sparse", "dense"]
 """The reward that an environment assigns: 1 at success, or its own measure of progress."""
@@ -61,7 +64,7 @@ class EnvPool(Protocol):
         """Start each task in its slot; record the first frame of the slots in `record`."""
         ...
 
-    def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
         """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
         ...
 
@@ -77,7 +80,7 @@ class EnvPool(Protocol):
         ...
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk in each slot as `send_chunk` does, and wait for all of them."""
         ...
@@ -108,7 +111,7 @@ class LockstepPool:
             self._outcomes.append((slot, started(observation, (self.frame(slot),) if slot in record else ())))
 
     def send_chunk(
-        self: _HasOutcomes, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self: _HasOutcomes, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
     ) -> None:
         """Run one chunk in each slot, stopping a slot at its first end; record the slots in `record`."""
         self._outcomes += zip(slots, self.step_chunk(slots, actions, record), strict=True)
@@ -132,7 +135,7 @@ class AsyncPool:
         return [outcome.observation for outcome in outcomes]
 
     def step_chunk(
-        self: _Receiving, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self: _Receiving, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk in each slot and wait for all of them."""
         self.send_chunk(slots, actions, record)
@@ -159,6 +162,14 @@ def started(observation: Observation, frames: tuple[UInt8Array, ...] = (), error
         frames=frames,
         error=error,
     )
+
+
+def as_chunks(actions: Actions, num_slots: int, action_dim: int) -> FloatArray:
+    """[len(slots), K, D] the actions of all slots; ValueError for another shape, and for texts."""
+    chunks = np.asarray(actions, dtype=np.float32)
+    if chunks.ndim != 3 or chunks.shape[0] != num_slots or chunks.shape[2] != action_dim:
+        raise ValueError(f"actions must be [{num_slots}, K, {action_dim}], not {list(chunks.shape)}")
+    return chunks
 
 
 def fitting(waiting: Sequence[Task], own: int | None, taken: Collection[int | None]) -> int:

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from vlarl.envs.base import AsyncPool, Demonstration, EnvFactory, fitting, started
+from vlarl.envs.base import Actions, AsyncPool, Demonstration, EnvFactory, as_chunks, fitting, started
 from vlarl.envs.env_process import (
     LENGTH,
     Chunk,
@@ -45,7 +45,7 @@ from vlarl.envs.env_process import (
 from vlarl.envs.guardian import Guardian, kill_group
 from vlarl.envs.process_log import appended_file, last_lines, shorten
 from vlarl.errors import UsageError, VlarlError
-from vlarl.types import ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+from vlarl.types import ChunkOutcome, Observation, Task, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -219,13 +219,12 @@ class WorkerPool(AsyncPool):
             self._ended[slot] = False
             self._workers[slot].send(Reset(task, slot in record))
 
-    def send_chunk(self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
         """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
-        if actions.ndim != 3 or actions.shape[0] != len(slots) or actions.shape[2] != self.spec.action_dim:
-            raise ValueError(f"actions must be [{len(slots)}, K, {self.spec.action_dim}], not {list(actions.shape)}")
+        chunks = as_chunks(actions, len(slots), self.spec.action_dim)
         if idle := [slot for slot in slots if self._ended[slot]]:
             raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
-        for slot, chunk in zip(slots, np.asarray(actions, np.float32), strict=True):
+        for slot, chunk in zip(slots, chunks, strict=True):
             self._workers[slot].send(Chunk(chunk, slot in record))
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:

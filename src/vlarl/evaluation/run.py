@@ -19,6 +19,7 @@ from vlarl import __version__
 from vlarl.config.known import GYM
 from vlarl.config.state_choice import state_warnings
 from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.decisions import Sampling
 from vlarl.devices import choose_device
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
@@ -31,14 +32,12 @@ from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
 from vlarl.policies.load import checkpoint_folder, load_configured
 from vlarl.rollout.collector import Collector
-from vlarl.rollout.engines.base import Engine
-from vlarl.rollout.engines.regression import RegressionEngine
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.run.parts import check_fit
 from vlarl.run.parts import num_envs as configured_num_envs
-from vlarl.types import EpisodeResult, EvalResult, Observation, Task, Trajectory
+from vlarl.types import EpisodeResult, EvalResult, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +61,13 @@ def run_evaluation(
     with closing(pool):
         tasks = requested_tasks(request, pool.spec)
         check_fit(policy, pool, tasks[0])
-        engine: Engine = RegressionEngine(policy, device) if policy.acts_by_regression else TorchEngine(policy, device)
-        collector = Collector(pool, policy, engine, env.retries)
+        collector = Collector(pool, policy, TorchEngine(policy, device), env.retries)
         ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
 
         with ledger, InterruptGuard() as guard:
             try:
                 for _, result, _ in evaluate_policy(
-                    collector, tasks, request.temperature, ledger.num_videos, guard.check
+                    collector, tasks, Sampling(request.temperature), ledger.num_videos, guard.check
                 ):
                     on_result(ledger.take(result), len(ledger.ended), len(tasks))
             except Interrupted:
@@ -80,7 +78,7 @@ def run_evaluation(
 def evaluate_policy(
     collector: Collector,
     tasks: Sequence[Task],
-    temperature: float,
+    sampling: Sampling,
     num_videos: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, EpisodeResult, Trajectory]]:
@@ -90,7 +88,7 @@ def evaluate_policy(
     stop. Drop the trajectories when they are scored: the images of hundreds of episodes would fill the memory.
     """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
-    for index, episode in collector.episodes(tasks, temperature, recorded_tasks(len(tasks), num_videos), check):
+    for index, episode in collector.episodes(tasks, sampling, recorded_tasks(len(tasks), num_videos), check):
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
         instruction = seen[0] if seen else instructions[trajectory.task.task_id]
@@ -98,13 +96,9 @@ def evaluate_policy(
 
 
 def without_images(trajectory: Trajectory) -> Trajectory:
-    """The episode without what was seen, which takes most of its memory."""
-
-    def blank(observation: Observation) -> Observation:
-        return replace(observation, images=observation.images[:0].copy())
-
-    transitions = tuple(replace(t, observation=blank(t.observation)) for t in trajectory.transitions)
-    return replace(trajectory, transitions=transitions, final_observation=blank(trajectory.final_observation))
+    """The episode without what was seen and read, which takes most of its memory."""
+    last = replace(trajectory.final_observation, images=trajectory.final_observation.images[:0].copy())
+    return replace(trajectory.without_images().without_inputs(), final_observation=last)
 
 
 def recorded_tasks(num_tasks: int, num_videos: int) -> frozenset[int]:

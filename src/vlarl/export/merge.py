@@ -22,9 +22,9 @@ from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import DTYPES, checkpoint_folder, load_policy
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.config import read_json
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, has_component, read_component, stored_dtype, write_json
-from vlarl.types import PolicyInput
 
 METADATA = "merge_metadata.json"
 ENOUGH_KEPT = 0.95  # of an adapter; below that a merge warns
@@ -120,7 +120,7 @@ def refuse_used(folder: Path) -> None:
         raise UsageError(f"{folder} is not empty, and nothing is overwritten: name a new folder.")
 
 
-def probe_input(policy: OpenVLAPolicy) -> tuple[PolicyInput, torch.Tensor]:
+def probe_input(policy: OpenVLAPolicy) -> tuple[OpenVLAInputs, torch.Tensor]:
     """Two synthetic decisions, the same for all models of a size: ragged prompts, noise for pixels, any tokens."""
     config, generator = policy.config, torch.Generator().manual_seed(0)
     size, length = config.image_size, 12
@@ -131,11 +131,11 @@ def probe_input(policy: OpenVLAPolicy) -> tuple[PolicyInput, torch.Tensor]:
     proprio = torch.rand(2, config.proprio_dim, generator=generator) * 2 - 1 if config.use_proprio else None
     shape = (2, config.num_action_tokens)
     tokens = torch.randint(config.first_action_id, config.vocab_size, shape, generator=generator)
-    return PolicyInput(ids, mask, pixels, proprio), tokens
+    return OpenVLAInputs(ids, mask, pixels, proprio), tokens
 
 
 @torch.no_grad()
-def logits_of(policy: OpenVLAPolicy, probe: PolicyInput, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(policy: OpenVLAPolicy, probe: OpenVLAInputs, tokens: torch.Tensor) -> torch.Tensor:
     """[2, K*D, num_bins] the model's logits for the probe, on the host."""
     return policy.score(probe, tokens).logits.cpu()
 

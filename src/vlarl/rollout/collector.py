@@ -2,7 +2,7 @@
 
     tasks ─► free slot ─► send_reset ─┐
                  ▲                    ▼
-                 │                 receive ─► observation ─► process ─► engine ─► decode ─► send_chunk ─┐
+                 │                 receive ─► observation ─► process ─► engine ─► act ─► send_chunk ─┐
                  │                    ▲                                                                 │
                  └── episode ended ◄──┴─────────────────────────────────────────────────────────────────┘
 
@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from vlarl.config.words import counted
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.envs.base import EnvPool, fitting
 from vlarl.errors import VlarlError
 from vlarl.observability.log_file import current_log_file
 from vlarl.policies.base import Policy
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.tasks import derive_seed
-from vlarl.types import ChunkOutcome, FloatArray, IntArray, Observation, Task, Trajectory, Transition, UInt8Array
+from vlarl.types import ChunkOutcome, Observation, Task, Trajectory, Transition, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -56,25 +57,16 @@ class _Running:
     started: _Waiting
     version: int  # of the weights that decided last; of the engine at its start, before any have
     observation: Observation | None = None
-    token_ids: IntArray | None = None  # [K*D]
-    engine_logprobs: FloatArray | None = None  # [K*D]
+    decided: tuple[TensorRows, Decisions] | None = None  # inputs and decision, one row each
     transitions: list[Transition] = field(default_factory=list)
     frames: list[UInt8Array] = field(default_factory=list)
 
     def note(self, outcome: ChunkOutcome) -> None:
         """Take in what the environment returned."""
         self.frames.extend(outcome.frames)
-        if self.observation is not None and self.token_ids is not None and self.engine_logprobs is not None:
-            self.transitions.append(
-                Transition(
-                    self.observation,
-                    self.token_ids,
-                    self.engine_logprobs,
-                    outcome.rewards,
-                    outcome.num_executed,
-                    version=self.version,
-                )
-            )
+        if self.observation is not None and self.decided is not None:
+            transition = Transition(self.observation, *self.decided, outcome.rewards, outcome.num_executed)
+            self.transitions.append(transition)
         self.observation = outcome.observation
 
     def finish(self, outcome: ChunkOutcome) -> Episode:
@@ -107,7 +99,7 @@ class Collector:
     def episodes(
         self,
         tasks: Sequence[Task],
-        temperature: float,
+        sampling: Sampling,
         record: frozenset[int] = frozenset(),
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, Episode]]:
@@ -140,7 +132,7 @@ class Collector:
                 yield episode.started.index, episode.finish(outcome)
             has_free_slot = waiting and len(running) < self.pool.num_envs
             if ready and not (self.pool.lockstep and has_free_slot):
-                self._decide(sorted(ready), running, temperature, record)
+                self._decide(sorted(ready), running, sampling, record)
                 ready = []
             check()
         if causes and num_ran == 0:
@@ -180,18 +172,17 @@ class Collector:
         )
 
     def _decide(
-        self, slots: list[int], running: dict[int, _Running], temperature: float, record: frozenset[int]
+        self, slots: list[int], running: dict[int, _Running], sampling: Sampling, record: frozenset[int]
     ) -> None:
-        """One decision in each of these slots: process, generate, decode, and off to the environments."""
+        """One decision in each of these slots: process, generate, act, and send to the environments."""
         episodes = [running[slot] for slot in slots]
         inputs = self.policy.process([episode.observation for episode in episodes if episode.observation is not None])
         seeds = [derive_seed(episode.started.task.seed, len(episode.transitions)) for episode in episodes]
-        tokens = self.engine.generate(inputs, temperature, seeds)
-        token_ids, logprobs = tokens.ids.cpu().numpy(), tokens.engine_logprobs.cpu().numpy()
-        chosen = self.policy.codec.decode(token_ids) if tokens.actions is None else tokens.actions.numpy()
+        decisions = self.engine.generate(inputs, sampling, seeds).to("cpu")
         for row, episode in enumerate(episodes):
-            episode.token_ids, episode.engine_logprobs, episode.version = token_ids[row], logprobs[row], tokens.version
-        self.pool.send_chunk(slots, self.policy.unnormalize(chosen), self._recorded(slots, running, record))
+            episode.decided = inputs.row(row), decisions.row(row)
+            episode.version = int(decisions.version[row])
+        self.pool.send_chunk(slots, self.policy.act(decisions), self._recorded(slots, running, record))
 
     def _recorded(self, slots: list[int], running: dict[int, _Running], record: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if running[slot].started.index in record)

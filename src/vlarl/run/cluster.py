@@ -110,7 +110,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
             collector=Collector(pool, policy, engine, config.env.retries),
             sampler=CurriculumWorker(curriculum),
             reward=reward,
-            algorithm=build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy),
+            algorithm=build_algorithm(config.algorithm, config.rollout.temperature, config.kl),
             learner=group,
             eval_tasks=eval_tasks,
             open_store=partial(RankStore, group),

@@ -37,7 +37,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     policy = load_trained_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
     if checkpoint is None:
         warn_of_untrained_tokens(config)
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size

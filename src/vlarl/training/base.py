@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from vlarl.config.schema import Config
+from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.policies.base import Policy
 from vlarl.rollout.engines.base import Engine
+from vlarl.training.annotate import Annotations
 from vlarl.training.state import TrainerState
-from vlarl.types import FloatArray, TrainBatch, Trajectory, UpdateResult
+from vlarl.types import UpdateResult
 
 
 class Average(Protocol):
@@ -52,13 +54,8 @@ class Trainer(Protocol):
         """
         ...
 
-    def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """The critic's values [T+1, V] of each trajectory, the last observation included."""
-        ...
-
-    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
-        part of the reward; as they are where there is no reference."""
+    def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
+        """What the networks find of a batch before its first step; `last` are inputs of last observations."""
         ...
 
     def publish(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""From estimates to batches: decisions as rows, and rows distributed over minibatches and microbatches."""
+"""From trajectories to batches: decisions as rows, and rows distributed over minibatches and microbatches."""
 
 from __future__ import annotations
 
@@ -9,43 +9,52 @@ from typing import Literal
 import numpy as np
 import torch
 
+from vlarl.algorithms.advantages import executed
 from vlarl.algorithms.aggregate import token_weights
 from vlarl.algorithms.base import Estimate
-from vlarl.policies.base import Policy
-from vlarl.types import FloatArray, Observation, TrainBatch, Trajectory
+from vlarl.decisions import TrainBatch
+from vlarl.policies.base import Level
+from vlarl.types import FloatArray, IntArray, Trajectory
 
 
-def build_batch(estimates: Sequence[Estimate], policy: Policy) -> TrainBatch:
-    """One row for each decision. Tokens of steps that were not executed are masked."""
-    transitions = [t for e in estimates for t in e.trajectory.transitions]
-    num_tokens = policy.chunk_length * policy.action_dim
-    executed = torch.tensor([t.num_executed for t in transitions])
-    token_ids = torch.from_numpy(np.stack([t.token_ids for t in transitions]))
-    advantages = _rows([e.advantages for e in estimates])  # [N, V]
-    lengths = torch.tensor([len(e.trajectory.transitions) for e in estimates])
+def build_batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
+    """One row for each decision. Elements of steps that were not executed are masked."""
+    transitions = [t for trajectory in trajectories for t in trajectory.transitions]
+    inputs, decisions = [t.inputs for t in transitions], [t.decision for t in transitions]
+    num_executed = torch.tensor([t.num_executed for t in transitions])
+    lengths = torch.tensor([len(trajectory.transitions) for trajectory in trajectories])
     return TrainBatch(
-        inputs=policy.process([t.observation for t in transitions]),
-        token_ids=token_ids,
-        places=token_ids - policy.codec.first_id,
-        old_logprobs=torch.from_numpy(np.stack([t.engine_logprobs for t in transitions])),
-        advantages=advantages.repeat_interleave(num_tokens // advantages.shape[1], dim=1),
-        mask=torch.arange(num_tokens)[None, :] < executed[:, None] * policy.action_dim,
-        trajectory=torch.arange(len(estimates)).repeat_interleave(lengths),
-        returns=_column([e.returns for e in estimates]),
-        old_values=_column([e.values for e in estimates]),
-        ref_logprobs=_column([None if t.ref_logprobs is None else t.ref_logprobs[None] for t in transitions]),
+        inputs=type(inputs[0]).cat(inputs),
+        decisions=type(decisions[0]).cat(decisions).executed(num_executed),
+        trajectory=torch.arange(len(trajectories)).repeat_interleave(lengths),
     )
 
 
-def _column(parts: Sequence[FloatArray | None]) -> torch.Tensor | None:
-    """One array from those of all trajectories or decisions, None where they have none."""
-    present = [part for part in parts if part is not None]
-    return _rows(present) if present else None
+def with_estimates(
+    batch: TrainBatch, trajectories: Sequence[Trajectory], estimates: Sequence[Estimate], level: Level
+) -> TrainBatch:
+    """The batch with the advantages of its elements, and with value targets where there is a critic.
+
+    `level` says what the columns of the estimates are of: decisions, environment steps or elements.
+    """
+    advantages, step = _rows([e.advantages for e in estimates]), batch.decisions.step
+    if level == "step":
+        advantages = advantages.gather(1, step)
+    returns = [e.returns for e in estimates if e.returns is not None]
+    if not returns:
+        return replace(batch, advantages=_widened(advantages, step))
+    counts = [executed(t, level, r.shape[1]) for t, r in zip(trajectories, returns, strict=True)]
+    return replace(batch, advantages=_widened(advantages, step), returns=_rows(returns), value_mask=_rows(counts) > 0)
 
 
-def _rows(parts: Sequence[FloatArray]) -> torch.Tensor:
-    """[N, V] from arrays [T, V], or [T] where V is 1."""
-    return torch.from_numpy(np.concatenate([part.reshape(len(part), -1) for part in parts]))
+def _widened(advantages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[N, 1 or L] -> [N, L]."""
+    return advantages.expand_as(like).contiguous()
+
+
+def _rows(parts: Sequence[FloatArray] | Sequence[IntArray]) -> torch.Tensor:
+    """[N, V] from arrays [T, V]."""
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def minibatches(num_rows: int, num_minibatches: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -80,12 +89,14 @@ def weighted(batch: TrainBatch, rows: torch.Tensor, how: Literal["token_mean", "
 def uncounted(batch: TrainBatch) -> TrainBatch:
     """The same decisions, of which nothing counts: the gradient of their loss is zero."""
     weights = None if batch.weights is None else torch.zeros_like(batch.weights)
-    return replace(batch, mask=torch.zeros_like(batch.mask), weights=weights)
+    decisions = replace(batch.decisions, mask=torch.zeros_like(batch.mask))
+    value_mask = None if batch.value_mask is None else torch.zeros_like(batch.value_mask)
+    return replace(batch, decisions=decisions, value_mask=value_mask, weights=weights)
 
 
 def value_weight(batch: TrainBatch, rows: torch.Tensor) -> float:
-    """What each value of an executed step counts in the minibatch of these rows."""
-    return 1 / max(int(batch.value_mask[rows].sum()), 1)
+    """What each value of an executed step counts in the minibatch of these rows; 1 without a critic."""
+    return 1.0 if batch.value_mask is None else 1 / max(int(batch.value_mask[rows].sum()), 1)
 
 
 def mean_by_trajectory(x: torch.Tensor, mask: torch.Tensor, trajectory: torch.Tensor) -> torch.Tensor:
@@ -95,8 +106,3 @@ def mean_by_trajectory(x: torch.Tensor, mask: torch.Tensor, trajectory: torch.Te
         for part in (torch.where(mask, x, 0.0), mask.float())
     )
     return (sums / counts.clamp(min=1))[trajectory]
-
-
-def observations_with_last(trajectory: Trajectory) -> list[Observation]:
-    """All T+1 observations of a trajectory: one for each decision, and the last one, which no action follows."""
-    return [t.observation for t in trajectory.transitions] + [trajectory.final_observation]

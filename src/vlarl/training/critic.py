@@ -16,22 +16,16 @@ def build_critic(policy: Policy, algorithm: Algorithm, config: Config) -> Policy
     """Give the policy a value head; or return a separate critic and remove the policy's value head, if any."""
     if not algorithm.needs_critic:
         return None
-    hidden, num_values = config.algorithm.critic_hidden, values_per_decision(policy, config)
+    hidden, level = config.algorithm.critic_hidden, config.algorithm.gae_level
     if config.critic.kind == "head":
-        policy.attach_value_head(hidden, config.run.seed, num_values)
+        policy.attach_value_head(hidden, config.run.seed, level)
         return None
     policy.detach_value_head()
     critic = copy_sharing_frozen(policy)
     critic.reset_adapters(derive_seed(config.run.seed, ADAPTER_SEED) % 2**63)
-    critic.attach_value_head(hidden, config.run.seed, num_values)
+    critic.attach_value_head(hidden, config.run.seed, level)
     critic.eval()
     return critic
-
-
-def values_per_decision(policy: Policy, config: Config) -> int:
-    """How many values per decision the advantage estimate needs."""
-    chunk, action = policy.chunk_length, policy.action_dim
-    return {"chunk": 1, "step": chunk, "token": chunk * action}[config.algorithm.gae_level]
 
 
 def copy_sharing_frozen(policy: Policy) -> Policy:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree
 
 from vlarl.errors import UsageError
-from vlarl.policies.base import Policy, Scores
+from vlarl.policies.base import Evaluation, Policy
 from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
 from vlarl.policies.openvla.model import Projector
 from vlarl.policies.openvla.vision import Block, VisionTower
@@ -45,11 +45,11 @@ from vlarl.training.ranks import Ranks
 # forward, so they stay with the root. The language model's layers are added later: their module imports transformers.
 UNITS = (Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
 FLOAT32_HEADS = (ValueHead, L1ActionHead)  # computed in their own type, whatever the policy's
-PASSES = ("score", "values", "decode", "regress")  # a policy's entry points; FSDP hooks only `forward`
+PASSES = ("evaluate", "values", "sample")  # a policy's entry points; FSDP hooks only `forward`
 BUCKET_BYTES = 64 << 20  # gradients that are summed in one call
 
 # FSDP gathers the root's weights again when a gradient reaches the output of a pass, and must find tensors in it.
-_pytree.register_dataclass(Scores)
+_pytree.register_dataclass(Evaluation)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from vlarl.config.schema import Config
-from vlarl.types import TrainBatch
+from vlarl.decisions import TrainBatch
 
 
 def corrects(config: Config) -> bool:
@@ -22,8 +22,8 @@ def corrects(config: Config) -> bool:
 
 
 def importance_weights(batch: TrainBatch, learner_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
-    """[N, K*D] how much likelier the learner finds each token than the engine that sampled it, `cap` at most.
+    """[N, L] how much likelier the learner finds each element than the engine that sampled it, `cap` at most.
 
-    The batch's old log-probs are the engine's; those of tokens that were not executed may be anything, even NaN.
+    What was not executed may be anything, even NaN.
     """
-    return (learner_logprobs - batch.old_logprobs).exp().clamp(max=cap)
+    return (learner_logprobs - batch.decisions.engine_logprobs).exp().clamp(max=cap)

@@ -1,8 +1,8 @@
-"""The learner: one call to `update` turns a batch into a few optimizer steps.
+"""The learner: `annotate` says what its networks find of a batch, `update` turns the batch into optimizer steps.
 
 for each epoch:          shuffle the rows, distribute them over minibatches
-  for each minibatch:    zero the gradients once; fix what each token counts in it
-    for each microbatch: score -> loss (its part of the whole minibatch's) -> backward
+  for each minibatch:    zero the gradients once; fix what each element counts in it
+    for each microbatch: evaluate -> loss (its part of the whole minibatch's) -> backward
     refuse a loss or a gradient that is not finite; clip, step, take the weights into their average
 
 Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -24,16 +25,17 @@ from vlarl.algorithms.kl import build_kl_controller
 from vlarl.algorithms.losses import high_entropy_tokens
 from vlarl.config.derive import total_iterations, updates_in
 from vlarl.config.schema import Config
+from vlarl.decisions import TensorRows, TrainBatch
+from vlarl.errors import UsageError
 from vlarl.observability.metrics import WeightedMeans
-from vlarl.policies.base import Policy, Scores
-from vlarl.policies.distribution import token_entropy, token_logprobs
+from vlarl.policies.base import Evaluation, Policy
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.tasks import derive_seed
+from vlarl.training.annotate import Annotations, Needs
 from vlarl.training.batch import (
     mean_by_trajectory,
     microbatches,
     minibatches,
-    observations_with_last,
     uncounted,
     value_weight,
     weighted,
@@ -46,7 +48,7 @@ from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, 
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.ranks import Ranks, SingleRank, distribute
-from vlarl.training.reference import reference_at_start, reference_here, with_logprobs
+from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
 from vlarl.training.update_metrics import (
     MetricSums,
@@ -58,16 +60,8 @@ from vlarl.training.update_metrics import (
     mismatch,
     note,
 )
-from vlarl.types import (
-    FloatArray,
-    Observation,
-    TrainBatch,
-    Trajectory,
-    Transition,
-    UpdateResult,
-)
+from vlarl.types import UpdateResult
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -84,6 +78,11 @@ class Learner:
         sharding: Sharding = Sharding(),  # noqa: B008 - frozen
     ) -> None:
         """A policy that is to be sharded may wait on the host; its parts go to the device."""
+        if config.algorithm.action_reconstruction_coef > 0 and "action_reconstruction" not in policy.extras:
+            raise UsageError(
+                f"algorithm.action_reconstruction_coef = {config.algorithm.action_reconstruction_coef:g}: this policy "
+                "does not give a distance of its actions; set it to 0."
+            )
         self.policy = policy
         self.algorithm = algorithm
         self.config = config
@@ -140,49 +139,59 @@ class Learner:
                 yield name, parameter, owner[id(parameter)]
 
     @torch.no_grad()
-    def values(self, trajectories: Sequence[Trajectory]) -> list[FloatArray]:
-        """The critic's values [T+1, V] of each trajectory, the last observation included."""
-        if not trajectories:
-            return []
-        network = self.critic or self.policy
-        observations = [o for t in trajectories for o in observations_with_last(t)]
+    def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
+        """What the networks find of a batch before its first step, with one pass of each where it is needed.
 
-        def values(some: Sequence[Observation]) -> FloatArray:
-            inputs = self.policy.process(some).to(self.device)
-            return network.values(inputs).float().cpu().numpy()
+        `last` are the inputs of last observations, which have values. Rows go through a network in the company they
+        will have in the first epoch: kernels round by batch, and this way the first ratio is 1 to the last bit.
+        """
+        schedule = self._schedule(batch, iteration)
+        needs = Needs.of(self.config, len(schedule), self.algorithm.needs_critic)
+        first_epoch = schedule[: len(schedule) // self.config.algorithm.epochs]
+        has_head = needs.values and self.critic is None
+        temperature = self.algorithm.temperature
 
-        parts = self._in_pieces(observations, values)
-        ends = np.cumsum([len(t.transitions) + 1 for t in trajectories])
-        return np.split(np.concatenate(parts), ends[:-1])
+        def own(part: TrainBatch) -> Annotations:
+            found = Annotations()
+            if needs.logprobs:
+                evaluation = self.policy.evaluate(part.inputs, part.decisions, temperature)
+                found = Annotations(evaluation.logprobs, evaluation.entropy, evaluation.values if has_head else None)
+            elif has_head:
+                found = Annotations(values=self.policy.values(part.inputs, part.decisions))
+            if needs.values and self.critic is not None:
+                found = replace(found, values=self.critic.values(part.inputs, part.decisions))
+            return found.map(lambda column: column.float().cpu())
 
-    @torch.no_grad()
-    def with_reference(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with the reference's log-probs of every decision, and with the learner's own where the KL is
-        part of the reward; as they are where there is no reference."""
-        if self.reference is None:
-            return list(trajectories)
-        transitions = [t for trajectory in trajectories for t in trajectory.transitions]
+        def of_reference(part: TrainBatch) -> Annotations:
+            evaluation = self.policy.evaluate(part.inputs, part.decisions, temperature)
+            return Annotations(ref_logprobs=evaluation.logprobs.float().cpu())
 
-        def logprobs(some: Sequence[Transition]) -> FloatArray:
-            inputs = self.policy.process([t.observation for t in some]).to(self.device)
-            ids = torch.from_numpy(np.stack([t.token_ids for t in some])).to(self.device)
-            places = ids - self.policy.codec.first_id
-            logits = self.policy.score(inputs, ids).logits
-            return token_logprobs(logits, places, self.algorithm.temperature).cpu().numpy()
+        found = self._each_row(batch, first_epoch, own) if needs.logprobs or needs.values else Annotations()
+        if self.reference is not None:
+            with self.reference.in_place():
+                reference = self._each_row(batch, first_epoch, of_reference)
+            found = replace(found, ref_logprobs=reference.ref_logprobs)
+        if needs.values and last is not None:
+            found = replace(found, last_values=self._last_values(last))
+        return found
 
-        def scored() -> list[FloatArray]:
-            return [row for part in self._in_pieces(transitions, logprobs) for row in part]
+    def _each_row(
+        self, batch: TrainBatch, minibatches: Sequence[torch.Tensor], work: Callable[[TrainBatch], Annotations]
+    ) -> Annotations:
+        """What `work` finds of each row, in the order of the rows."""
+        found = [piece for rows in minibatches for piece in self._each_microbatch(batch, rows, work)]
+        order = torch.argsort(torch.cat([micro for micro, _ in found]))
+        return Annotations.cat([part for _, part in found]).rows(order)
 
-        with self.reference.in_place():
-            ref_logprobs = scored()
-        learner_logprobs = scored() if self.config.kl.place == "reward" else None
-        return with_logprobs(trajectories, ref_logprobs, learner_logprobs)
+    def _last_values(self, last: TensorRows) -> torch.Tensor:
+        """[M, V] the critic's values of observations that no decision follows."""
+        network, size = self.critic or self.policy, self.config.optim.microbatch_size
+        pieces = torch.split(torch.arange(len(last)), size)
 
-    def _in_pieces(self, items: Sequence[Item], work: Callable[[Sequence[Item]], Result]) -> list[Result]:
-        """What `work` makes of all items, as many at a time as a pass takes; every rank does its part."""
-        size = self.config.optim.microbatch_size
-        pieces = [items[start : start + size] for start in range(0, len(items), size)]
-        return distribute(pieces, items[:1], work, self.ranks)
+        def values(rows: torch.Tensor) -> torch.Tensor:
+            return network.values(last.rows(rows).to(self.device)).float().cpu()
+
+        return torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
 
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has been trained since."""
@@ -214,9 +223,14 @@ class Learner:
         lr = self._set_learning_rates(train_policy, iterations or total_iterations(self.config) or iteration)
         metrics = WeightedMeans()
         schedule = self._schedule(batch, iteration)
-        per_epoch = len(schedule) // algorithm.epochs  # fewer than optim.minibatches when there are fewer rows
-        batch = self._with_old_logprobs(batch, schedule[:per_epoch], metrics)
-        moved = algorithm.old_logprobs == "engine"  # whether the policy may differ from the one of the old log-probs
+        needs = Needs.of(self.config, len(schedule), self.algorithm.needs_critic)
+        starts_at_engine = algorithm.old_logprobs == "engine"
+        if (needs.logprobs and batch.learner_logprobs is None) or (starts_at_engine and batch.old_logprobs is None):
+            raise ValueError("the batch has no log-probs of before the first step: annotate it first")
+        if self.reference is not None and batch.ref_logprobs is None:
+            raise ValueError("the batch has no log-probs of the reference: annotate it first")
+        batch = self._corrected(batch, metrics)
+        moved = starts_at_engine  # whether the policy may differ from the one of the old log-probs
         num_steps = num_skipped = num_samples = 0
         stopped_early = False
         for rows in schedule:
@@ -273,43 +287,22 @@ class Learner:
             set_lr(self.critic_optimizer, critic.lr * lr_factor(self.version, updates, schedule, warmup))
         return optim.lr * factor if train_policy else 0.0
 
-    @torch.no_grad()
-    def _with_old_logprobs(
-        self, batch: TrainBatch, first_epoch: Sequence[torch.Tensor], metrics: WeightedMeans
-    ) -> TrainBatch:
-        """The batch with this learner's log-probs in place of the engine's, and a note of how far they were apart.
-
-        Rows go through the model in the company they will have in the first epoch: kernels round by batch, and this way
-        the first ratio is 1 to the last bit. Weights of tokens go into their advantages, to which every surrogate is in
-        proportion: that of stale data, and 0 for tokens that are too certain to be trained on.
-        """
-        algorithm = self.config.algorithm
-        if algorithm.old_logprobs == "engine":
+    def _corrected(self, batch: TrainBatch, metrics: WeightedMeans) -> TrainBatch:
+        """The batch with weights of elements in their advantages, to which every surrogate is in proportion: those of
+        stale data, and 0 for elements that are too certain to be trained on."""
+        algorithm, advantages = self.config.algorithm, batch.advantages
+        if algorithm.old_logprobs == "engine" or batch.learner_logprobs is None or advantages is None:
             return batch
-        selects = algorithm.entropy_top_fraction < 1
-
-        def score(part: TrainBatch) -> tuple[MetricSums, torch.Tensor, torch.Tensor | None]:
-            logits = self.policy.score(part.inputs, part.token_ids).logits
-            learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
-            entropy = token_entropy(logits, self.algorithm.temperature).cpu() if selects else None
-            return mismatch(part, learner_logprobs), learner_logprobs.cpu(), entropy
-
-        old_logprobs, entropies = torch.empty_like(batch.old_logprobs), torch.empty_like(batch.old_logprobs)
-        for rows in first_epoch:
-            for micro, (sums, logprobs, entropy) in self._each_microbatch(batch, rows, score):
-                note(metrics, [sums])
-                old_logprobs[micro] = logprobs
-                if entropy is not None:
-                    entropies[micro] = entropy
+        note(metrics, [mismatch(batch, batch.learner_logprobs)])
         if corrects(self.config):
-            weights = importance_weights(batch, old_logprobs, algorithm.importance_cap)
+            weights = importance_weights(batch, batch.learner_logprobs, algorithm.importance_cap)
             note(metrics, [importance_sums(weights, batch.mask, algorithm.importance_cap)])
-            batch = replace(batch, advantages=batch.advantages * weights)
-        batch = replace(batch, old_logprobs=old_logprobs)
-        if selects:
-            selected = high_entropy_tokens(entropies, batch.mask, algorithm.entropy_top_fraction)
-            batch = replace(batch, advantages=torch.where(selected, batch.advantages, 0.0), selected=selected)
-        return batch
+            advantages = advantages * weights
+        selected = None
+        if algorithm.entropy_top_fraction < 1 and batch.entropy is not None:
+            selected = high_entropy_tokens(batch.entropy, batch.mask, algorithm.entropy_top_fraction)
+            advantages = torch.where(selected, advantages, 0.0)
+        return replace(batch, advantages=advantages, selected=selected)
 
     @torch.no_grad()
     def _minibatch(self, batch: TrainBatch, rows: torch.Tensor, moved: bool) -> TrainBatch:
@@ -318,14 +311,13 @@ class Learner:
         if self.config.algorithm.ratio_level != "sequence":
             return batch
 
-        def score(part: TrainBatch) -> torch.Tensor:
-            logits = self.policy.score(part.inputs, part.token_ids).logits
-            learner_logprobs = token_logprobs(logits, part.places, self.algorithm.temperature)
-            return (learner_logprobs - part.old_logprobs).cpu()
+        def log_ratios(part: TrainBatch) -> torch.Tensor:
+            logprobs = self.policy.evaluate(part.inputs, part.decisions, self.algorithm.temperature).logprobs
+            return (logprobs - _present(part.old_logprobs)).cpu()
 
         log_ratio = torch.zeros(batch.mask.shape)
         if moved:  # before that, all ratios are 1
-            for micro, part in self._each_microbatch(batch, rows, score):
+            for micro, part in self._each_microbatch(batch, rows, log_ratios):
                 log_ratio[micro] = part
         return replace(batch, sequence_log_ratio=mean_by_trajectory(log_ratio, batch.mask, batch.trajectory))
 
@@ -334,7 +326,7 @@ class Learner:
     ) -> list[tuple[torch.Tensor, Result]]:
         """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
         optim = self.config.optim
-        lengths = batch.inputs.attention_mask.sum(dim=1) if optim.sort_by_length else None
+        lengths = batch.inputs.lengths if optim.sort_by_length else None
         pieces = microbatches(rows, optim.microbatch_size, lengths)
 
         def fetch_and_work(micro: torch.Tensor) -> Result:
@@ -350,12 +342,15 @@ class Learner:
         weight = value_weight(batch, rows)
 
         def learn(part: TrainBatch) -> MetricSums:
-            scores = self._score(part, train_policy)
+            evaluation = self._evaluate(part, train_policy)
             loss = self.algorithm.loss(
-                scores, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
+                evaluation, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
             )
             torch.autograd.backward(loss.total)
-            return metric_sums(loss, part, first)
+            sums = metric_sums(loss, part, first)
+            if part.old_logprobs is None:  # no pass was made before this one
+                sums = sums.plus(mismatch(part, evaluation.logprobs.detach()))
+            return sums
 
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         sums = [sums for _, sums in self._each_microbatch(batch, rows, learn)]
@@ -364,13 +359,22 @@ class Learner:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
 
-    def _score(self, part: TrainBatch, train_policy: bool) -> Scores:
-        """Logits and values; while the critic warms up, no gradient reaches the policy."""
+    def _evaluate(self, part: TrainBatch, train_policy: bool) -> Evaluation:
+        """Log-probs, entropies and values; while the critic warms up, no gradient reaches the policy."""
+        options = self.config.algorithm
+        evaluate = partial(
+            self.policy.evaluate,
+            part.inputs,
+            part.decisions,
+            self.algorithm.temperature,
+            entropy_gradient=options.entropy_coef > 0,
+            extras=("action_reconstruction",) if options.action_reconstruction_coef > 0 else (),
+        )
         if self.critic is None:
-            return self.policy.score(part.inputs, part.token_ids, critic_only=not train_policy)
+            return evaluate(critic_only=not train_policy)
         with torch.set_grad_enabled(train_policy):
-            scores = self.policy.score(part.inputs, part.token_ids)
-        return replace(scores, values=self.critic.values(part.inputs))
+            evaluation = evaluate()
+        return replace(evaluation, values=self.critic.values(part.inputs, part.decisions))
 
     def _train_mode(self, enabled: bool) -> None:
         for network in self._networks():
@@ -404,6 +408,11 @@ class Learner:
     def optimizers(self) -> list[torch.optim.AdamW]:
         """The policy's optimizer, and the critic's where there is one."""
         return [self.optimizer] + ([self.critic_optimizer] if self.critic_optimizer is not None else [])
+
+
+def _present(column: torch.Tensor | None) -> torch.Tensor:
+    assert column is not None
+    return column
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -6,22 +6,16 @@ trained before, a frozen copy of what is trained takes its place in the policy f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from itertools import repeat
 
-import numpy as np
 import torch
 
-from vlarl.algorithms.kl import ESTIMATORS
 from vlarl.config.schema import Config
 from vlarl.policies.base import Policy
 from vlarl.policies.load import checkpoint_folder, load_configured
 from vlarl.policies.openvla.adapters import is_adapter
 from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights
-from vlarl.types import FloatArray, Trajectory
 
 
 class Reference:
@@ -57,36 +51,3 @@ def reference_at_start(policy: Policy, config: Config, device: torch.device) -> 
 def starts_from_adapter(config: Config) -> bool:
     """Whether training continues with adapters that were trained before."""
     return config.lora.adapter is not None or is_adapter(checkpoint_folder(config.policy.path))
-
-
-def with_logprobs(
-    trajectories: Sequence[Trajectory], reference: Sequence[FloatArray], learner: Sequence[FloatArray] | None
-) -> list[Trajectory]:
-    """The trajectories with log-probs [K*D] of their decisions in order: the reference's, and maybe the learner's."""
-    rows = zip(reference, repeat(None) if learner is None else learner, strict=learner is not None)
-
-    def annotated(trajectory: Trajectory) -> Trajectory:
-        scored = ((t, *next(rows)) for t in trajectory.transitions)
-        return replace(
-            trajectory,
-            transitions=tuple(replace(t, ref_logprobs=ref, learner_logprobs=own) for t, ref, own in scored),
-        )
-
-    return [annotated(trajectory) for trajectory in trajectories]
-
-
-def reference_kl(trajectory: Trajectory, estimator: str) -> FloatArray:
-    """[T, K*D] how far the learner's policy is from its reference at each token; zero at steps that never ran.
-
-    Both log-probs are the learner's: the engine's would add its rounding to the penalty.
-    """
-    rows = []
-    for t in trajectory.transitions:
-        if t.ref_logprobs is None or t.learner_logprobs is None:
-            raise ValueError("the trajectory lacks log-probs of learner or reference: use Learner.with_reference first")
-        learner, reference = torch.from_numpy(t.learner_logprobs), torch.from_numpy(t.ref_logprobs)
-        executed = t.num_executed * len(t.token_ids) // len(t.rewards)
-        row = ESTIMATORS[estimator](learner, reference).numpy().copy()
-        row[executed:] = 0.0
-        rows.append(row)
-    return np.stack(rows)

@@ -11,8 +11,8 @@ import torch
 from vlarl.algorithms.base import Loss
 from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import masked_sum
+from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans
-from vlarl.types import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class MetricSums:
     sums: dict[str, tuple[float, int]]
     maxima: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0  # the microbatch's part of the loss
+
+    def plus(self, other: MetricSums) -> MetricSums:
+        """These and other metrics of the same microbatch."""
+        return MetricSums(self.sums | other.sums, self.maxima | other.maxima, self.loss)
 
 
 def note(metrics: WeightedMeans, sums: Iterable[MetricSums]) -> None:
@@ -56,9 +60,10 @@ def metric_sums(loss: Loss, part: TrainBatch, first: bool) -> MetricSums:
 
 
 def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> MetricSums:
-    """How far the engine's log-probs (the batch's old ones, so far) are from the learner's: KL(engine || learner)."""
-    gap = torch.where(part.mask, learner_logprobs - part.old_logprobs, 0.0)
-    kl = masked_sum(k3(part.old_logprobs, learner_logprobs), part.mask)
+    """How far the engine's log-probs are from the learner's: KL(engine || learner)."""
+    engine_logprobs = part.decisions.engine_logprobs
+    gap = torch.where(part.mask, learner_logprobs - engine_logprobs, 0.0)
+    kl = masked_sum(k3(engine_logprobs, learner_logprobs), part.mask)
     return MetricSums(
         {"engine_mismatch_kl": (float(kl), int(part.mask.sum()))}, {"engine_logprob_error": float(gap.abs().max())}
     )
@@ -77,7 +82,7 @@ def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> Me
 
 def critic_metrics(batch: TrainBatch) -> dict[str, float]:
     """What is known of the critic from the batch as a whole; nothing without one."""
-    if batch.returns is None or batch.old_values is None:
+    if batch.returns is None or batch.old_values is None or batch.value_mask is None:
         return {}
     counted = batch.value_mask
     return {"explained_variance": explained_variance(batch.returns[counted], batch.old_values[counted])}

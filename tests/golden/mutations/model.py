@@ -13,10 +13,10 @@ from vlarl.policies.openvla import decoders
 from vlarl.policies.openvla import policy as policy_module
 from vlarl.policies.openvla.decoders import ParallelDecoder, Prefix
 from vlarl.policies.openvla.heads import L1ActionHead
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.processor import Processor
 from vlarl.policies.openvla.vision import LayerScale, VisionBackbone, VisionTower
-from vlarl.types import PolicyInput
 
 DINO = ((0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375))
 SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
@@ -145,7 +145,7 @@ def without_last_column(original: Any) -> Any:
 
 
 def padding_taken_for_tokens(original: Any) -> Any:
-    def embed(model: OpenVLAModel, inputs: PolicyInput, *args: Any) -> Prefix:
+    def embed(model: OpenVLAModel, inputs: OpenVLAInputs, *args: Any) -> Prefix:
         return original(model, replace(inputs, attention_mask=torch.ones_like(inputs.attention_mask)), *args)
 
     return embed

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from loss_problem import ACTOR
+from loss_problem import Actor
 
-from vlarl.algorithms import bin_values
 from vlarl.algorithms.losses import (
     clipped_policy_loss,
     cpgd_loss,
@@ -12,9 +11,12 @@ from vlarl.algorithms.losses import (
     high_entropy_tokens,
     masked_sum,
     probability_ratio,
-    reconstruction_loss,
+    step_sums,
     value_loss,
 )
+from vlarl.policies.openvla.decisions import reconstruction_loss
+
+TWO_STEPS = torch.tensor([[0, 0, 1, 1]])
 
 
 def test_asymmetric_clip_by_hand():
@@ -72,7 +74,7 @@ def test_a_lower_bound_of_zero_or_less_bounds_nothing(clip_low):
 def test_ratios_that_would_overflow_stay_finite_and_so_do_their_gradients(level, sign):
     """Four tokens of 30 each: the chunk's sum is 120, whose exp is infinite in float32. The bound is e to 20."""
     log_ratio = torch.full((1, 4), 30.0 * sign, requires_grad=True)
-    ratio = probability_ratio(log_ratio, level, 2, torch.tensor([120.0 * sign]))
+    ratio = probability_ratio(log_ratio, level, TWO_STEPS, torch.tensor([120.0 * sign]))
     torch.testing.assert_close(ratio, torch.full((1, 4), 20.0 * sign).exp())
     for advantage in (1.0, -1.0):
         loss, _ = clipped_policy_loss(ratio, torch.tensor(advantage), 0.2, 0.28)
@@ -82,34 +84,39 @@ def test_ratios_that_would_overflow_stay_finite_and_so_do_their_gradients(level,
 
 def test_the_bound_leaves_ordinary_ratios_alone_and_hides_no_nan():
     log_ratio = torch.tensor([[-19.0, -1.0, 1.0, 19.0]], requires_grad=True)
-    ratio = probability_ratio(log_ratio, "token", 2)
+    ratio = probability_ratio(log_ratio, "token", TWO_STEPS)
     assert torch.equal(ratio, log_ratio.exp())
     (gradient,) = torch.autograd.grad(ratio.sum(), log_ratio)
     assert torch.equal(gradient, log_ratio.exp())
-    assert probability_ratio(torch.tensor([[float("nan")]]), "chunk", 1).isnan().all()
+    assert probability_ratio(torch.tensor([[float("nan")]]), "chunk", torch.zeros(1, 1).long()).isnan().all()
 
 
 def test_ratios_of_tokens_actions_and_chunks():
     log_ratio = torch.tensor([[0.1, 0.2, -0.4, 0.0]])
-    torch.testing.assert_close(probability_ratio(log_ratio, "token", 2), log_ratio.exp())
+    torch.testing.assert_close(probability_ratio(log_ratio, "token", TWO_STEPS), log_ratio.exp())
     action = torch.tensor([[0.3, 0.3, -0.4, -0.4]]).exp()
-    torch.testing.assert_close(probability_ratio(log_ratio, "action", 2), action)
-    torch.testing.assert_close(probability_ratio(log_ratio, "chunk", 2), torch.full((1, 4), -0.1).exp())
+    torch.testing.assert_close(probability_ratio(log_ratio, "action", TWO_STEPS), action)
+    torch.testing.assert_close(probability_ratio(log_ratio, "chunk", TWO_STEPS), torch.full((1, 4), -0.1).exp())
 
 
 def test_the_ratio_of_a_sequence_has_its_value_and_each_tokens_gradient():
     log_ratio = torch.tensor([[0.1, 0.2], [0.7, 0.0]], requires_grad=True)
-    ratio = probability_ratio(log_ratio, "sequence", 1, torch.tensor([0.5, -0.5]))
+    ratio = probability_ratio(log_ratio, "sequence", torch.tensor([[0, 1]] * 2), torch.tensor([0.5, -0.5]))
     torch.testing.assert_close(ratio, torch.tensor([[0.5, 0.5], [-0.5, -0.5]]).exp())
     ratio[0, 1].backward()
     torch.testing.assert_close(log_ratio.grad, torch.tensor([[0.0, 1.6487213], [0.0, 0.0]]))  # e to 0.5
 
 
-def test_ratios_that_lack_what_they_need_say_so():
+def test_the_ratio_of_a_sequence_without_its_mean_is_refused():
     with pytest.raises(ValueError, match="mean log-ratios of the trajectories"):
-        probability_ratio(torch.zeros(1, 2), "sequence", 2)
-    with pytest.raises(ValueError, match="give build_algorithm the policy"):
-        probability_ratio(torch.zeros(1, 2), "action", None)
+        probability_ratio(torch.zeros(1, 4), "sequence", TWO_STEPS)
+
+
+def test_the_sum_of_a_step_is_that_of_its_elements_wherever_they_are():
+    """Steps of unequal length, in any order: each row has its own."""
+    x = torch.tensor([[1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0]])
+    step = torch.tensor([[0, 1, 1, 1], [2, 0, 2, 0]])
+    assert step_sums(x, step).tolist() == [[1, 14, 14, 14], [5, 10, 5, 10]]
 
 
 def test_clipped_value_loss_takes_the_worse_of_the_two():
@@ -119,7 +126,7 @@ def test_clipped_value_loss_takes_the_worse_of_the_two():
 
 
 def test_bins_are_what_the_codec_decodes():
-    assert bin_values(ACTOR).tolist() == [0.75, 0.75, 0.25, -0.25, -0.75]
+    assert Actor().bin_values().tolist() == [0.75, 0.75, 0.25, -0.25, -0.75]
 
 
 def test_reconstruction_measures_the_expected_action_against_the_taken_one():

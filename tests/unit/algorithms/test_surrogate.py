@@ -7,16 +7,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_problem import ACTOR, BINS, ROWS, STEPS, TEMPERATURE, TOKENS, compute, make, values_of, with_sequence_ratio
+from loss_problem import (
+    BINS,
+    ROWS,
+    STEPS,
+    TEMPERATURE,
+    TOKENS,
+    Actor,
+    compute,
+    evaluate,
+    logprobs_of,
+    make,
+    values_of,
+    with_sequence_ratio,
+)
 
-from vlarl.algorithms import bin_values, build_algorithm
-from vlarl.algorithms.base import AlgorithmContext
+from vlarl.algorithms import build_algorithm
+from vlarl.algorithms.base import AlgorithmContext, Loss
 from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.surrogate import clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
+from vlarl.decisions import TrainBatch
 from vlarl.policies import distribution
-from vlarl.policies.base import Scores
-from vlarl.types import TrainBatch
+from vlarl.policies.base import Evaluation
+from vlarl.policies.openvla.decisions import token_ids
 
 EVERYTHING = {"entropy_coef": 0.02, "action_reconstruction_coef": 0.3}
 LEVELS = ["token", "action", "chunk", "sequence"]
@@ -166,11 +180,11 @@ def test_tokens_that_are_not_selected_have_no_policy_gradient_at_any_level(case)
 
 def test_a_shared_ratio_has_the_value_of_all_its_tokens_selected_or_not():
     logits, batch = make()
-    logprobs = distribution.token_logprobs(logits, batch.places, TEMPERATURE)
-    setting = AlgorithmContext(AlgorithmConfig(ratio_level="chunk"), KlConfig(), TEMPERATURE, action_dim=2)
+    logprobs = logprobs_of(logits, batch)
+    context = AlgorithmContext(AlgorithmConfig(ratio_level="chunk"), KlConfig(), TEMPERATURE)
     old = torch.where(batch.mask, batch.old_logprobs.float(), logprobs)
     some = replace(batch, selected=batch.mask & (torch.arange(TOKENS) % 2 == 0))
-    everything, part = (clipped_ratio(logprobs, old, b, setting).ratio for b in (batch, some))
+    everything, part = (clipped_ratio(logprobs, old, b, context).ratio for b in (batch, some))
     assert torch.equal(everything, part) and (everything - 1).abs().max() > 0.1
 
 
@@ -196,7 +210,7 @@ def test_the_clip_range_of_an_algorithm_reaches_its_loss(name):
         config = Config.model_validate({"algorithm": {"name": name} | options})
         return float(compute(config, logits, batch).token_sums["clipfrac"])
 
-    log_ratio = distribution.token_logprobs(logits, batch.places, TEMPERATURE) - batch.old_logprobs
+    log_ratio = logprobs_of(logits, batch) - batch.old_logprobs
     high = ((log_ratio > torch.tensor(1.28).log()) & (batch.advantages > 0))[batch.mask].sum()
     low = ((log_ratio < torch.tensor(0.8).log()) & (batch.advantages < 0))[batch.mask].sum()
     assert clipped() == int(high + low) and high > 0 < low
@@ -209,17 +223,17 @@ def test_the_loss_by_hand(mean):
     logits, batch = make(mean)
     config = configured({"name": "grpo", "aggregate": mean, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.1})
     loss = compute(config, logits, batch, kl_coef=0.5)
-    bins, sums, expected = bin_values(ACTOR).double(), dict.fromkeys(loss.token_sums, 0.0), 0.0
+    bins, sums, expected = Actor().bin_values().double(), dict.fromkeys(loss.token_sums, 0.0), 0.0
     for i in range(ROWS):
         for t in range(int(batch.mask[i].sum())):
             logprobs = (logits[i, t] / TEMPERATURE).log_softmax(-1)
-            place = int(batch.places[i, t])
-            log_ratio = float(logprobs[place] - batch.old_logprobs[i, t])
+            index = int(token_ids(batch.decisions)[i, t])
+            log_ratio = float(logprobs[index] - batch.old_logprobs[i, t])
             ratio, advantage = torch.tensor(log_ratio).exp().item(), float(batch.advantages[i, t])
             bounded = min(max(ratio, 0.8), 1.28)
             clipped = max(-advantage * ratio, -advantage * bounded)
             surrogate = min(clipped, -1.1 * advantage) if advantage < 0 else clipped
-            away = float(batch.ref_logprobs[i, t] - logprobs[place])
+            away = float(batch.ref_logprobs[i, t] - logprobs[index])
             terms = {
                 "policy_loss": surrogate,
                 "entropy": float(-(logprobs.exp() * logprobs).sum()),
@@ -227,12 +241,12 @@ def test_the_loss_by_hand(mean):
                 "dual_clipfrac": float(surrogate < clipped),
                 "approx_kl": ratio - 1 - log_ratio,
                 "kl_ref": torch.tensor(away).exp().item() - away - 1,
-                "action_reconstruction": float((logprobs.exp() @ bins - bins[place]) ** 2),
+                "action_reconstruction": float((logprobs.exp() @ bins - bins[index]) ** 2),
             }
             for name, value in terms.items():
                 sums[name] += value
-            share = surrogate - 0.02 * terms["entropy"] + 0.5 * terms["kl_ref"] + 0.3 * terms["action_reconstruction"]
-            expected += float(batch.weights[i, t]) * share
+            term = surrogate - 0.02 * terms["entropy"] + 0.5 * terms["kl_ref"] + 0.3 * terms["action_reconstruction"]
+            expected += float(batch.weights[i, t]) * term
     assert float(loss.total) == pytest.approx(expected, abs=1e-5)
     assert {name: float(x) for name, x in loss.token_sums.items()} == pytest.approx(sums, abs=1e-5)
     assert sums["clipfrac"] > 0 and sums["dual_clipfrac"] > 0
@@ -267,7 +281,7 @@ def test_a_kl_in_the_reward_is_reported_and_not_in_the_loss():
     with_reference = compute(config, logits, batch, kl_coef=0.5)
     without = compute(config, logits, replace(batch, ref_logprobs=None), kl_coef=0.5)
     assert float(with_reference.total) == float(without.total)
-    logprobs = distribution.token_logprobs(logits, batch.places, TEMPERATURE)
+    logprobs = logprobs_of(logits, batch)
     expected = float((logprobs - batch.ref_logprobs)[batch.mask].sum())
     assert float(with_reference.token_sums["kl_ref"]) == pytest.approx(expected, abs=1e-5)
     assert "kl_ref" not in without.token_sums
@@ -279,8 +293,9 @@ def test_a_policys_own_loss_is_weighted_by_the_microbatchs_fraction():
     algorithm = build_algorithm(config.algorithm, TEMPERATURE)
 
     def total(rows: torch.Tensor, aux: torch.Tensor | None) -> torch.Tensor:
-        scores = Scores(logits[rows], None, aux)
-        return algorithm.loss(scores, batch.rows(rows), value_weight=1.0, kl_coef=0.0, train_policy=True).total
+        part = batch.rows(rows)
+        evaluation = replace(evaluate(config, logits[rows], part, None), aux_loss=aux)
+        return algorithm.loss(evaluation, part, value_weight=1.0, kl_coef=0.0, train_policy=True).total
 
     aux = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     everything = torch.arange(ROWS)
@@ -289,23 +304,66 @@ def test_a_policys_own_loss_is_weighted_by_the_microbatchs_fraction():
     assert float(aux.grad) == pytest.approx(0.1, abs=1e-6)
 
 
-def test_without_weights_or_values_or_bins_the_loss_says_what_is_missing():
+def test_without_weights_or_advantages_or_values_or_bins_the_loss_says_what_is_missing():
     logits, batch = make()
-    with pytest.raises(ValueError, match="no token weights"):
+    with pytest.raises(ValueError, match="no weights of its elements"):
         compute(Config(), logits, replace(batch, weights=None))
+    with pytest.raises(ValueError, match="no advantages"):
+        compute(Config(), logits, replace(batch, advantages=None))
     with pytest.raises(ValueError, match="value head"):
         compute(Config.model_validate({"algorithm": {"name": "ppo"}}), logits, batch)
-    options = Config.model_validate({"algorithm": {"action_reconstruction_coef": 0.1}}).algorithm
-    algorithm = build_algorithm(options, TEMPERATURE)
-    with pytest.raises(ValueError, match="give build_algorithm the policy"):
-        algorithm.loss(Scores(logits, None), batch, value_weight=1.0, kl_coef=0.0, train_policy=True)
+    reconstructing = Config.model_validate({"algorithm": {"action_reconstruction_coef": 0.1}})
+    without = evaluate(Config(), logits, batch, None)
+    with pytest.raises(ValueError, match="needs a policy that finds action_reconstruction"):
+        build_algorithm(reconstructing.algorithm, TEMPERATURE).loss(
+            without, batch, value_weight=1.0, kl_coef=0.0, train_policy=True
+        )
 
 
 def test_the_first_ratio_is_one_and_says_so():
     logits, batch = make()
-    fresh = replace(batch, old_logprobs=distribution.token_logprobs(logits, batch.places, TEMPERATURE))
+    fresh = replace(batch, old_logprobs=logprobs_of(logits, batch))
     loss = compute(Config(), logits, fresh)
     assert float(loss.maxima["ratio_error"]) == 0 and float(loss.maxima["ratio_max"]) == 1
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.get("ratio_level") != "sequence"], ids=name_of)
+def test_without_old_log_probs_the_ratio_starts_at_the_passs_own(case):
+    """Loss, gradient and metrics are those of a batch whose old log-probs were found by an equal pass."""
+    logits, batch, values = problem(case)
+
+    def run(old: torch.Tensor | None) -> tuple[Loss, torch.Tensor]:
+        leaf = logits.float().requires_grad_()
+        loss = compute(configured(case), leaf, replace(batch, old_logprobs=old), values, kl_coef=0.5)
+        loss.total.backward()
+        return loss, leaf.grad
+
+    (without, gradient), (given, expected) = run(None), run(logprobs_of(logits.float(), batch))
+    assert torch.equal(gradient, expected) and gradient.abs().max() > 1e-3
+    assert torch.equal(without.total, given.total)
+    assert {k: float(v) for k, v in without.token_sums.items()} == {k: float(v) for k, v in given.token_sums.items()}
+    assert float(without.maxima["ratio_error"]) == 0 and float(without.maxima["ratio_max"]) == 1
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -1e30])
+def test_what_a_policy_says_of_masked_elements_changes_nothing(garbage):
+    """`Evaluation` may hold anything there: loss and gradients are those of zeros."""
+    logits, batch = make()
+    config = configured({"name": "grpo", "dual_clip": 1.1})
+    algorithm = build_algorithm(config.algorithm, TEMPERATURE, config.kl)
+    found = evaluate(config, logits.float(), batch, None)
+
+    def run(fill: float) -> list[torch.Tensor]:
+        columns = found.logprobs, found.entropy, found.extras["action_reconstruction"]
+        leaves = [column.detach().masked_fill(~batch.mask, fill).requires_grad_() for column in columns]
+        evaluation = Evaluation(leaves[0], leaves[1], extras={"action_reconstruction": leaves[2]})
+        loss = algorithm.loss(evaluation, batch, value_weight=1.0, kl_coef=0.5, train_policy=True)
+        loss.total.backward()
+        return [loss.total, *loss.token_sums.values(), *loss.maxima.values(), *(leaf.grad for leaf in leaves)]
+
+    clean, dirty = run(0.0), run(garbage)
+    assert len(clean) == len(dirty) > 10
+    assert all(torch.equal(ours, expected) for ours, expected in zip(dirty, clean, strict=True))
 
 
 def test_cpgds_drift_pulls_back_through_the_algorithm():
@@ -314,6 +372,6 @@ def test_cpgds_drift_pulls_back_through_the_algorithm():
     batch = replace(batch, advantages=torch.ones_like(batch.advantages))
     logprobs = (batch.old_logprobs + 5.5).requires_grad_()
     options = AlgorithmConfig(name="cpgd", policy_drift_coef=1.0)
-    setting = AlgorithmContext(options, KlConfig(), TEMPERATURE)
-    clipped_gradient(logprobs, batch.old_logprobs, batch, setting).loss.sum().backward()
+    context = AlgorithmContext(options, KlConfig(), TEMPERATURE)
+    clipped_gradient(logprobs, batch.old_logprobs, batch, context).loss.sum().backward()
     assert (logprobs.grad > 1).all()

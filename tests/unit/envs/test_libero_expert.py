@@ -179,6 +179,6 @@ def test_it_puts_one_object_after_another_into_the_basket(libero_assets):
 def test_a_knob_is_refused_by_its_goal(libero_assets):
     env = LiberoEnv(libero_spec("libero_goal", None), libero_assets, ("agent",), 64, False)
     env.reset(Task("libero_goal", 7, 0, seed=0))
-    with pytest.raises(UsageError, match=r"only picks and places, and this task wants \(turnon flat_stove_1\)"):
+    with pytest.raises(UsageError, match=r"only picks and places, and this task requires \(turnon flat_stove_1\)"):
         LiberoExpert(env).reset()
     env.close()

@@ -11,11 +11,11 @@ import vlarl.run.local
 from vlarl.api import evaluate
 from vlarl.cli import main
 from vlarl.config import load_config
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.loop import collect
 from vlarl.loop import evaluate as evaluate_in_the_loop
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.run.open import open_run
-from vlarl.types import ActionTokens, PolicyInput
 
 ROLLOUT = 1.25
 
@@ -25,9 +25,9 @@ class NotingEngine(TorchEngine):
 
     temperatures: list[float] = []
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        self.temperatures.append(temperature)
-        return super().generate(inputs, temperature, seeds)
+    def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        self.temperatures.append(sampling.temperature)
+        return super().generate(inputs, sampling, seeds)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from fakes.eval_records import SETTINGS, episode
 import vlarl.evaluation.run
 from vlarl.api import evaluate
 from vlarl.config import load_config, to_yaml
+from vlarl.decisions import Sampling
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
@@ -38,7 +39,7 @@ class FakeCollector:
         self.trajectory, self.crash = trajectory, crash
         self.record: frozenset[int] = frozenset()
 
-    def episodes(self, tasks, temperature, record, check):
+    def episodes(self, tasks, sampling, record, check):
         self.record = record
         for index in reversed(range(len(tasks))):
             i = tasks[index].task_id
@@ -52,7 +53,7 @@ TASKS = [Task("fake", i, 1, seed=i) for i in range(3)]
 
 
 def test_each_episode_comes_as_it_ends_with_the_index_of_its_task(trajectory):
-    ended = list(evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, 0.0))
+    ended = list(evaluate_policy(FakeCollector(trajectory, crash=[2]), TASKS, Sampling(0.0)))
     assert [index for index, _, _ in ended] == [2, 1, 0]
     assert [(e.instruction, e.outcome, e.num_retries) for _, e, _ in ended] == [
         ("do 2", "crashed", 2),  # before the policy was given an instruction
@@ -68,7 +69,7 @@ def test_each_episode_comes_as_it_ends_with_the_index_of_its_task(trajectory):
 
 def test_recorded_episodes_come_with_their_frames(trajectory):
     collector = FakeCollector(trajectory)
-    ended = list(evaluate_policy(collector, TASKS, 0.0, num_videos=2))
+    ended = list(evaluate_policy(collector, TASKS, Sampling(0.0), num_videos=2))
     assert collector.record == {0, 1} and [(i, len(e.frames)) for i, e, _ in ended] == [(2, 0), (1, 2), (0, 2)]
 
 
@@ -76,7 +77,7 @@ def test_an_evaluation_can_be_stopped_between_episodes(trajectory):
     def check() -> None:
         raise Interrupted
 
-    ended = evaluate_policy(FakeCollector(trajectory), TASKS, 0.0, 0, check)
+    ended = evaluate_policy(FakeCollector(trajectory), TASKS, Sampling(0.0), 0, check)
     assert next(ended)[0] == 2
     with pytest.raises(Interrupted):
         next(ended)

@@ -13,10 +13,10 @@ from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla import adapters
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
-from vlarl.types import PolicyInput
 
 LORA = LoraConfig(enabled=True, rank=4)
 
@@ -29,7 +29,7 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def probe(base, observation) -> tuple[PolicyInput, torch.Tensor]:
+def probe(base, observation) -> tuple[OpenVLAInputs, torch.Tensor]:
     policy = load_policy(base)
     inputs = policy.process([observation(0), observation(1, "pick up the red cube")])
     tokens = policy.codec.first_id + torch.randint(0, 256, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -51,7 +51,7 @@ def disturb(policy: OpenVLAPolicy) -> OpenVLAPolicy:
     return policy
 
 
-def logits(policy: OpenVLAPolicy, probe: tuple[PolicyInput, torch.Tensor]) -> torch.Tensor:
+def logits(policy: OpenVLAPolicy, probe: tuple[OpenVLAInputs, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return policy.eval().score(*probe).logits
 

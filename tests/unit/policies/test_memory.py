@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.memory import MemoryEstimate, Sizes, estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import BaseCheckpoint, OpenVLAPolicy
-from vlarl.types import PolicyInput
 
 PROMPT = 12
 RANK = 4
@@ -102,14 +102,14 @@ def adapted(config: OpenVLAConfig, tmp_path, **settings: Any) -> OpenVLAPolicy:
     return policy.train()
 
 
-def inputs(config: OpenVLAConfig, batch: int) -> PolicyInput:
+def inputs(config: OpenVLAConfig, batch: int) -> OpenVLAInputs:
     ids = torch.full((batch, PROMPT), 5)
     pixels = torch.zeros(batch, config.num_images, 3, config.image_size, config.image_size, dtype=torch.uint8)
     proprio = torch.zeros(batch, config.proprio_dim) if config.use_proprio else None
-    return PolicyInput(ids, torch.ones_like(ids, dtype=torch.bool), pixels, proprio)
+    return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels, proprio)
 
 
-def tensors(policy: OpenVLAPolicy, batch: PolicyInput) -> list[torch.Tensor]:
+def tensors(policy: OpenVLAPolicy, batch: OpenVLAInputs) -> list[torch.Tensor]:
     given = (batch.input_ids, batch.attention_mask, batch.proprio)  # pixels count: they come with every batch
     return [*policy.parameters(), *policy.buffers(), *(tensor for tensor in given if tensor is not None)]
 

@@ -15,12 +15,12 @@ import vlarl
 from vlarl.api import evaluate
 from vlarl.config.problems import ConfigError
 from vlarl.config.schema import LoraConfig, ModelConfig
-from vlarl.errors import UsageError
+from vlarl.decisions import Sampling
+from vlarl.errors import DivergedError, UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.config import NATIVE_KEY
 from vlarl.policies.tiny import init_tiny
-from vlarl.rollout.engines.regression import RegressionEngine
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.run.local import launch_here
 
@@ -44,7 +44,7 @@ def tensors(expected: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor
 def test_greedy_generation_equals_the_originals(golden, expected):
     ids, pixels, tokens = tensors(expected)
     found = golden.generate(ids, pixels, greedy=True)
-    assert found.ids.tolist() == tokens.tolist()
+    assert found.sample.ids.tolist() == tokens.tolist()
     for name in expected:
         if name.startswith("logprob_action_T"):
             temperature = float(name.removeprefix("logprob_action_T"))
@@ -65,14 +65,14 @@ def test_action_logits_equal_the_originals_and_take_padded_prompts(golden, expec
 def test_sampling_follows_its_generator_and_reports_its_own_logprobs(golden, expected):
     ids, pixels, _ = tensors(expected)
     one, two = (golden.generate(ids, pixels, generator=torch.Generator().manual_seed(4)) for _ in range(2))
-    assert torch.equal(one.ids, two.ids)
-    assert not torch.equal(one.ids, golden.generate(ids, pixels, greedy=True).ids)
-    places = (one.ids - golden.codec.first_id).unsqueeze(-1)
+    assert torch.equal(one.sample.ids, two.sample.ids)
+    assert not torch.equal(one.sample.ids, golden.generate(ids, pixels, greedy=True).sample.ids)
+    places = (one.sample.ids - golden.codec.first_id).unsqueeze(-1)
     exact, plain = (
         logits.log_softmax(-1)
         for logits in (
-            exactly(golden, lambda p: p.action_logits(ids, pixels, one.ids)),
-            golden.action_logits(ids, pixels, one.ids),
+            exactly(golden, lambda p: p.action_logits(ids, pixels, one.sample.ids)),
+            golden.action_logits(ids, pixels, one.sample.ids),
         )
     )
     judge = FloatJudge.of(exact, plain)
@@ -120,18 +120,29 @@ def test_tokens_do_not_load_the_regression_head_and_l1_acts_by_it(with_head, obs
     assert np.array_equal(by_head, regressed) and not np.allclose(by_head, by_tokens)
 
 
-def test_the_regression_engine_gives_the_heads_actions_to_the_robot(with_head, observation):
+def test_the_engine_gives_the_regression_heads_actions_to_the_robot(with_head, observation):
     policy = load_policy(with_head, actions="l1")
     inputs = policy.process([observation(0)])
-    answer = RegressionEngine(policy, CPU).generate(inputs, 0.0, [0])
+    engine = TorchEngine(policy, CPU)
+    decisions = engine.generate(inputs, Sampling(0.0), [0])
     with torch.no_grad():
-        assert torch.equal(answer.actions, policy.regress(inputs))
-    nearest = policy.codec.decode(answer.ids.numpy())
-    assert np.abs(nearest - answer.actions.clamp(-1, 1).numpy()).max() <= 1 / 255 + 1e-6
+        regressed = policy.regress(inputs)
+    assert torch.equal(decisions.sample.actions, regressed)
+    assert decisions.engine_logprobs.tolist() == [[0.0] * regressed[0].numel()], "nothing was sampled"
+    (chunk,) = policy.act(decisions)
+    assert np.array_equal(chunk, policy.unnormalize(regressed[0].numpy())), "not rounded to bins"
     with pytest.raises(UsageError, match="does not sample"):
-        RegressionEngine(policy, CPU).generate(inputs, 1.0, [0])
+        engine.generate(inputs, Sampling(1.0), [0])
     result = evaluate(with_head, episodes=1, tasks=[0], overrides={"policy.actions": "l1"}, device="cpu")
     assert len(result.episodes) == 1
+
+
+def test_regressed_actions_that_are_not_finite_are_refused(with_head, observation):
+    policy = load_policy(with_head, actions="l1")
+    with torch.no_grad():
+        next(policy.l1_head.parameters()).fill_(float("nan"))
+    with pytest.raises(DivergedError, match="not finite with the weights that it was loaded with"):
+        TorchEngine(policy, CPU).generate(policy.process([observation(0)]), Sampling(0.0), [0])
 
 
 def test_rl_on_the_regression_head_is_refused_with_the_reason():
@@ -199,10 +210,10 @@ def test_heads_may_live_elsewhere(observation):
 def test_small_passes_of_the_engine_give_the_same_tokens(policy, observation):
     inputs = policy.process([observation(i, "open the drawer" if i % 2 else "pick up the red cube") for i in range(5)])
     seeds = [1, 2, 3, 4, 5]
-    whole, parts = (TorchEngine(policy, CPU, size).generate(inputs, 1.0, seeds) for size in (None, 2))
-    assert torch.equal(whole.ids, parts.ids)
+    whole, parts = (TorchEngine(policy, CPU, size).generate(inputs, Sampling(1.0), seeds) for size in (None, 2))
+    assert torch.equal(whole.sample.ids, parts.sample.ids)
     for found in (whole, parts):
-        check_logprobs(found.engine_logprobs, policy, inputs, found.ids, 1.0)
+        check_logprobs(found.engine_logprobs, policy, inputs, found.sample.ids, 1.0)
 
 
 def test_recomputed_layers_train_alike(observation):

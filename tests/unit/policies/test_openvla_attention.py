@@ -9,10 +9,10 @@ from fakes.float_error import FloatJudge, check_gradients, exactly, in_float64
 
 from vlarl.policies.openvla.attention import AttentionMask, prepare
 from vlarl.policies.openvla.decoders import DECODERS, embed_prefix
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.language import build_language_model
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.tiny import init_tiny
-from vlarl.types import PolicyInput
 
 
 def dense(q, k, v, causal=False):
@@ -50,12 +50,12 @@ def flash_attn(monkeypatch) -> ModuleType:
     return fake
 
 
-def inputs(lengths) -> PolicyInput:
+def inputs(lengths) -> OpenVLAInputs:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(262, 768, (len(lengths), max(lengths)), generator=generator)
     mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
     pixels = torch.randint(0, 256, (len(lengths), 1, 3, 56, 56), generator=generator).to(torch.uint8)
-    return PolicyInput(ids, mask, pixels, None)
+    return OpenVLAInputs(ids, mask, pixels, None)
 
 
 def model_of(decoder: str, attention: str) -> OpenVLAModel:
@@ -65,7 +65,7 @@ def model_of(decoder: str, attention: str) -> OpenVLAModel:
     return model
 
 
-def answers(decoder: str, model: OpenVLAModel, batch: PolicyInput) -> list[torch.Tensor]:
+def answers(decoder: str, model: OpenVLAModel, batch: OpenVLAInputs) -> list[torch.Tensor]:
     """Scores of given tokens, the critic's state, and a generation with its cache."""
     policy = init_tiny(decoder, use_proprio=False)
     reader = DECODERS[decoder](policy.config.num_action_tokens)
@@ -79,7 +79,7 @@ def answers(decoder: str, model: OpenVLAModel, batch: PolicyInput) -> list[torch
     return [reader.states(model, prefix, tokens), reader.first_state(model, prefix), logits]
 
 
-def judges(decoder: str, batch: PolicyInput) -> list[FloatJudge]:
+def judges(decoder: str, batch: OpenVLAInputs) -> list[FloatJudge]:
     """The formula as it is written decides."""
     eager = model_of(decoder, "eager")
     exact, plain = exactly(eager, lambda model: answers(decoder, model, batch)), answers(decoder, eager, batch)

@@ -5,19 +5,19 @@ import torch
 
 from vlarl.policies.distribution import greedy
 from vlarl.policies.openvla.decoders import DECODERS, embed_prefix
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.layers import DecoderLayer
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.vision import Block
 from vlarl.policies.tiny import init_tiny
-from vlarl.types import PolicyInput
 
 
 @pytest.fixture
-def batch() -> PolicyInput:
+def batch() -> OpenVLAInputs:
     generator = torch.Generator().manual_seed(0)
     ids = torch.tensor([[1, 300, 301, 302], [1, 303, 304, 3]])
     pixels = torch.randint(0, 256, (2, 1, 3, 56, 56), generator=generator).to(torch.uint8)
-    return PolicyInput(ids, ids != 3, pixels, None)
+    return OpenVLAInputs(ids, ids != 3, pixels, None)
 
 
 def tiny_model(decoder: str) -> OpenVLAModel:
@@ -32,7 +32,7 @@ def tiny_model(decoder: str) -> OpenVLAModel:
     return model
 
 
-def loss_and_gradients(model: OpenVLAModel, batch: PolicyInput) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
+def loss_and_gradients(model: OpenVLAModel, batch: OpenVLAInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor], list]:
     calls = []
     hooks = [
         module.register_forward_pre_hook(lambda m, _: calls.append(type(m)))

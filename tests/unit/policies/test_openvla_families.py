@@ -10,9 +10,9 @@ from fakes.float_error import FloatJudge, exactly
 from vlarl.policies.openvla.actions import UniformActionCodec
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
 from vlarl.policies.openvla.decoders import AutoregressiveDecoder, embed_prefix
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.tiny import tiny_config
-from vlarl.types import PolicyInput
 
 
 def config(backbone: str, text: dict, **native) -> OpenVLAConfig:
@@ -92,7 +92,7 @@ def test_a_small_model_of_each_kind_scores_like_the_library(kind):
     ids = torch.tensor([[9, 300, 301], [8, 303, 304]])
     pixels = torch.randint(0, 256, (2, 1, 3, 56, 56), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     tokens = torch.randint(768, 1024, (2, 7), generator=torch.Generator().manual_seed(1))
-    prefix = embed_prefix(model, PolicyInput(ids, torch.ones_like(ids, dtype=torch.bool), pixels, None), None)
+    prefix = embed_prefix(model, OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels, None), None)
     ours = model.action_logits(AutoregressiveDecoder(7).states(model, prefix, tokens))
 
     library = type(model.language_model)(model.language_model.config)

@@ -6,18 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import engine_logprobs, taken_ids
 from fakes.rollouts import collected
 
+from vlarl.decisions import Decisions, Sampling
 from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec
 from vlarl.envs.tabletop import TabletopPool
 from vlarl.errors import VlarlError
 from vlarl.observability.log_file import log_to_file
+from vlarl.policies.openvla.decisions import RegressedActions, regressed_decisions, token_decisions, token_ids
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
 from vlarl.rollout.tasks import derive_seed
-from vlarl.types import ActionTokens, ChunkOutcome, Observation, PolicyInput, Task
+from vlarl.types import ChunkOutcome, Observation, Task
 
 CHUNK = 2
 
@@ -82,22 +86,19 @@ class FakePool(LockstepPool):
 
 
 class FakePolicy:
-    """Reads nothing but the task and the step; its actions are the tokens themselves."""
+    """Reads nothing but the task and the step; its actions are ten times the tokens, or what was regressed."""
 
-    chunk_length, action_dim = CHUNK, 1
+    num_steps = CHUNK
 
-    def __init__(self) -> None:
-        self.codec = self
-
-    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+    def process(self, observations: Sequence[Observation]) -> OpenVLAInputs:
         ids = torch.tensor([[int(o.images.max()), int(o.proprio[0])] for o in observations])
-        return PolicyInput(ids, ids > -1, ids, None)
+        return OpenVLAInputs(ids, ids > -1, ids, None)
 
-    def decode(self, token_ids: np.ndarray) -> np.ndarray:
-        return token_ids.reshape(len(token_ids), CHUNK, 1).astype(np.float32)
-
-    def unnormalize(self, actions: np.ndarray) -> np.ndarray:
-        return actions * 10
+    def act(self, decisions: Decisions) -> list[np.ndarray]:
+        sample = decisions.sample
+        regressed = isinstance(sample, RegressedActions)
+        actions = sample.actions if regressed else token_ids(decisions).reshape(-1, CHUNK, 1).float()
+        return list(10 * actions.numpy())
 
 
 class FakeEngine:
@@ -109,22 +110,22 @@ class FakeEngine:
         self.seeds: dict[tuple[int, int], int] = {}
         self.batches: list[int] = []
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        assert temperature == 0.5
+    def generate(self, inputs: OpenVLAInputs, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        assert sampling == Sampling(0.5)
         rows = inputs.input_ids.tolist()
         self.batches.append(len(rows))
         for (task, step), seed in zip(rows, seeds, strict=True):
             self.seeds[task, step] = seed
         ids = torch.tensor([[100 * task + step, 100 * task + step + 1] for task, step in rows])
-        return ActionTokens(ids, -ids.float(), self.version)
+        return token_decisions(ids, -ids.float(), action_dim=1).of_version(self.version)
 
 
 class RegressingEngine(FakeEngine):
-    """Returns actions of a regression head besides its tokens."""
+    """Returns actions of a regression head instead of tokens."""
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        tokens = super().generate(inputs, temperature, seeds)
-        return replace(tokens, actions=tokens.ids.float().unsqueeze(2) + 0.5)
+    def generate(self, inputs: OpenVLAInputs, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        tokens = super().generate(inputs, sampling, seeds)
+        return regressed_decisions(token_ids(tokens).float().unsqueeze(2) + 0.5).of_version(self.version)
 
 
 LENGTHS = [5, 1, 2, 7, 3, 4]
@@ -139,7 +140,9 @@ def test_the_regression_head_acts_where_the_engine_has_one():
     episodes = collected(Collector(pool, FakePolicy(), RegressingEngine()), tasks(), 0.5)
     for i, episode in enumerate(episodes):
         assert pool.actions[i] == [10 * (100 * i + s + 0.5) for s in range(LENGTHS[i])]
-        assert episode.trajectory.transitions[0].token_ids.tolist() == [100 * i, 100 * i + 1]
+        first = episode.trajectory.transitions[0].decision
+        assert first.sample.actions.tolist() == [[[100 * i + 0.5], [100 * i + 1.5]]]
+        assert first.engine_logprobs.tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("num_envs", [1, 2, 4, 20])
@@ -155,10 +158,10 @@ def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
         assert [int(t.observation.proprio[0]) for t in trajectory.transitions] == list(range(0, LENGTHS[i], 2))
         assert {int(t.observation.images.max()) for t in trajectory.transitions} == {i}
         assert trajectory.final_observation.proprio[0] == LENGTHS[i]
-        assert [t.token_ids.tolist() for t in trajectory.transitions] == [
+        assert [taken_ids(t).tolist() for t in trajectory.transitions] == [
             [100 * i + s, 100 * i + s + 1] for s in range(0, LENGTHS[i], 2)
         ]
-        assert trajectory.transitions[0].engine_logprobs.tolist() == [-100 * i, -100 * i - 1]
+        assert engine_logprobs(trajectory.transitions[0]).tolist() == [-100 * i, -100 * i - 1]
         assert (trajectory.terminated, trajectory.truncated) == (i % 2 == 0, i % 2 == 1)
         assert trajectory.success == (i % 2 == 0)
         assert trajectory.policy_version == 7 and trajectory.status == "ok" and episode.frames == ()
@@ -170,7 +173,7 @@ def test_every_task_is_run_once_and_results_keep_its_order(num_envs):
 
 def test_a_free_slot_takes_the_next_task_at_once():
     pool, engine = FakePool(2, LENGTHS), FakeEngine()
-    ended = [index for index, _ in Collector(pool, FakePolicy(), engine).episodes(tasks(), 0.5)]
+    ended = [index for index, _ in Collector(pool, FakePolicy(), engine).episodes(tasks(), Sampling(0.5))]
     # decisions: task 0 three, 1 one, 2 one, 3 four, 4 two, 5 two
     assert pool.resets == [(0, 0), (1, 1), (1, 2), (1, 3), (0, 4), (0, 5)]
     assert engine.batches == [2, 2, 2, 2, 2, 2, 1]
@@ -198,10 +201,10 @@ def test_a_crashed_episode_is_counted_and_never_a_gap():
 class LearningEngine(FakeEngine):
     """Gets new weights after each batch of decisions."""
 
-    def generate(self, inputs, temperature, seeds):
-        tokens = super().generate(inputs, temperature, seeds)
+    def generate(self, inputs, sampling, seeds):
+        decisions = super().generate(inputs, sampling, seeds)
         self.version += 1
-        return tokens
+        return decisions
 
 
 def test_each_decision_knows_the_weights_that_made_it():
@@ -218,7 +221,9 @@ def test_staleness_is_counted_in_updates_over_decisions(trajectory):
     def decided(*versions):
         episode = trajectory([[0.0]] * len(versions))
         steps = zip(episode.transitions, versions, strict=True)
-        return replace(episode, transitions=tuple(replace(t, version=version) for t, version in steps))
+        return replace(
+            episode, transitions=tuple(replace(t, decision=t.decision.of_version(version)) for t, version in steps)
+        )
 
     episodes = [decided(4, 5), decided(5), decided(2, 3, 5)]
     assert staleness_metrics(episodes, version=5) == {"train/staleness_mean": 1.0, "train/staleness_max": 3.0}
@@ -254,8 +259,8 @@ def test_an_episode_is_run_again_and_becomes_the_same_one():
     assert [e.trajectory.num_retries for e in shaken] == [0, 0, 0, 1, 0, 0]
     for ours, theirs in zip(plain, shaken, strict=True):
         assert ours.trajectory.status == theirs.trajectory.status == "ok"
-        assert [t.token_ids.tolist() for t in ours.trajectory.transitions] == [
-            t.token_ids.tolist() for t in theirs.trajectory.transitions
+        assert [taken_ids(t).tolist() for t in ours.trajectory.transitions] == [
+            taken_ids(t).tolist() for t in theirs.trajectory.transitions
         ]
 
 
@@ -269,7 +274,7 @@ def test_a_slot_stays_with_its_task_where_it_can():
 
 def test_an_episode_is_handed_over_as_soon_as_it_ends():
     pool = FakePool(2, LENGTHS)
-    episodes = Collector(pool, FakePolicy(), FakeEngine()).episodes(tasks(), 0.5)
+    episodes = Collector(pool, FakePolicy(), FakeEngine()).episodes(tasks(), Sampling(0.5))
     assert next(episodes)[0] == 1, "the shortest of the first two"
     assert [task for _, task in pool.resets] == [0, 1], "no other has begun"
     assert sorted(index for index, _ in episodes) == [0, 2, 3, 4, 5]
@@ -315,7 +320,7 @@ def test_an_episode_is_the_same_alone_and_in_any_batch(decoder):
         if decoder == "autoregressive":
             pool.suite = replace(pool.suite, max_steps=4)  # enough to see
         episodes = collected(Collector(pool, policy, TorchEngine(policy, torch.device("cpu"))), chosen, 1.0)
-        return {e.trajectory.task.seed: [t.token_ids for t in e.trajectory.transitions] for e in episodes}
+        return {e.trajectory.task.seed: [taken_ids(t) for t in e.trajectory.transitions] for e in episodes}
 
     crowd, pairs, alone = run(3, todo), run(2, todo[::-1]), run(1, todo[1:2])
     for seed, tokens in alone.items():

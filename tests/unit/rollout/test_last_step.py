@@ -6,15 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import NoInputs, no_inputs
 from fakes.rollouts import collected
 from fakes.worker_envs import SPEC, CountingFactory
 
+from vlarl.decisions import Decisions, Sampling
 from vlarl.envs.base import EnvPool
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop import ScriptedExpert, TabletopPool
+from vlarl.policies.openvla.decisions import RegressedActions, regressed_decisions
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.statistics import rollout_metrics
-from vlarl.types import ActionTokens, EpisodeResult, Observation, PolicyInput, Task, Trajectory
+from vlarl.types import EpisodeResult, Observation, Task, Trajectory
 
 
 class Script:
@@ -23,24 +26,23 @@ class Script:
     version = 0
 
     def __init__(self, actions: np.ndarray, chunk_length: int) -> None:
-        self.chunk_length, self.action_dim = chunk_length, actions.shape[1]
-        rest = np.zeros((chunk_length, self.action_dim), np.float32)
+        self.num_steps = chunk_length
+        rest = np.zeros((chunk_length, actions.shape[1]), np.float32)
         self._actions = np.concatenate([actions.astype(np.float32), rest])
         self._next = 0
 
-    def process(self, observations: Sequence[Observation]) -> PolicyInput:
+    def process(self, observations: Sequence[Observation]) -> NoInputs:
         assert len(observations) == 1
-        ids = torch.zeros(1, 1, dtype=torch.int64)
-        return PolicyInput(ids, ids > -1, ids, None)
+        return no_inputs()
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        chunk = self._actions[self._next : self._next + self.chunk_length]
-        self._next += self.chunk_length
-        ids = torch.zeros(1, self.chunk_length * self.action_dim, dtype=torch.int64)
-        return ActionTokens(ids, ids.float(), self.version, torch.from_numpy(chunk[None]))
+    def generate(self, inputs: NoInputs, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        chunk = self._actions[self._next : self._next + self.num_steps]
+        self._next += self.num_steps
+        return regressed_decisions(torch.from_numpy(chunk[None])).of_version(self.version)
 
-    def unnormalize(self, actions: np.ndarray) -> np.ndarray:
-        return actions
+    def act(self, decisions: Decisions) -> list[np.ndarray]:
+        assert isinstance(decisions.sample, RegressedActions)
+        return list(decisions.sample.actions.numpy())
 
 
 def play(pool: EnvPool, task: Task, actions: np.ndarray, chunk_length: int) -> Trajectory:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vlarl.decisions import Sampling
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
@@ -50,19 +51,22 @@ def sync(engine: ReplicaEngine, stream: WeightStream, version: int, messages: li
 
 
 def assert_acts_as(engine: ReplicaEngine, learner: OpenVLAPolicy, inputs, version: int) -> None:
-    ours, theirs = engine.generate(inputs, 1.0, [3, 4]), TorchEngine(learner, CPU).generate(inputs, 1.0, [3, 4])
-    assert ours.version == version
-    assert torch.equal(ours.ids, theirs.ids) and torch.equal(ours.engine_logprobs, theirs.engine_logprobs)
+    ours, theirs = (
+        engine.generate(inputs, Sampling(1.0), [3, 4]),
+        TorchEngine(learner, CPU).generate(inputs, Sampling(1.0), [3, 4]),
+    )
+    assert ours.version.tolist() == [version, version]
+    assert torch.equal(ours.sample.ids, theirs.sample.ids) and torch.equal(ours.engine_logprobs, theirs.engine_logprobs)
 
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_sync_brings_the_learners_weights_to_the_bit(engine, learner, inputs, checksum):
-    before = engine.generate(inputs, 1.0, [3, 4])
+    before = engine.generate(inputs, Sampling(1.0), [3, 4])
     stream = policy_weights(learner)
     sync(engine, stream, 5, messages(stream, checksum))
     assert_acts_as(engine, learner, inputs, 5)
-    assert before.version == 0 and not torch.equal(
-        before.engine_logprobs, engine.generate(inputs, 1.0, [3, 4]).engine_logprobs
+    assert before.version.tolist() == [0, 0] and not torch.equal(
+        before.engine_logprobs, engine.generate(inputs, Sampling(1.0), [3, 4]).engine_logprobs
     )
 
 
@@ -79,7 +83,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, 
     with pytest.raises(VlarlError, match=r"a bucket of \d+ bytes arrived damaged"):
         engine.update_weights(damaged(second))
     with pytest.raises(VlarlError, match=HALT):
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     with pytest.raises(VlarlError, match="version 6 was not started"):
         engine.finish_sync(6)
     assert engine.version == 0
@@ -89,7 +93,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, 
     ):  # after a partial sync only all weights are accepted
         engine.start_sync(dict(part.shapes), 7)
     with pytest.raises(VlarlError, match=HALT):
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     sync(engine, stream, 7, sent)
     assert_acts_as(engine, learner, inputs, 7)
 
@@ -108,11 +112,11 @@ def test_an_abandoned_sync_leaves_an_engine_that_refuses_to_act(engine, learner,
     sent = messages(stream)
     engine.start_sync(dict(stream.shapes), 3)
     with pytest.raises(VlarlError, match=HALT):  # nothing has arrived, but the sync may be writing
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     engine.update_weights(sent[0])
     engine.abandon_sync()
     with pytest.raises(VlarlError, match=HALT):
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     sync(engine, stream, 4, sent)
     assert_acts_as(engine, learner, inputs, 4)
     engine.abandon_sync()  # no sync is in progress: nothing is lost
@@ -129,7 +133,7 @@ def test_a_sync_without_one_of_its_buckets_can_not_be_finished(engine, learner, 
         engine.finish_sync(3)
     assert engine.version == 0
     with pytest.raises(VlarlError, match=HALT):
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     engine.update_weights(sent[-1])  # it arrives later
     engine.finish_sync(3)
     assert_acts_as(engine, learner, inputs, 3)
@@ -138,11 +142,11 @@ def test_a_sync_without_one_of_its_buckets_can_not_be_finished(engine, learner, 
 def test_weights_outside_a_sync_or_not_announced_are_refused(engine, learner, inputs):
     stream = policy_weights(learner)
     sent = messages(stream)
-    before = engine.generate(inputs, 1.0, [3, 4])
+    before = engine.generate(inputs, Sampling(1.0), [3, 4])
     with pytest.raises(VlarlError, match="no sync is in progress"):
         engine.update_weights(sent[0])
-    after = engine.generate(inputs, 1.0, [3, 4])
-    assert torch.equal(before.engine_logprobs, after.engine_logprobs) and after.version == 0
+    after = engine.generate(inputs, Sampling(1.0), [3, 4])
+    assert torch.equal(before.engine_logprobs, after.engine_logprobs) and after.version.tolist() == [0, 0]
     layers = stream.only([name for name in stream.shapes if ".layers.1." in name])
     engine.start_sync(dict(layers.shapes), 1)
     with pytest.raises(VlarlError, match="was not announced"):
@@ -159,7 +163,7 @@ def test_a_version_has_to_be_the_one_that_was_started(engine, learner, inputs):
     with pytest.raises(VlarlError, match="version 7 was not started: the sync in progress is to version 8"):
         engine.finish_sync(7)
     with pytest.raises(VlarlError, match=HALT):
-        engine.generate(inputs, 1.0, [3, 4])
+        engine.generate(inputs, Sampling(1.0), [3, 4])
     engine.finish_sync(8)
     assert_acts_as(engine, learner, inputs, 8)
 

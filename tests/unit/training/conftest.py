@@ -1,6 +1,7 @@
 """Learners with real tiny models, and batches with random targets for their critics."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import Config
+from vlarl.decisions import TrainBatch
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.training.batch import build_batch
-from vlarl.training.critic import values_per_decision
+from vlarl.training.batch import build_batch, with_estimates
 from vlarl.training.learner import Learner
-from vlarl.types import TrainBatch, Trajectory
+from vlarl.types import Trajectory
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def build() -> Callable[[OpenVLAPolicy, Config], Learner]:
     """build(policy, config): a learner on the CPU; give small `algorithm.critic_hidden` for a small critic."""
 
     def make(policy: OpenVLAPolicy, config: Config) -> Learner:
-        algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+        algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
         return Learner(policy, algorithm, config, torch.device("cpu"))
 
     return make
@@ -33,13 +34,15 @@ def learner_batch() -> Callable[[Learner, Sequence[Trajectory]], TrainBatch]:
 
     def make(learner: Learner, episodes: Sequence[Trajectory]) -> TrainBatch:
         rng = np.random.default_rng(1)
-        width = values_per_decision(learner.policy, learner.config)
-        estimates = []
+        level, policy = learner.algorithm.level, learner.policy
+        width = {"chunk": 1, "step": policy.num_steps, "token": policy.num_steps * policy.action_dim}[level]
+        estimates, values = [], []
         for episode in episodes:
-            count = len(episode.transitions)
-            advantages, returns, values = (rng.normal(size=(count, width)).astype(np.float32) for _ in range(3))
-            targets = (returns, values) if learner.algorithm.needs_critic else (None, None)
-            estimates.append(Estimate(episode, advantages, *targets))
-        return build_batch(estimates, learner.policy)
+            shape = (len(episode.transitions), width)
+            advantages, returns, old_values = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
+            estimates.append(Estimate(advantages, returns if learner.algorithm.needs_critic else None))
+            values.append(torch.from_numpy(old_values))
+        batch = with_estimates(build_batch(episodes), episodes, estimates, level)
+        return replace(batch, old_values=torch.cat(values)) if learner.algorithm.needs_critic else batch
 
     return make

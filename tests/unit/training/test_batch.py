@@ -5,18 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import engine_logprobs, taken_ids
 
 from vlarl.algorithms.base import Estimate
 from vlarl.policies.tiny import init_tiny
+from vlarl.training.annotate import Annotations
 from vlarl.training.batch import (
     build_batch,
     mean_by_trajectory,
     microbatches,
     minibatches,
-    observations_with_last,
+    uncounted,
     value_weight,
     weighted,
     whole_minibatches,
+    with_estimates,
 )
 
 
@@ -25,47 +28,67 @@ def policy():
     return init_tiny("parallel", seed=0, chunk_length=3)
 
 
+def read_by(policy, episode):
+    """The episode with the inputs that the policy reads."""
+    read = tuple(replace(t, inputs=policy.process([t.observation])) for t in episode.transitions)
+    return replace(episode, transitions=read)
+
+
 def test_rows_keep_their_order_and_tokens_past_the_end_are_masked(policy, trajectory):
-    first = trajectory([[0] * 3, [0] * 3], num_executed=[3, 1], seed=1)
-    second = trajectory([[0] * 3], num_executed=[2], seed=2)
-    estimates = [
-        Estimate(first, np.float32([[0.5], [-1]]), np.float32([[1], [2]]), np.float32([[3], [4]])),
-        Estimate(second, np.float32([[7]]), np.float32([[5]]), np.float32([[6]])),
-    ]
-    batch = build_batch(estimates, policy)
+    first = read_by(policy, trajectory([[0] * 3, [0] * 3], num_executed=[3, 1], seed=1))
+    second = read_by(policy, trajectory([[0] * 3], num_executed=[2], seed=2))
+    batch = build_batch([first, second])
     assert batch.mask.sum(dim=1).tolist() == [21, 7, 14]
     assert batch.mask.tolist() == [[t < n for t in range(21)] for n in (21, 7, 14)]
-    assert batch.advantages[:, 0].tolist() == [0.5, -1, 7]
-    assert (batch.advantages == batch.advantages[:, :1]).all() and batch.advantages.shape == (3, 21)
-    assert batch.returns.tolist() == [[1], [2], [5]] and batch.old_values.tolist() == [[3], [4], [6]]
     assert batch.trajectory.tolist() == [0, 0, 1]
-    assert batch.value_mask.tolist() == [[True]] * 3
-    assert batch.weights is None and batch.ref_logprobs is None
+    assert batch.decisions.step.tolist() == [[t // 7 for t in range(21)]] * 3
+    later = ("learner_logprobs", "entropy", "ref_logprobs", "old_values", "advantages", "returns", "value_mask")
+    assert all(getattr(batch, name) is None for name in (*later, "old_logprobs", "weights", "sequence_log_ratio"))
     taken = [*first.transitions, *second.transitions]
-    np.testing.assert_array_equal(batch.token_ids.numpy(), np.stack([t.token_ids for t in taken]))
-    np.testing.assert_array_equal(batch.old_logprobs.numpy(), np.stack([t.engine_logprobs for t in taken]))
-    assert (batch.token_ids - batch.places == policy.codec.first_id).all()
-    assert batch.places.min() >= 0 and batch.places.max() < 256
+    ids, logprobs = batch.decisions.sample.ids.numpy(), batch.decisions.engine_logprobs.numpy()
+    np.testing.assert_array_equal(ids, np.stack([taken_ids(t) for t in taken]))
+    np.testing.assert_array_equal(logprobs, np.stack([engine_logprobs(t) for t in taken]))
     alone = policy.process([taken[1].observation])
     row = batch.inputs.rows(torch.tensor([1]))
     assert torch.equal(row.input_ids, alone.input_ids) and torch.equal(row.pixels, alone.pixels)
     assert torch.equal(row.proprio, alone.proprio)
 
 
-def test_without_a_critic_there_are_no_value_targets(policy, trajectory):
-    batch = build_batch([Estimate(trajectory([[0] * 3]), np.float32([1]))], policy)
-    assert batch.returns is None and batch.old_values is None
+def test_estimates_become_columns_in_the_order_of_the_rows(trajectory):
+    episodes = [trajectory([[0] * 3, [0] * 3], num_executed=[3, 1], seed=1), trajectory([[0] * 3], seed=2)]
+    estimates = [
+        Estimate(np.float32([[0.5], [-1]]), np.float32([[1], [2]])),
+        Estimate(np.float32([[7]]), np.float32([[5]])),
+    ]
+    batch = with_estimates(build_batch(episodes), episodes, estimates, "chunk")
+    assert batch.advantages[:, 0].tolist() == [0.5, -1, 7]
+    assert (batch.advantages == batch.advantages[:, :1]).all() and batch.advantages.shape == (3, 21)
+    assert batch.returns.tolist() == [[1], [2], [5]]
+    assert batch.value_mask.tolist() == [[True]] * 3
+
+
+def test_the_version_that_sampled_stays_with_each_row(trajectory):
+    first, second = trajectory([[0], [0]]), trajectory([[0]], seed=1)
+    newer = tuple(replace(t, decision=t.decision.of_version(4)) for t in second.transitions)
+    assert build_batch([first, replace(second, transitions=newer)]).decisions.version.tolist() == [0, 0, 4]
+
+
+def test_without_a_critic_there_are_no_value_targets(trajectory):
+    episodes = [trajectory([[0] * 3])]
+    batch = with_estimates(build_batch(episodes), episodes, [Estimate(np.float32([[1]]))], "chunk")
+    assert batch.returns is None and batch.old_values is None and batch.value_mask is None
+    assert value_weight(batch, torch.tensor([0])) == 1.0
     assert batch.rows(torch.tensor([0])).returns is None
 
 
 @pytest.mark.parametrize(("num_rows", "parts"), [(10, 1), (10, 3), (7, 7), (2, 5)])
 def test_minibatches_use_every_row_once(num_rows, parts):
-    shares = minibatches(num_rows, parts, torch.Generator().manual_seed(0))
-    assert sorted(torch.cat(shares).tolist()) == list(range(num_rows))
-    sizes = [len(s) for s in shares]
-    assert len(shares) == min(num_rows, parts) and max(sizes) - min(sizes) <= 1
+    chosen = minibatches(num_rows, parts, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(chosen).tolist()) == list(range(num_rows))
+    sizes = [len(s) for s in chosen]
+    assert len(chosen) == min(num_rows, parts) and max(sizes) - min(sizes) <= 1
     again = minibatches(num_rows, parts, torch.Generator().manual_seed(0))
-    assert all(torch.equal(a, b) for a, b in zip(shares, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(chosen, again, strict=True))
 
 
 def test_minibatches_are_shuffled():
@@ -83,15 +106,17 @@ def test_microbatches_keep_order_and_lose_nothing():
 def three_episodes(policy, trajectory):
     """Episodes of 3, 1 and 2 decisions with 6, 1 and 4 executed steps; values encode where they come from."""
     episodes = [
-        trajectory([[0] * 3] * 3, num_executed=[3, 1, 2], seed=1),
-        trajectory([[0] * 3], num_executed=[1], seed=2),
-        trajectory([[0] * 3] * 2, num_executed=[3, 1], seed=3),
+        read_by(policy, trajectory([[0] * 3] * 3, num_executed=[3, 1, 2], seed=1)),
+        read_by(policy, trajectory([[0] * 3], num_executed=[1], seed=2)),
+        read_by(policy, trajectory([[0] * 3] * 2, num_executed=[3, 1], seed=3)),
     ]
 
     def build(columns: int):
         counts = [len(e.transitions) for e in episodes]
         values = [np.float32([[10 * t + v for v in range(columns)] for t in range(count)]) for count in counts]
-        return build_batch([Estimate(e, v, v, v) for e, v in zip(episodes, values, strict=True)], policy)
+        level = {1: "chunk", 3: "step", 21: "token"}[columns]
+        batch = with_estimates(build_batch(episodes), episodes, [Estimate(v, v) for v in values], level)
+        return replace(batch, old_values=torch.from_numpy(np.concatenate(values)))
 
     return build
 
@@ -99,7 +124,7 @@ def three_episodes(policy, trajectory):
 @pytest.mark.parametrize("columns", [1, 3, 21])
 def test_advantages_of_chunks_steps_or_tokens_reach_their_tokens(three_episodes, columns):
     batch = three_episodes(columns)
-    assert batch.advantages.shape == (6, 21) and batch.returns.shape == batch.old_values.shape == (6, columns)
+    assert batch.advantages.shape == (6, 21) and batch.returns.shape == (6, columns)
     assert batch.advantages[1].tolist() == [10 + token // (21 // columns) for token in range(21)]
     executed = torch.tensor([3, 1, 2, 1, 3, 1])  # steps
     per_step = max(columns // 3, 1)
@@ -123,11 +148,11 @@ def test_weights_are_those_of_the_minibatch_alone(three_episodes):
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_minibatches_of_whole_trajectories_split_none(three_episodes, parts):
     trajectory = three_episodes(1).trajectory
-    shares = whole_minibatches(trajectory, parts, torch.Generator().manual_seed(0))
-    assert sorted(torch.cat(shares).tolist()) == list(range(6)) and len(shares) == min(parts, 3)
-    members = [set(trajectory[rows].tolist()) for rows in shares]
+    chosen = whole_minibatches(trajectory, parts, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(chosen).tolist()) == list(range(6)) and len(chosen) == min(parts, 3)
+    members = [set(trajectory[rows].tolist()) for rows in chosen]
     assert sum(len(m) for m in members) == 3, "a trajectory is in one minibatch only"
-    for rows in shares:
+    for rows in chosen:
         for number in set(trajectory[rows].tolist()):
             inside = [row for row in rows.tolist() if trajectory[row] == number]
             assert inside == sorted(inside), "its decisions stay in order"
@@ -142,8 +167,9 @@ def test_the_mean_of_a_trajectory_counts_its_executed_tokens():
 
 def test_sorting_by_length_saves_padding_and_loses_no_row(policy, trajectory):
     episodes = [trajectory([[0] * 3] * 5, seed=seed) for seed in range(8)]  # prompts of three lengths in turn
-    batch = build_batch([Estimate(e, np.zeros((5, 1), np.float32)) for e in episodes], policy)
-    lengths = batch.inputs.attention_mask.sum(dim=1)
+    batch = build_batch([read_by(policy, episode) for episode in episodes])
+    lengths = batch.inputs.lengths
+    assert torch.equal(lengths, batch.inputs.attention_mask.sum(dim=1))
     rows = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
 
     def padding(parts) -> int:
@@ -152,25 +178,39 @@ def test_sorting_by_length_saves_padding_and_loses_no_row(policy, trajectory):
     mixed, alike = microbatches(rows, 8), microbatches(rows, 8, lengths)
     assert sorted(torch.cat(alike).tolist()) == list(range(40)) and [len(p) for p in alike] == [8] * 5
     assert all(lengths[a].max() <= lengths[b].min() for a, b in zip(alike, alike[1:], strict=False))
-    share = [padding(parts) / (padding(parts) + int(lengths.sum())) for parts in (mixed, alike)]
-    assert share[0] > 0.3 and share[1] < 0.1, share
+    fractions = [padding(parts) / (padding(parts) + int(lengths.sum())) for parts in (mixed, alike)]
+    assert fractions[0] > 0.3 and fractions[1] < 0.1, fractions
 
 
-def test_reference_logprobs_become_a_column(policy, trajectory):
-    episode = trajectory([[0] * 3] * 2)
-    noted = tuple(replace(t, ref_logprobs=t.engine_logprobs - 1) for t in episode.transitions)
-    batch = build_batch([Estimate(replace(episode, transitions=noted), np.zeros((2, 1), np.float32))], policy)
-    torch.testing.assert_close(batch.ref_logprobs, batch.old_logprobs - 1)
-    assert batch.rows(torch.tensor([1])).ref_logprobs.shape == (1, 21)
+def test_annotations_become_columns(trajectory, configure):
+    batch = build_batch([trajectory([[0] * 3] * 2)])
+    engine = batch.decisions.engine_logprobs
+    found = Annotations(engine + 1, engine + 2, torch.tensor([[3.0], [4.0]]), engine - 1)
+    annotated = found.onto(batch, configure())
+    torch.testing.assert_close(annotated.ref_logprobs, engine - 1)
+    assert torch.equal(annotated.learner_logprobs, engine + 1) and torch.equal(annotated.old_logprobs, engine + 1)
+    assert torch.equal(annotated.entropy, engine + 2) and annotated.old_values.tolist() == [[3.0], [4.0]]
+    assert annotated.rows(torch.tensor([1])).ref_logprobs.shape == (1, 21)
+    from_engine = found.onto(batch, configure(algorithm={"old_logprobs": "engine"}))
+    assert torch.equal(from_engine.old_logprobs, engine) and torch.equal(from_engine.learner_logprobs, engine + 1)
+    assert Annotations().onto(batch, configure()).old_logprobs is None
 
 
-def test_the_last_observation_follows_the_decisions(trajectory):
-    episode = trajectory([[0], [0]])
-    assert observations_with_last(episode) == [
-        episode.transitions[0].observation,
-        episode.transitions[1].observation,
-        episode.final_observation,
-    ]
+def test_of_an_uncounted_row_nothing_counts(three_episodes):
+    batch = weighted(three_episodes(3), torch.arange(6), "token_mean")
+    idle = uncounted(batch)
+    assert not idle.mask.any() and not idle.value_mask.any() and not idle.weights.any()
+    assert torch.equal(idle.decisions.sample.ids, batch.decisions.sample.ids) and batch.mask.any()
+
+
+def test_rows_of_a_batch_are_chosen_and_moved_as_inputs_do_it_themselves(policy, trajectory):
+    """Prompts lose the columns that none of the rows uses, and whether they are ragged is found on the host."""
+    batch = build_batch([read_by(policy, trajectory([[0] * 3] * 3))])
+    lengths = batch.inputs.lengths
+    shortest = int(lengths.argmin())
+    row = batch.rows(torch.tensor([shortest])).to("cpu")
+    assert row.inputs.input_ids.shape[1] == int(lengths[shortest]) < batch.inputs.input_ids.shape[1]
+    assert row.inputs.known_ragged is False and batch.to("cpu").inputs.known_ragged is True
 
 
 def test_a_pinned_batch_is_the_same_batch(three_episodes, monkeypatch):
@@ -183,8 +223,11 @@ def test_a_pinned_batch_is_the_same_batch(three_episodes, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # the real one needs a GPU
     batch = weighted(three_episodes(3), torch.arange(6), "token_mean")
     copied = batch.pinned().to("cpu")
-    assert len(pinned) == 9 + 4, "every column, and all four of the inputs"
-    for name in ("token_ids", "advantages", "mask", "trajectory", "returns", "old_values", "weights"):
+    assert len(pinned) == 6 + 4 + 5, "every column, all four of the inputs and all five of the decisions"
+    for name in ("advantages", "mask", "trajectory", "returns", "old_values", "value_mask", "weights"):
         assert torch.equal(getattr(copied, name), getattr(batch, name)), name
+    for name in ("engine_logprobs", "mask", "step", "version"):
+        assert torch.equal(getattr(copied.decisions, name), getattr(batch.decisions, name)), name
+    assert torch.equal(copied.decisions.sample.ids, batch.decisions.sample.ids)
     assert torch.equal(copied.inputs.pixels, batch.inputs.pixels)
     assert copied.ref_logprobs is None and copied.sequence_log_ratio is None

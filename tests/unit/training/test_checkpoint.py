@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.decisions import annotated_update
 from safetensors.torch import load_file, save_file
 
 from vlarl.algorithms import build_algorithm
@@ -95,12 +96,8 @@ def learner(config) -> Learner:
 
 
 def make_learner(policy: OpenVLAPolicy, config) -> Learner:
-    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl, policy)
+    algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     return Learner(policy, algorithm, config, torch.device("cpu"))
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 def test_retention_keeps_the_newest_the_best_and_the_final_one(tmp_path, learner):
@@ -128,20 +125,20 @@ def test_the_newest_checkpoint_is_the_one_furthest_on(tmp_path, learner):
 def test_a_restored_learner_continues_bit_for_bit(tmp_path, learner, config, act, policy_batch):
     """Weights, critic, optimizer state, counters and random numbers."""
     batches = [policy_batch(learner.policy, act(learner.policy)) for _ in range(1)]
-    learner.update(batches[0], 1, nothing)
+    annotated_update(learner, batches[0], 1)
     torch.manual_seed(7)
     torch.rand(3)
     state = TrainerState(1, 100, 8, 2, 0.5, 0.4, 1)
     folder = store_at(tmp_path).save("step_000001", learner, state)
     drawn = torch.rand(2)
-    expected = learner.update(batches[0], 2, nothing)
+    expected = annotated_update(learner, batches[0], 2)
 
     torch.manual_seed(99)
     other = make_learner(load_policy(folder), config)
     assert restore(other, folder) == state
     assert torch.equal(torch.rand(2), drawn)
     assert (other.version, other.policy_updates) == (1, 1)
-    result = other.update(batches[0], 2, nothing)
+    result = annotated_update(other, batches[0], 2)
     assert result == expected
     for (name, ours), (_, theirs) in zip(
         other.policy.named_parameters(), learner.policy.named_parameters(), strict=True
@@ -168,7 +165,7 @@ def test_critic_average_and_coefficient_continue_bit_for_bit(tmp_path, configure
     episodes = act(learner.policy)
 
     def advance(learner: Learner, iteration: int):
-        return learner.update(learner_batch(learner, learner.with_reference(episodes)), iteration, nothing)
+        return annotated_update(learner, learner_batch(learner, episodes), iteration)
 
     advance(learner, 1)
     store = store_at(tmp_path / "checkpoints")
@@ -234,7 +231,7 @@ def test_an_older_checkpoint_is_resumed(tmp_path, configure, build, learner_batc
     """Its average counts as one of as many updates as the run had optimizer steps."""
     config = configure(ema={"beta": 0.9}, optim={"lr": 1e-3, "minibatches": 2}, algorithm={"epochs": 1})
     learner = build(init_tiny("parallel", seed=3), config)
-    learner.update(learner_batch(learner, act(learner.policy)), 1, nothing)
+    annotated_update(learner, learner_batch(learner, act(learner.policy)), 1)
     torch.manual_seed(7)
     state = TrainerState(iteration=1, optimizer_steps=2, ema_return=0.5, best_ema_return=0.5, best_iteration=1)
     folder = store_at(tmp_path).save("step_000001", learner, state)
@@ -317,7 +314,7 @@ def test_weights_that_are_not_finite_or_absurd_are_never_saved(tmp_path, learner
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path, learner, act, policy_batch):
-    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
+    annotated_update(learner, policy_batch(learner.policy, act(learner.policy)), 1)
     folder = store_at(tmp_path).save("final", learner, TrainerState(iteration=1))
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
@@ -341,7 +338,7 @@ def test_damaged_counters_are_named(tmp_path, learner, text):
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 2000])
 def test_truncated_optimizer_state_is_named(tmp_path, learner, act, policy_batch, keep_bytes):
-    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
+    annotated_update(learner, policy_batch(learner.policy, act(learner.policy)), 1)
     folder = store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1))
     path = folder / TENSORS
     path.write_bytes(path.read_bytes()[:keep_bytes])
@@ -390,7 +387,7 @@ def first(tensors: dict[str, torch.Tensor], ending: str) -> str:
     ],
 )
 def test_optimizer_state_that_does_not_fit_is_named(tmp_path, learner, act, policy_batch, change, reason):
-    learner.update(policy_batch(learner.policy, act(learner.policy)), 1, nothing)
+    annotated_update(learner, policy_batch(learner.policy, act(learner.policy)), 1)
     folder = rewritten(store_at(tmp_path).save("step_000001", learner, TrainerState(iteration=1)), change)
     with pytest.raises(UsageError, match=rf"step_000001 is damaged \(.*{reason}.*move it away"):
         restore(learner, folder)

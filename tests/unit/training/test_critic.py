@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import annotated_update
 from fakes.float_error import logit_judge
 
 from vlarl.config.schema import LoraConfig, PolicyConfig
 from vlarl.policies.load import load_policy
 from vlarl.policies.tiny import init_tiny
+from vlarl.training.annotate import last_observations, values_by_trajectory
+from vlarl.training.batch import build_batch
 from vlarl.training.swap import trained_weights
 
 PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 def snapshot(module) -> dict[str, torch.Tensor]:
@@ -42,8 +41,11 @@ def test_values_come_as_the_level_wants_them(act, learner_batch, configure, buil
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(algorithm=PPO | {"gae_level": level}, critic={"kind": kind}))
     episodes = act(policy)
-    assert [v.shape for v in learner.values(episodes)] == [(3, count), (4, count), (2, count)]
-    result = learner.update(learner_batch(learner, episodes), 1, nothing)
+    batch, cut_off = build_batch(episodes), last_observations(episodes)
+    found = learner.annotate(batch, 1, policy.process([episodes[index].final_observation for index in cut_off]))
+    values = values_by_trajectory(found.onto(batch, learner.config), episodes, found.last_values)
+    assert [v.shape for v in values] == [(3, count), (4, count), (2, count)]
+    result = annotated_update(learner, learner_batch(learner, episodes), 1)
     assert result.num_optimizer_steps == 1 and result.metrics["value_loss"] > 0
 
 
@@ -59,7 +61,7 @@ def test_a_critic_of_another_level_is_replaced_and_said_to_be(tmp_path, configur
     with caplog.at_level(logging.WARNING):
         build(stepwise, configure(algorithm=PPO | {"gae_level": "step"}))
     assert stepwise.value_head.num_values == 4 and stepwise.value_head.hidden_sizes == (16,)
-    assert "gives 1 values a decision, not 4: a fresh one" in caplog.text
+    assert "gives 1 values a decision, not 4: a new one" in caplog.text
     stepwise.save(tmp_path / "new")
     assert load_policy(tmp_path / "new").value_head.num_values == 4
 
@@ -73,7 +75,7 @@ def test_value_loss_counts_executed_steps_alone(act, learner_batch, configure, b
         batch = learner_batch(learner, act(policy))
         assert not batch.value_mask.all()
         batch = replace(batch, returns=batch.returns.masked_fill(~batch.value_mask, garbage))
-        metrics = learner.update(batch, 1, nothing).metrics
+        metrics = annotated_update(learner, batch, 1).metrics
         outcomes.append((metrics["value_loss"], metrics["explained_variance"], snapshot(policy)))
     assert outcomes[0][:2] == outcomes[1][:2]
     assert all(torch.equal(outcomes[0][2][name], outcomes[1][2][name]) for name in outcomes[0][2])
@@ -85,10 +87,10 @@ def test_a_warm_up_of_the_head_sends_nothing_through_the_trunk(policy, act, lear
     for parameter in trained_weights(policy).values():
         parameter.register_hook(lambda gradient: reached.append(1))
     before, batch = snapshot(policy), learner_batch(learner, act(policy))
-    learner.update(batch, 1, nothing)
+    annotated_update(learner, batch, 1)
     assert not reached and all(p.grad is None for p in trained_weights(policy).values())
     assert changed(policy, before) and all(name.startswith("value_head.") for name in changed(policy, before))
-    learner.update(batch, 2, nothing)
+    annotated_update(learner, batch, 2)
     assert reached, "afterwards the value loss reaches the trunk again"
 
 
@@ -105,7 +107,7 @@ def test_a_frozen_base_is_shared_and_adapters_are_not(adapted, act, learner_batc
             assert parameter is own[name]
     assert any(not torch.equal(p, own[n]) for n, p in critic.named_parameters() if "lora_A" in n)
     policy_before, critic_before = snapshot(adapted), snapshot(critic)
-    learner.update(learner_batch(learner, act(adapted)), 1, nothing)
+    annotated_update(learner, learner_batch(learner, act(adapted)), 1)
     assert changed(adapted, policy_before) and all(".lora_" in name for name in changed(adapted, policy_before))
     moved = changed(critic, critic_before)
     assert any(".lora_" in name for name in moved) and any(name.startswith("value_head.") for name in moved)
@@ -139,12 +141,12 @@ def test_fully_trained_networks_share_nothing_that_is_trained(policy, act, learn
         snapshot(policy),
         snapshot(learner.critic),
     )
-    learner.update(batch, 1, nothing)
+    annotated_update(learner, batch, 1)
     assert changed(policy, policy_before) == set() and not learner.optimizer.state
     assert all(p.grad is None for p in policy.parameters())
     moved = changed(learner.critic, critic_before)
     assert any(name.startswith("model.") for name in moved) and not any("vision_backbone" in name for name in moved)
-    learner.update(batch, 2, nothing)
+    annotated_update(learner, batch, 2)
     assert any(name.startswith("model.") for name in changed(policy, policy_before))
 
 
@@ -180,10 +182,10 @@ def test_a_broken_gradient_of_either_network_stops_both(policy, act, learner_bat
     column = "advantages" if broken == "policy" else "returns"
     bad = replace(batch, **{column: getattr(batch, column) * float("nan")})
     policy_before, critic_before = snapshot(policy), snapshot(learner.critic)
-    result = learner.update(bad, 1, nothing)
+    result = annotated_update(learner, bad, 1)
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
     assert changed(policy, policy_before) == set() == changed(learner.critic, critic_before)
-    good = learner.update(batch, 2, nothing)
+    good = annotated_update(learner, batch, 2)
     assert good.num_optimizer_steps == 1
     assert good.metrics["grad_norm"] > 0 and good.metrics["critic_grad_norm"] > 0
 
@@ -197,5 +199,5 @@ def test_a_separate_critic_learns_its_targets(act, learner_batch, configure, bui
     )
     learner = build(policy, config)
     batch = learner_batch(learner, act(policy))
-    losses = [learner.update(batch, n, nothing).metrics["value_loss"] for n in range(1, 13)]
+    losses = [annotated_update(learner, batch, n).metrics["value_loss"] for n in range(1, 13)]
     assert losses[-1] < 0.1 * losses[0]

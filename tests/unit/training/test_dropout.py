@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from fakes.decisions import annotated_update
 from torch import nn
 
 from vlarl.config.schema import LoraConfig, PolicyConfig
@@ -35,7 +36,7 @@ def test_an_adapter_that_was_trained_with_dropout_continues_without_it(
     with caplog.at_level(logging.WARNING):
         learner = build(policy, configure(algorithm={"epochs": 1}))
     assert "trained with dropout (0.5), which RL does not use" in caplog.text
-    result = learner.update(policy_batch(policy, act(policy)), 1, lambda done, planned: None)
+    result = annotated_update(learner, policy_batch(policy, act(policy)), 1)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
     assert not any(isinstance(m, nn.Dropout) for m in policy.modules())
 

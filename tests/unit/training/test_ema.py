@@ -2,16 +2,14 @@
 
 import pytest
 import torch
+from fakes.decisions import annotated_update
 
+from vlarl.decisions import Sampling
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.ema import WeightAverage
 from vlarl.training.swap import trained_weights
 from vlarl.training.weight_sync import evaluated_weights
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
@@ -68,7 +66,7 @@ def test_a_learner_averages_after_every_step_that_it_takes(policy, act, learner_
     learner = build(policy, config)
     assert not any("vision" in n or n.startswith("value_head") for n in learner.average.weights)
     batch, start = learner_batch(learner, act(policy)), weights(policy)
-    learner.update(batch, 1, nothing)
+    annotated_update(learner, batch, 1)
     for name, average in learner.average.weights.items():
         assert torch.equal(average, start[name]), "a critic's warm-up doesn't count"
     seen, step = [], learner.optimizer.step
@@ -78,7 +76,7 @@ def test_a_learner_averages_after_every_step_that_it_takes(policy, act, learner_
         seen.append(weights(policy))
 
     learner.optimizer.step = watched
-    learner.update(batch, 2, nothing)
+    annotated_update(learner, batch, 2)
     assert len(seen) == 4  # two epochs of two minibatches
     for name, average in learner.average.weights.items():
         expected = sum(2.0**i * stepped[name].double() for i, stepped in enumerate(seen)) / 15  # 1 + 2 + 4 + 8
@@ -93,12 +91,12 @@ def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observat
         average.mul_(1.1)
     averages = {name: average.clone() for name, average in learner.average.weights.items()}
     before, places = weights(policy), {n: p.data_ptr() for n, p in policy.named_parameters()}
-    newest = engine.generate(inputs, 1.0, [3]).engine_logprobs
+    newest = engine.generate(inputs, Sampling(1.0), [3]).engine_logprobs
     with evaluated_weights(learner, engine):
         for name, parameter in trained_weights(policy).items():
             assert torch.equal(parameter, averages[name])
-        assert not torch.equal(engine.generate(inputs, 1.0, [3]).engine_logprobs, newest)
-    assert torch.equal(engine.generate(inputs, 1.0, [3]).engine_logprobs, newest)
+        assert not torch.equal(engine.generate(inputs, Sampling(1.0), [3]).engine_logprobs, newest)
+    assert torch.equal(engine.generate(inputs, Sampling(1.0), [3]).engine_logprobs, newest)
     assert all(torch.equal(p, before[n]) and p.data_ptr() == places[n] for n, p in policy.named_parameters())
     assert all(torch.equal(average, averages[name]) for name, average in learner.average.weights.items())
 

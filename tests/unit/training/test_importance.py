@@ -6,29 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import annotated, annotated_update, no_inputs
 
 from vlarl.algorithms.base import AlgorithmContext
 from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.kl import k3
 from vlarl.algorithms.surrogate import clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, KlConfig
+from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.distribution import token_logprobs
+from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.importance import corrects
-from vlarl.types import PolicyInput, TrainBatch
 
 # log-ratio of the learner to the engine -> weight under a cap of 2
 WEIGHTS = {0.5: 1.6487213, 0.0: 1.0, -1.0: 0.3678794, 1.5: 2.0}
 TRUNCATED = {"importance": "truncated"}
 
 
-def nothing(done: int, planned: int) -> None:
-    pass
-
-
 def learner_logprobs(policy, batch):
-    return token_logprobs(policy.score(batch.inputs, batch.token_ids).logits, batch.places, 1.0)
+    ids = batch.decisions.sample.ids
+    return token_logprobs(policy.score(batch.inputs, ids).logits, ids - policy.codec.first_id, 1.0)
 
 
 def made_stale(policy, batch):
@@ -37,13 +36,14 @@ def made_stale(policy, batch):
     gaps, weights = (torch.tensor(list(column))[places] for column in (WEIGHTS.keys(), WEIGHTS.values()))
     with torch.no_grad():
         engine = learner_logprobs(policy, batch) - gaps
-    return replace(batch, old_logprobs=engine.masked_fill(~batch.mask, math.nan)), weights
+    stale = replace(batch.decisions, engine_logprobs=engine.masked_fill(~batch.mask, math.nan))
+    return replace(batch, decisions=stale), weights
 
 
 def first_gradient(learner, batch):
     """Of the policy, before anything has moved."""
     rows = torch.arange(len(batch))
-    batch = learner._with_old_logprobs(batch, [rows], WeightedMeans())
+    batch = learner._corrected(annotated(learner, batch, 1), WeightedMeans())
     learner._accumulate(learner._minibatch(batch, rows, moved=False), rows, True, True)
     return torch.cat([p.grad.flatten() for p in learner.policy.parameters() if p.grad is not None])
 
@@ -56,15 +56,12 @@ def gradient_of(loss, policy):
 
 
 def small_batch(advantages, sequence_log_ratio=None):
-    none = torch.zeros(len(advantages), 1)
-    places = torch.zeros(advantages.shape, dtype=torch.int64)
+    ids, zeros = torch.zeros(advantages.shape, dtype=torch.int64), torch.zeros(advantages.shape)
     return TrainBatch(
-        inputs=PolicyInput(none, none > -1, none, None),
-        token_ids=places,
-        places=places,
-        old_logprobs=torch.zeros(advantages.shape),
+        inputs=no_inputs(len(advantages)),
+        decisions=token_decisions(ids, zeros, action_dim=3),
+        old_logprobs=zeros,
         advantages=advantages,
-        mask=torch.ones(advantages.shape, dtype=torch.bool),
         trajectory=torch.arange(len(advantages)),
         sequence_log_ratio=sequence_log_ratio,
     )
@@ -84,11 +81,11 @@ def test_every_surrogate_and_its_gradient_are_in_proportion_to_the_advantage(obj
     shape = (40, 6)
     old, moves, advantages = (torch.randn(shape, generator=generator) for _ in range(3))
     weights = torch.rand(shape, generator=generator) * 2
-    setting = AlgorithmContext(AlgorithmConfig(**options), KlConfig(), 1.0, action_dim=3)
+    context = AlgorithmContext(AlgorithmConfig(**options), KlConfig(), 1.0)
     outcomes = []
     for inside, outside in ((weights, 1.0), (1.0, weights)):
         logprobs = (old + 0.5 * moves).requires_grad_()
-        surrogate = objective(logprobs, old, small_batch(advantages * inside, moves.mean(dim=1)), setting)
+        surrogate = objective(logprobs, old, small_batch(advantages * inside, moves.mean(dim=1)), context)
         loss = surrogate.loss * outside
         outcomes.append((loss.detach(), torch.autograd.grad(loss.sum(), logprobs)[0], surrogate.events))
     (loss, gradient, events), (by_hand, gradient_by_hand, events_before) = outcomes
@@ -100,8 +97,8 @@ def test_every_surrogate_and_its_gradient_are_in_proportion_to_the_advantage(obj
 
 def test_the_drift_of_cpgd_is_not_weighted():
     logprobs, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
-    setting = AlgorithmContext(AlgorithmConfig(name="cpgd", policy_drift_coef=0.3), KlConfig(), 1.0)
-    nothing_to_gain = clipped_gradient(logprobs, old, small_batch(torch.zeros(1, 2)), setting)
+    context = AlgorithmContext(AlgorithmConfig(name="cpgd", policy_drift_coef=0.3), KlConfig(), 1.0)
+    nothing_to_gain = clipped_gradient(logprobs, old, small_batch(torch.zeros(1, 2)), context)
     torch.testing.assert_close(nothing_to_gain.loss, 0.3 * k3(old, logprobs))
 
 
@@ -136,7 +133,7 @@ def test_the_gradient_is_the_weighted_one_of_the_log_probs(act, learner_batch, c
 def test_the_update_reports_how_stale_tokens_were_weighted(policy, act, policy_batch, configure, build):
     batch, weights = made_stale(policy, policy_batch(policy, act(policy)))
     config = configure(algorithm=TRUNCATED | {"epochs": 1}, optim={"microbatch_size": 4})
-    metrics = build(policy, config).update(batch, 1, nothing).metrics
+    metrics = annotated_update(build(policy, config), batch, 1).metrics
     executed = weights[batch.mask]
     assert metrics["importance_mean"] == pytest.approx(float(executed.mean()), rel=1e-5)
     assert metrics["importance_capped"] == pytest.approx(float((executed == 2).float().mean()), rel=1e-6)
@@ -155,7 +152,7 @@ def test_without_the_correction_the_engines_log_probs_change_nothing(act, policy
         batch = policy_batch(policy, act(policy))
         batch = made_stale(policy, batch)[0] if stale else batch
         config = configure(algorithm={"importance": importance}, optim={"lr": 1e-3, "minibatches": 2})
-        metrics = build(policy, config).update(batch, 1, nothing).metrics
+        metrics = annotated_update(build(policy, config), batch, 1).metrics
         assert not any(name.startswith("importance") for name in metrics)
         engine = {name: metrics.pop(name) for name in ("engine_mismatch_kl", "engine_logprob_error")}
         assert (engine["engine_logprob_error"] > 1) == stale
@@ -169,8 +166,9 @@ def test_what_the_policy_itself_sampled_has_weight_one(policy, act, policy_batch
     config = configure(rollout={"temperature": temperature}, algorithm=TRUNCATED)
     batch = policy_batch(policy, act(policy, temperature))
     metrics, learner = WeightedMeans(), build(policy, config)
-    weighted = learner._with_old_logprobs(batch, [torch.arange(len(batch))], metrics)
-    torch.testing.assert_close(weighted.advantages, batch.advantages, rtol=1e-5, atol=0)
+    weighted = learner._corrected(annotated(learner, batch, 1), metrics)
+    executed = batch.mask
+    torch.testing.assert_close(weighted.advantages[executed], batch.advantages[executed], rtol=1e-5, atol=0)
     reduced = metrics.reduce()
     assert reduced["importance_mean"] == pytest.approx(1.0, abs=1e-5)
     assert reduced["importance_capped"] == 0.0
@@ -197,20 +195,18 @@ def test_the_expected_gradient_on_stale_data_comes_back_to_the_one_on_policy(
         head.add_(noise * torch.randn(head.shape, generator=torch.Generator().manual_seed(5)))
     num_bins, num_tokens = policy.codec.num_bins, policy.chunk_length * policy.action_dim
     places = torch.arange(num_bins)[:, None].expand(num_bins, num_tokens).contiguous()
+    ids = places + policy.codec.first_id
     inputs = policy.process([observation(1, "open the drawer")] * num_bins)
     gains = torch.linspace(-1, 1, num_bins) ** 3 + 0.2  # the advantage of each bin
     with torch.no_grad():
-        engine = token_logprobs(sampler.score(inputs, places + policy.codec.first_id).logits, places, 1.0)
+        engine = token_logprobs(sampler.score(inputs, ids).logits, places, 1.0)
     batch = TrainBatch(
         inputs=inputs,
-        token_ids=places + policy.codec.first_id,
-        places=places,
-        old_logprobs=engine,
+        decisions=token_decisions(ids, engine, policy.action_dim),
         advantages=gains[:, None] * engine.exp() * num_bins,  # a row counts as often as its tokens were sampled
-        mask=torch.ones(places.shape, dtype=torch.bool),
         trajectory=torch.arange(num_bins),
     )
-    probabilities = policy.score(inputs.rows(slice(0, 1)), batch.token_ids[:1]).logits.softmax(dim=-1)
+    probabilities = policy.score(inputs.rows(slice(0, 1)), ids[:1]).logits.softmax(dim=-1)
     on_policy = gradient_of(-(probabilities * gains).sum(dim=-1).mean(), policy)
 
     def distance(**options) -> float:

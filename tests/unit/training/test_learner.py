@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import annotated, annotated_update
 from fakes.float_error import EPS, LOGPROB_FACTOR, check_gradients, in_float64, logprob_judge, value_judge
 
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.training.annotate import last_observations, values_by_trajectory
+from vlarl.training.batch import build_batch
 from vlarl.training.learner import Learner
 
 PPO = {"name": "ppo", "critic_hidden": (16,)}
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 def weights(policy: OpenVLAPolicy) -> dict[str, torch.Tensor]:
@@ -36,8 +35,8 @@ def test_the_ratio_is_one_on_the_first_minibatch(policy, act, policy_batch, conf
     config = configure(rollout={"temperature": temperature}, optim={"lr": 1e-3, "microbatch_size": 4})
     batch = policy_batch(policy, act(policy, temperature))
     assert not batch.inputs.attention_mask.all(), "prompts must be ragged"
-    allowed = logprob_judge(policy, batch.inputs, batch.token_ids, temperature).apart(LOGPROB_FACTOR)
-    result = build(policy, config).update(batch, 1, nothing)
+    allowed = logprob_judge(policy, batch.inputs, batch.decisions.sample.ids, temperature).apart(LOGPROB_FACTOR)
+    result = annotated_update(build(policy, config), batch, 1)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
     gap = result.metrics["engine_logprob_error"]
     assert gap <= allowed
@@ -49,29 +48,27 @@ def test_each_decision_is_scored_once_before_the_first_step_however_few_there_ar
     """With fewer rows than minibatches, the second epoch is not part of the first."""
     from vlarl.policies.tiny import init_tiny
 
-    class Counting:
-        rows = 0
-
     policy = init_tiny("parallel", seed=3)
     learner = build(policy, configure(optim={"minibatches": 8}, algorithm={"epochs": 2}))
     batch = policy_batch(policy, act(policy, lengths=(2,)))
-    with_old, seen = learner._with_old_logprobs, Counting()
+    evaluate, seen = policy.evaluate, []
 
-    def counted(batch, first_epoch, metrics):
-        seen.rows += sum(len(rows) for rows in first_epoch)
-        return with_old(batch, first_epoch, metrics)
+    def counted(inputs, decisions, temperature, **options):
+        seen.append((len(decisions), torch.is_grad_enabled()))
+        return evaluate(inputs, decisions, temperature, **options)
 
-    learner._with_old_logprobs = counted  # type: ignore[method-assign]
-    learner.update(batch, 1, nothing)
-    assert seen.rows == len(batch) == 2
+    policy.evaluate = counted
+    annotated_update(learner, batch, 1)
+    assert sum(rows for rows, with_gradient in seen if not with_gradient) == len(batch) == 2
+    assert sum(rows for rows, with_gradient in seen if with_gradient) == 4, "two epochs"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])
 def test_the_engines_own_logprobs_start_the_ratio_near_one(policy, act, policy_batch, configure, temperature, build):
     config = configure(rollout={"temperature": temperature}, algorithm={"old_logprobs": "engine"})
     batch = policy_batch(policy, act(policy, temperature))
-    allowed = logprob_judge(policy, batch.inputs, batch.token_ids, temperature).apart(LOGPROB_FACTOR)
-    result = build(policy, config).update(batch, 1, nothing)
+    allowed = logprob_judge(policy, batch.inputs, batch.decisions.sample.ids, temperature).apart(LOGPROB_FACTOR)
+    result = annotated_update(build(policy, config), batch, 1)
     assert result.metrics["ratio_first_minibatch_error"] <= allowed + EPS
 
 
@@ -79,8 +76,8 @@ def test_another_temperature_in_the_learner_would_show(policy, act, policy_batch
     batch = policy_batch(policy, act(policy, temperature=1.6))
     start = copy.deepcopy(policy)
     config = configure(rollout={"temperature": 1.0}, algorithm={"old_logprobs": "engine"})
-    assert build(policy, config).update(batch, 1, nothing).metrics["ratio_first_minibatch_error"] > 1e-3
-    again = build(start, configure(rollout={"temperature": 1.0})).update(batch, 1, nothing)
+    assert annotated_update(build(policy, config), batch, 1).metrics["ratio_first_minibatch_error"] > 1e-3
+    again = annotated_update(build(start, configure(rollout={"temperature": 1.0})), batch, 1)
     assert again.metrics["engine_logprob_error"] > 1e-3
 
 
@@ -113,7 +110,7 @@ def test_microbatches_add_up_to_the_gradient_of_the_whole(policy, act, learner_b
     assert len(set(batch.mask.sum(dim=1).tolist())) == (2 if policy.chunk_length > 1 else 1)
     rows = torch.tensor([0, 1, 5, 4, 3, 2])
     strayed = 0.02 * torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(0))
-    batch = replace(batch, old_logprobs=batch.old_logprobs - strayed)
+    batch = replace(batch, old_logprobs=batch.decisions.engine_logprobs - strayed)
 
     def gradients(size: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         learner = built(size)
@@ -139,8 +136,9 @@ def test_tokens_past_the_end_do_not_move_the_weights(act, policy_batch, configur
         policy = init_tiny("parallel", seed=3)
         batch = policy_batch(policy, act(policy))
         if garbage is not None:
-            batch = replace(batch, old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, garbage))
-        result = build(policy, configure(optim={"lr": 1e-3})).update(batch, 1, nothing)
+            dirty = batch.decisions.engine_logprobs.masked_fill(~batch.mask, garbage)
+            batch = replace(batch, decisions=replace(batch.decisions, engine_logprobs=dirty))
+        result = annotated_update(build(policy, configure(optim={"lr": 1e-3})), batch, 1)
         outcomes.append((weights(policy), result.metrics))
     assert not batch.mask.all()
     (clean, clean_metrics), (dirty, dirty_metrics) = outcomes
@@ -152,11 +150,11 @@ def test_a_gradient_that_is_not_finite_is_refused_and_counted(policy, act, polic
     batch = policy_batch(policy, act(policy))
     broken = replace(batch, advantages=batch.advantages.masked_fill(batch.mask, float("nan")))
     learner, before = build(policy, configure(optim={"lr": 1e-3})), weights(policy)
-    result = learner.update(broken, 1, nothing)
+    result = annotated_update(learner, broken, 1)
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
     assert changed(policy, before) == set()
     assert not learner.optimizer.state
-    healthy = learner.update(batch, 2, nothing)
+    healthy = annotated_update(learner, batch, 2)
     assert (healthy.num_optimizer_steps, healthy.num_skipped_steps) == (2, 0)
     assert changed(policy, before)
 
@@ -170,7 +168,9 @@ def test_one_broken_minibatch_does_not_stop_the_others(act, policy_batch, config
     advantages[0] = float("inf")
     learner = build(policy, configure(optim={"minibatches": 2}, algorithm={"epochs": 1}))
     seen = []
-    result = learner.update(replace(batch, advantages=advantages), 1, lambda done, of: seen.append((done, of)))
+    result = annotated_update(
+        learner, replace(batch, advantages=advantages), 1, lambda done, of: seen.append((done, of))
+    )
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
     assert seen == [(1, 2), (2, 2)]
     assert all(p.isfinite().all() for p in policy.parameters())
@@ -178,16 +178,17 @@ def test_one_broken_minibatch_does_not_stop_the_others(act, policy_batch, config
 
 def test_the_kl_limit_stops_before_the_step(policy, act, policy_batch, configure, build):
     batch = policy_batch(policy, act(policy))
-    strayed = replace(batch, old_logprobs=batch.old_logprobs - 0.5)  # k3 = e^0.5 - 1 - 0.5 = 0.1487
+    off = batch.decisions.engine_logprobs - 0.5  # k3 = e^0.5 - 1 - 0.5 = 0.1487
+    strayed = replace(batch, decisions=replace(batch.decisions, engine_logprobs=off))
     before = weights(policy)
-    stopped = build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})).update(
-        strayed, 1, nothing
+    stopped = annotated_update(
+        build(policy, configure(algorithm={"max_approx_kl": 0.148, "old_logprobs": "engine"})), strayed, 1
     )
     assert stopped.stopped_early and stopped.num_optimizer_steps == 0 == stopped.num_skipped_steps
     assert changed(policy, before) == set()
     assert stopped.metrics["approx_kl"] == pytest.approx(0.14872, abs=1e-4)
     lenient = configure(algorithm={"max_approx_kl": 0.15, "epochs": 1, "old_logprobs": "engine"})
-    going = build(policy, lenient).update(strayed, 1, nothing)
+    going = annotated_update(build(policy, lenient), strayed, 1)
     assert not going.stopped_early and going.num_optimizer_steps == 1
     assert changed(policy, before)
 
@@ -195,7 +196,10 @@ def test_the_kl_limit_stops_before_the_step(policy, act, policy_batch, configure
 def test_a_schedule_follows_the_iterations_that_the_environment_steps_make(policy, act, policy_batch, configure, build):
     config = configure(optim={"lr": 1e-3, "schedule": "linear"}, run={"iterations": None, "total_env_steps": 1_000_000})
     learner, batch = build(policy, config), policy_batch(policy, act(policy))
-    rates = [learner.update(batch, n, nothing, iterations).metrics["lr"] for n, iterations in ((1, 4), (2, 4), (3, 8))]
+    rates = [
+        annotated_update(learner, batch, n, iterations=iterations).metrics["lr"]
+        for n, iterations in ((1, 4), (2, 4), (3, 8))
+    ]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.75e-3])  # episodes became shorter, and the run longer
 
 
@@ -210,15 +214,15 @@ def test_critic_warm_up_moves_neither_the_policy_nor_its_schedule(policy, act, p
     batch = policy_batch(policy, act(policy))
     start = weights(policy)
     for iteration in (1, 2):
-        result = learner.update(batch, iteration, nothing)
+        result = annotated_update(learner, batch, iteration)
         moved = changed(policy, start)
         assert moved and all(name.startswith("value_head.") for name in moved)
         assert result.metrics["lr"] == 0.0 and learner.policy_updates == 0
         assert not learner.optimizer.state
-    trained = learner.update(batch, 3, nothing)
+    trained = annotated_update(learner, batch, 3)
     assert trained.metrics["lr"] == pytest.approx(1e-3)  # the schedule begins here
     assert any(name.startswith("model.") for name in changed(policy, start))
-    assert learner.update(batch, 4, nothing).metrics["lr"] == pytest.approx(0.5e-3)  # over the two that remain
+    assert annotated_update(learner, batch, 4).metrics["lr"] == pytest.approx(0.5e-3)  # over the two that remain
     assert learner.version == 4
 
 
@@ -226,7 +230,7 @@ def test_with_learning_rate_zero_every_weight_stays(policy, act, policy_batch, c
     config = configure(algorithm=PPO, optim={"lr": 0.0, "weight_decay": 0.5}, critic={"lr": 0.0})
     learner = build(policy, config)
     before = weights(policy)
-    result = learner.update(policy_batch(policy, act(policy)), 1, nothing)
+    result = annotated_update(learner, policy_batch(policy, act(policy)), 1)
     assert result.num_optimizer_steps == 2 and changed(policy, before) == set()
     assert result.metrics["grad_norm"] > 0
 
@@ -235,12 +239,13 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(policy, a
     batch = policy_batch(policy, act(policy))
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
     batch = replace(batch, advantages=sign.expand(batch.advantages.shape).contiguous())
-    build(policy, configure(optim={"lr": 3e-4}, algorithm={"epochs": 4})).update(batch, 1, nothing)
+    annotated_update(build(policy, configure(optim={"lr": 3e-4}, algorithm={"epochs": 4})), batch, 1)
     from vlarl.policies.distribution import token_logprobs
 
     with torch.no_grad():
-        now = token_logprobs(policy.score(batch.inputs, batch.token_ids).logits, batch.places, 1.0)
-    gain = torch.where(batch.mask, now - batch.old_logprobs, 0.0).sum(dim=1)
+        ids = batch.decisions.sample.ids
+        now = token_logprobs(policy.score(batch.inputs, ids).logits, ids - policy.codec.first_id, 1.0)
+    gain = torch.where(batch.mask, now - batch.decisions.engine_logprobs, 0.0).sum(dim=1)
     assert (gain * sign[:, 0] > 0).all()
 
 
@@ -250,7 +255,7 @@ def test_updates_are_repeatable_and_shuffle_in_each_iteration(act, policy_batch,
     def after(iteration: int) -> torch.Tensor:
         policy = init_tiny("parallel", seed=3)
         config = configure(optim={"minibatches": 3, "lr": 1e-3}, algorithm={"epochs": 1})
-        build(policy, config).update(policy_batch(policy, act(policy)), iteration, nothing)
+        annotated_update(build(policy, config), policy_batch(policy, act(policy)), iteration)
         return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
     assert torch.equal(after(1), after(1))
@@ -261,20 +266,23 @@ def test_values_come_in_the_order_of_trajectories_with_the_last_observation(poli
     learner = build(policy, configure(algorithm=PPO, optim={"microbatch_size": 4}))
     torch.nn.init.normal_(policy.value_head.out.weight)
     episodes = act(policy)
-    values = learner.values(episodes)
+    batch, cut_off = build_batch(episodes), last_observations(episodes)
+    assert cut_off == [0, 2], "the second one terminated: nothing follows it"
+    found = learner.annotate(batch, 1, policy.process([episodes[index].final_observation for index in cut_off]))
+    values = values_by_trajectory(found.onto(batch, learner.config), episodes, found.last_values)
     assert [len(v) for v in values] == [3, 4, 2]
     for episode, value in zip(episodes, values, strict=True):
         seen = [t.observation for t in episode.transitions] + [episode.final_observation]
-        for observed, found in zip(seen, value, strict=True):
-            value_judge(policy, policy.process([observed])).check(torch.from_numpy(found)[None])
-    assert learner.values([]) == []
+        for observed, one in zip(seen[:-1] if episode.terminated else seen, value, strict=not episode.terminated):
+            value_judge(policy, policy.process([observed])).check(torch.from_numpy(one)[None])
+        assert not episode.terminated or value[-1].tolist() == [0.0]
 
 
 def test_frozen_vision_stays(policy, act, policy_batch, configure, build):
     policy.freeze("vision")
     before = weights(policy)
-    build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})).update(
-        policy_batch(policy, act(policy)), 1, nothing
+    annotated_update(
+        build(policy, configure(optim={"lr": 1e-3, "weight_decay": 0.1})), policy_batch(policy, act(policy)), 1
     )
     moved = changed(policy, before)
     assert moved and not any("vision_backbone" in name for name in moved)
@@ -306,11 +314,13 @@ def test_the_ratio_of_a_trajectory_is_that_of_all_its_executed_tokens(policy, ac
     learner = build(policy, config)
     batch, rows = policy_batch(policy, act(policy)), torch.arange(6)
     shift = torch.tensor([0.1, 0.1, -0.2, -0.2, -0.2, 0.3])[:, None]  # by trajectory
-    strayed = replace(batch, old_logprobs=torch.where(batch.mask, batch.old_logprobs - shift, float("nan")))
+    strayed = replace(
+        batch, old_logprobs=torch.where(batch.mask, batch.decisions.engine_logprobs - shift, float("nan"))
+    )
     ratios = learner._minibatch(strayed, rows, moved=True).sequence_log_ratio
     torch.testing.assert_close(ratios, shift[:, 0], atol=1e-5, rtol=1e-4)
     assert learner._minibatch(strayed, rows, moved=False).sequence_log_ratio.tolist() == [0.0] * 6
-    result = learner.update(batch, 1, nothing)
+    result = annotated_update(learner, batch, 1)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
 
 
@@ -319,16 +329,16 @@ def test_passes_for_the_ratio_of_a_trajectory_begin_once_the_policy_has_moved(ac
 
     policy = init_tiny("parallel", seed=3)
     passes = []
-    score = policy.score
+    evaluate = policy.evaluate
 
-    def counted(inputs, token_ids, **options):
+    def counted(inputs, decisions, temperature, **options):
         passes.append(torch.is_grad_enabled())
-        return score(inputs, token_ids, **options)
+        return evaluate(inputs, decisions, temperature, **options)
 
     batch = policy_batch(policy, act(policy))
-    policy.score = counted
+    policy.evaluate = counted
     config = configure(algorithm={"ratio_level": "sequence", "epochs": 2}, optim={"lr": 1e-3})
-    build(policy, config).update(batch, 1, nothing)
+    annotated_update(build(policy, config), batch, 1)
     assert passes == [False, True, False, True]  # old log-probs, first step; ratio, second step
 
 
@@ -341,9 +351,9 @@ def test_only_the_least_certain_tokens_are_trained_on(act, policy_batch, configu
         policy.model.language_model.lm_head.weight.mul_(10)  # entropies apart
     batch = policy_batch(policy, act(policy))
     learner = build(policy, configure(algorithm={"entropy_top_fraction": 0.25}))
-    prepared = learner._with_old_logprobs(batch, [torch.arange(6)], WeightedMeans())
+    prepared = learner._corrected(annotated(learner, batch, 1), WeightedMeans())
     with torch.no_grad():
-        entropy = token_entropy(policy.score(batch.inputs, batch.token_ids).logits, 1.0)
+        entropy = token_entropy(policy.score(batch.inputs, batch.decisions.sample.ids).logits, 1.0)
     trained = prepared.advantages != 0
     assert not (trained & ~batch.mask).any()
     assert int(trained.sum()) == -(-int(batch.mask.sum()) // 4)
@@ -353,7 +363,7 @@ def test_only_the_least_certain_tokens_are_trained_on(act, policy_batch, configu
 
 def test_a_sorted_minibatch_still_starts_at_a_ratio_of_one(policy, act, policy_batch, configure, build):
     config = configure(optim={"lr": 1e-3, "microbatch_size": 2, "minibatches": 2, "sort_by_length": True})
-    result = build(policy, config).update(policy_batch(policy, act(policy)), 1, nothing)
+    result = annotated_update(build(policy, config), policy_batch(policy, act(policy)), 1)
     assert result.metrics["ratio_first_minibatch_error"] == 0.0
 
 
@@ -364,7 +374,7 @@ def test_explained_variance_looks_at_executed_steps(act, learner_batch, configur
     learner = build(policy, configure(algorithm=PPO | {"gae_level": "step"}))
     batch = learner_batch(learner, act(policy))
     perfect = replace(batch, old_values=torch.where(batch.value_mask, batch.returns, 99.0))
-    assert learner.update(perfect, 1, nothing).metrics["explained_variance"] == pytest.approx(1.0)
+    assert annotated_update(learner, perfect, 1).metrics["explained_variance"] == pytest.approx(1.0)
 
 
 def test_the_schedule_counts_updates_and_not_rollouts(policy, configure, build):
@@ -385,5 +395,5 @@ def test_adapters_on_a_rounded_base_move_within_an_update(tmp_path, act, policy_
     policy = load_policy(tmp_path / "base", dtype="bfloat16")
     policy.prepare_training(PolicyConfig(dtype="bfloat16"), LoraConfig(enabled=True, rank=8), seed=1)
     config = configure(optim={"lr": 1e-2}, algorithm={"epochs": 3})
-    result = build(policy, config).update(policy_batch(policy, act(policy)), 1, nothing)
+    result = annotated_update(build(policy, config), policy_batch(policy, act(policy)), 1)
     assert result.metrics["ratio_max"] > 1.01 and result.metrics["approx_kl"] > 0

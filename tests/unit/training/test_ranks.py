@@ -1,4 +1,4 @@
-"""How ranks share work, tested without ranks: fakes of one rank of several, and pieces that count nothing."""
+"""How work is distributed over ranks, by fakes of one rank of several; and pieces that count nothing."""
 
 from dataclasses import replace
 
@@ -84,9 +84,10 @@ def test_gradients_are_summed_in_buckets(monkeypatch):
 def test_an_uncounted_decision_leaves_a_gradient_of_zero(policy, act, learner_batch, configure, build, algorithm):
     learner = build(policy, configure(algorithm=algorithm))
     batch = learner_batch(learner, act(policy))
-    batch = weighted(replace(batch, old_logprobs=batch.old_logprobs + 3.0), torch.arange(6), "token_mean")
+    off = batch.decisions.engine_logprobs + 3.0
+    batch = weighted(replace(batch, old_logprobs=off), torch.arange(6), "token_mean")
     part = uncounted(batch.rows(torch.tensor([4])))
-    loss = learner.algorithm.loss(learner._score(part, True), part, value_weight=0.5, kl_coef=0.1, train_policy=True)
+    loss = learner.algorithm.loss(learner._evaluate(part, True), part, value_weight=0.5, kl_coef=0.1, train_policy=True)
     loss.total.backward()
     reached = [p.grad for _, p, _ in learner.named_trained() if p.grad is not None]
     assert reached and all(not gradient.any() for gradient in reached)

@@ -5,18 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import annotated, nothing, taken_ids
 from fakes.float_error import FloatJudge, logprob_judge
 
+from vlarl.algorithms.base import Estimate
 from vlarl.algorithms.kl import k1, k3
 from vlarl.config.schema import LoraConfig, PolicyConfig
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.load import load_policy
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
+from vlarl.training.annotate import Annotations, reference_kl
+from vlarl.training.batch import build_batch, with_estimates
 from vlarl.training.checkpoint import CheckpointStore, restore
-from vlarl.training.reference import reference_kl, with_logprobs
 from vlarl.training.state import TrainerState
-from vlarl.types import PolicyInput
 
 LORA = LoraConfig(enabled=True, rank=4)
 
@@ -68,9 +71,9 @@ def started(kind: str, base: Path, adapter: Path) -> tuple[OpenVLAPolicy, dict]:
 KINDS = ("full", "fresh adapter", "adapter as policy.path", "adapter as lora.adapter")
 
 
-def seen_and_done(policy: OpenVLAPolicy, episode) -> tuple[PolicyInput, torch.Tensor]:
+def seen_and_done(policy: OpenVLAPolicy, episode) -> tuple[OpenVLAInputs, torch.Tensor]:
     inputs = policy.process([t.observation for t in episode.transitions])
-    return inputs, torch.from_numpy(np.stack([t.token_ids for t in episode.transitions]))
+    return inputs, torch.from_numpy(np.stack([taken_ids(t) for t in episode.transitions]))
 
 
 @torch.no_grad()
@@ -99,8 +102,9 @@ def test_reference_logprobs_are_those_of_the_start_also_after_a_resume(
     assert (now - at_start).abs().max() > 0.05
 
     def noted(learner) -> torch.Tensor:
-        (scored,) = learner.with_reference([episode])
-        return torch.from_numpy(np.stack([t.ref_logprobs for t in scored.transitions]))
+        batch = build_batch([episode])
+        assert batch.mask.all()
+        return learner.annotate(batch, 1).ref_logprobs
 
     start.check(noted(learner))
     for name, parameter in policy.named_parameters():
@@ -121,21 +125,27 @@ def learner_trained(learner):
     return [(name, parameter) for name, parameter, _ in learner.named_trained()]
 
 
-def test_kl_of_executed_tokens_only(trajectory):
-    episode = trajectory([[0] * 3, [0] * 3], num_executed=[3, 1])
-    with pytest.raises(ValueError, match=r"use Learner\.with_reference first"):
-        reference_kl(episode, "k1")
-    learner = [t.engine_logprobs + np.float32(3) for t in episode.transitions]  # the engine's mismatch is not charged
-    reference = [row - np.float32(0.25) for row in learner]
-    (episode,) = with_logprobs([episode], reference, learner)
-    kl = reference_kl(episode, "k1")
-    assert kl.shape == (2, 21)
-    np.testing.assert_allclose(kl[0], 0.25, atol=1e-6)
-    np.testing.assert_allclose(kl[1], [0.25] * 7 + [0.0] * 14, atol=1e-6)
-    np.testing.assert_allclose(reference_kl(episode, "k3")[0], np.exp(-0.25) - 1 + 0.25, atol=1e-6)
-    (without,) = with_logprobs([episode], reference, None)
-    with pytest.raises(ValueError, match="lacks log-probs of learner or reference"):
-        reference_kl(without, "k1")
+def test_kl_of_executed_tokens_only(trajectory, configure):
+    episodes = [trajectory([[0] * 3], num_executed=[2], seed=1), trajectory([[0] * 3, [0] * 3], num_executed=[3, 1])]
+    batch = build_batch(episodes)
+    learner = batch.decisions.engine_logprobs + 3  # the engine's mismatch is not charged
+    reference = learner - torch.tensor([0.5, 0.25, 0.25])[:, None]
+    noted = Annotations(logprobs=learner, ref_logprobs=reference).onto(batch, configure())
+    first, second = reference_kl(noted, episodes, "k1")
+    assert first.shape == (1, 21) and second.shape == (2, 21)
+    np.testing.assert_allclose(first[0], [0.5] * 14 + [0.0] * 7, atol=1e-6)
+    np.testing.assert_allclose(second[0], 0.25, atol=1e-6)
+    np.testing.assert_allclose(second[1], [0.25] * 7 + [0.0] * 14, atol=1e-6)
+    np.testing.assert_allclose(reference_kl(noted, episodes, "k3")[1][0], np.exp(-0.25) - 1 + 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", ["logprobs", "ref_logprobs"])
+def test_a_kl_without_one_of_the_two_log_probs_is_refused(trajectory, configure, missing):
+    episodes = [trajectory([[0] * 3])]
+    batch = build_batch(episodes)
+    columns = {name: torch.zeros(1, 21) for name in ("logprobs", "ref_logprobs") if name != missing}
+    with pytest.raises(AssertionError, match="annotate the batch first"):
+        reference_kl(Annotations(**columns).onto(batch, configure()), episodes, "k1")
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
@@ -145,14 +155,12 @@ def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, a
     kl = {"coef": 0.1, "place": place, "estimator": estimator, "target": 1e-4, "horizon": 100}
     learner = build(policy, configure(kl=kl, optim={"lr": 0.0}, algorithm={"epochs": 1}))
     stray(policy)
-    trajectories = learner.with_reference(act(policy))
-    from vlarl.algorithms.base import Estimate
-    from vlarl.training.batch import build_batch
-
-    zeros = [np.zeros((len(t.transitions), 1), np.float32) for t in trajectories]
-    batch = build_batch([Estimate(t, z) for t, z in zip(trajectories, zeros, strict=True)], policy)
-    result = learner.update(batch, 1, lambda done, planned: None)
-    estimate = {"k1": k1, "k3": k3}[estimator](batch.old_logprobs, batch.ref_logprobs)
+    episodes = act(policy)
+    zeros = [np.zeros((len(episode.transitions), 1), np.float32) for episode in episodes]
+    batch = with_estimates(build_batch(episodes), episodes, [Estimate(z) for z in zeros], "chunk")
+    batch = annotated(learner, batch, 1)
+    result = learner.update(batch, 1, nothing)
+    estimate = {"k1": k1, "k3": k3}[estimator](batch.decisions.engine_logprobs, batch.ref_logprobs)
     expected = float(estimate[batch.mask].mean())
     assert result.metrics["kl_ref"] == pytest.approx(expected, rel=1e-3, abs=1e-6) and abs(expected) > 1e-3
     assert result.metrics["kl_coef"] == 0.1
@@ -165,5 +173,4 @@ def test_the_kl_to_the_reference_is_measured_and_steers_its_coefficient(place, a
 def test_without_a_penalty_nothing_is_kept_or_scored(policy, act, configure, build):
     learner = build(policy, configure())
     assert learner.reference is None
-    episodes = act(policy)
-    assert learner.with_reference(episodes) == episodes
+    assert learner.annotate(build_batch(act(policy)), 1).ref_logprobs is None

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import annotated, annotated_update, nothing
 
 from vlarl.policies.tiny import init_tiny
 
 ADAPTIVE = {"coef": 0.1, "target": 1e-6, "horizon": 100}
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 @pytest.fixture
@@ -21,9 +18,20 @@ def tiny():
     return init_tiny("parallel", seed=3, chunk_length=2)
 
 
-def with_reference(batch, shift=0.5):
-    """As if the reference found each token less likely by `shift`: k2 is shift squared over 2."""
-    return replace(batch, ref_logprobs=batch.old_logprobs - shift)
+def with_reference(learner, batch, iteration=1, shift=0.5):
+    """Annotated, as if the reference found each token less likely by `shift`: k2 is shift squared over 2."""
+    batch = annotated(learner, batch, iteration)
+    return replace(batch, ref_logprobs=batch.decisions.engine_logprobs - shift)
+
+
+def without_a_finite_reference(learner, batch):
+    batch = annotated(learner, batch, 1)
+    return replace(batch, ref_logprobs=torch.full_like(batch.mask, math.nan, dtype=torch.float32))
+
+
+def with_engine(batch, logprobs):
+    """The batch as if the engine had found these log-probs."""
+    return replace(batch, decisions=replace(batch.decisions, engine_logprobs=logprobs))
 
 
 def spoilt(batch, row=0, value=math.nan):
@@ -38,7 +46,7 @@ def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, policy_b
     """Its KL is left out of the mean that drives the coefficient: as if there had been only the other minibatch."""
     config = configure(kl=ADAPTIVE, optim={"minibatches": 2, "lr": 0.0}, algorithm={"epochs": 1})
     learner = build(tiny, config)
-    batch = with_reference(policy_batch(tiny, act(tiny, lengths=(2, 2))))
+    batch = with_reference(learner, policy_batch(tiny, act(tiny, lengths=(2, 2))))
     rows = learner._schedule(batch, 1)
     reference = batch.ref_logprobs.clone()
     reference[rows[0]] -= 7.0  # of the refused one: 7.5 off
@@ -54,14 +62,13 @@ def test_a_broken_minibatch_does_not_reach_the_kl_controller(tiny, act, policy_b
 def test_when_all_minibatches_are_broken_the_coefficient_stays(tiny, act, policy_batch, configure, build):
     learner = build(tiny, configure(kl=ADAPTIVE, ema={"beta": 0.5}, optim={"lr": 1e-2}))
     averages = {name: weight.clone() for name, weight in learner.average.weights.items()}
-    batch = with_reference(policy_batch(tiny, act(tiny)))
-    broken = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan))
-    result = learner.update(broken, 1, nothing)
+    batch = policy_batch(tiny, act(tiny))
+    result = learner.update(without_a_finite_reference(learner, batch), 1, nothing)
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 2)
     assert (learner.version, learner.policy_updates) == (0, 0), "an update without a step did not happen"
     assert learner.kl.coef == 0.1 and "kl_ref" not in result.metrics
     assert all(torch.equal(learner.average.weights[name], averages[name]) for name in averages)
-    learner.update(batch, 2, nothing)
+    learner.update(with_reference(learner, batch, 2), 2, nothing)
     assert math.isfinite(learner.kl.coef) and learner.kl.coef != 0.1
     assert any(not torch.equal(learner.average.weights[name], averages[name]) for name in averages)
 
@@ -71,17 +78,17 @@ def test_a_kl_that_is_measured_only_and_not_finite_is_shown_and_steers_nothing(
 ):
     """In the reward, the KL is not part of the loss: the step is taken, and the metric shows the value."""
     learner = build(tiny, configure(kl=ADAPTIVE | {"place": "reward"}))
-    batch = with_reference(policy_batch(tiny, act(tiny)))
-    result = learner.update(replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, math.nan)), 1, nothing)
+    batch = policy_batch(tiny, act(tiny))
+    result = learner.update(without_a_finite_reference(learner, batch), 1, nothing)
     assert result.num_skipped_steps == 0 and math.isnan(result.metrics["kl_ref"])
     assert learner.kl.coef == 0.1
 
 
 def clipped_away(batch, row=0):
     """An infinite advantage where CPGD's clip has ended the gradient already: the loss is infinite, the gradient not."""
-    old = batch.old_logprobs.clone()
+    old = batch.decisions.engine_logprobs.clone()
     old[row] -= 1.0  # a ratio of e, beyond 1 + clip_high
-    return spoilt(replace(batch, old_logprobs=old), row, math.inf)
+    return spoilt(with_engine(batch, old), row, math.inf)
 
 
 def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, policy_batch, configure, build):
@@ -90,13 +97,13 @@ def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is(tiny, act, 
     )
     learner, start = build(tiny, config), copy.deepcopy(tiny.state_dict())
     batch = policy_batch(tiny, act(tiny))
-    result = learner.update(clipped_away(batch), 1, nothing)
+    result = annotated_update(learner, clipped_away(batch), 1)
     gradients = [p.grad for p in tiny.parameters() if p.grad is not None]
     assert gradients and all(g.isfinite().all() for g in gradients), "the norm alone would have let it pass"
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
     assert all(torch.equal(weight, start[name]) for name, weight in tiny.state_dict().items())
     assert not learner.optimizer.state
-    assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
+    assert annotated_update(learner, batch, 2).num_optimizer_steps == 1
 
 
 def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit(
@@ -106,9 +113,9 @@ def test_a_broken_minibatch_neither_stops_the_update_nor_counts_for_the_kl_limit
     limits = {"max_approx_kl": 0.1, "old_logprobs": "engine", "epochs": 1}
     learner = build(tiny, configure(algorithm=limits, optim={"minibatches": 2}))
     batch = policy_batch(tiny, act(tiny, lengths=(2, 2)))
-    old = batch.old_logprobs.clone()
+    old = batch.decisions.engine_logprobs.clone()
     old[learner._schedule(batch, 1)[0][0]] = math.nan
-    result = learner.update(replace(batch, old_logprobs=old), 1, nothing)
+    result = annotated_update(learner, with_engine(batch, old), 1)
     assert not result.stopped_early
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
     assert 0 <= result.metrics["approx_kl"] < 1e-6
@@ -120,8 +127,8 @@ def test_while_the_critic_warms_up_a_policy_that_is_not_finite_is_refused(tiny, 
     algorithm = {"name": "ppo", "critic_hidden": (16,), "value_init_steps": 1, "old_logprobs": "engine", "epochs": 1}
     learner = build(tiny, configure(algorithm=algorithm))
     batch = learner_batch(learner, act(tiny))
-    broken = replace(batch, old_logprobs=torch.full_like(batch.old_logprobs, math.nan))
-    assert learner.update(broken, 1, nothing).num_skipped_steps == 1
+    broken = with_engine(batch, torch.full_like(batch.decisions.engine_logprobs, math.nan))
+    assert annotated_update(learner, broken, 1).num_skipped_steps == 1
 
 
 def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, policy_batch, configure, build):
@@ -133,9 +140,9 @@ def test_a_gradient_that_is_not_finite_is_refused_though_its_loss_is(tiny, act, 
     head = tiny.model.language_model.lm_head.weight
     hook = head.register_hook(lambda gradient: gradient * math.inf)
     batch = policy_batch(tiny, act(tiny))
-    result = learner.update(batch, 1, nothing)
+    result = annotated_update(learner, batch, 1)
     hook.remove()
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
     assert all(torch.equal(weight, start[name]) for name, weight in tiny.state_dict().items())
     assert "policy_loss" not in result.metrics and "grad_norm" not in result.metrics
-    assert learner.update(batch, 2, nothing).num_optimizer_steps == 1
+    assert annotated_update(learner, batch, 2).num_optimizer_steps == 1

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fakes.decisions import annotated
 
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.distribution import token_entropy
@@ -26,7 +27,7 @@ def test_only_the_least_certain_tokens_are_moved(act, policy_batch, configure, b
         return scores
 
     policy.score = kept
-    prepared = learner._with_old_logprobs(batch, [rows], WeightedMeans())
+    prepared = learner._corrected(annotated(learner, batch, 1), WeightedMeans())
     learner._accumulate(learner._minibatch(prepared, rows, moved=False), rows, True, True)
     (logits,) = seen
     with torch.no_grad():
@@ -40,6 +41,6 @@ def test_only_the_least_certain_tokens_are_moved(act, policy_batch, configure, b
 def test_without_a_selection_all_executed_tokens_are_moved(act, policy_batch, configure, build):
     policy = init_tiny("parallel", seed=3, chunk_length=2)
     learner = build(policy, configure())
-    batch, rows = policy_batch(policy, act(policy)), torch.arange(6)
-    prepared = learner._with_old_logprobs(batch, [rows], WeightedMeans())
+    batch = policy_batch(policy, act(policy))
+    prepared = learner._corrected(annotated(learner, batch, 1), WeightedMeans())
     assert prepared.selected is None and torch.equal(prepared.advantages, batch.advantages)

@@ -4,14 +4,11 @@ import copy
 
 import pytest
 import torch
+from fakes.decisions import annotated_update
 
 from vlarl.policies.tiny import init_tiny
 
 PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
-
-
-def nothing(done: int, planned: int) -> None:
-    pass
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def flat(parameters) -> torch.Tensor:
 
 def gradients(learner, batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Of the policy and of a critic apart from it, as the optimizers saw them in one step."""
-    metrics = learner.update(batch, 1, nothing).metrics
+    metrics = annotated_update(learner, batch, 1).metrics
     critic = [] if learner.critic is None else [flat(learner.critic.parameters())]
     return flat(learner.policy.parameters()), critic[0] if critic else torch.zeros(1), metrics
 
@@ -71,7 +68,7 @@ def test_betas_reach_the_optimizers_of_policy_and_critic(tiny, act, learner_batc
     """After one step the optimizer state is (1 - beta1) g and (1 - beta2) g squared."""
     betas = (0.7, 0.6)
     learner = build(tiny, configure(optim={"betas": betas}, algorithm=PPO))
-    learner.update(learner_batch(learner, act(tiny)), 1, nothing)
+    annotated_update(learner, learner_batch(learner, act(tiny)), 1)
     for optimizer in learner.optimizers():
         seen = 0
         for group in optimizer.param_groups:

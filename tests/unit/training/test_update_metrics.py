@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import annotated_update, no_inputs
 
+from vlarl.decisions import TrainBatch
+from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.update_metrics import MetricSums, explained_variance, is_finite, mean_of, mismatch
-from vlarl.types import PolicyInput, TrainBatch
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_the_update_reports_the_explained_variance_of_executed_steps(act, learne
     batch = learner_batch(learner, act(policy))
     half = torch.where(batch.value_mask, batch.returns / 2, 99.0)
     assert not batch.value_mask.all()
-    metrics = learner.update(replace(batch, old_values=half), 1, lambda done, planned: None).metrics
+    metrics = annotated_update(learner, replace(batch, old_values=half), 1).metrics
     assert metrics["explained_variance"] == pytest.approx(0.75, abs=1e-5)
 
 
@@ -48,16 +50,8 @@ def test_the_mismatch_is_the_divergence_of_the_learner_from_the_engine_that_samp
     """KL(engine || learner): ten tokens, sampled as often as the engine's probabilities say. The reverse differs."""
     engine, learner = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.1, 0.3, 0.6])
     places = torch.tensor([[0] * 7 + [1] * 2 + [2]])
-    none = torch.zeros(1, 1)
-    batch = TrainBatch(
-        inputs=PolicyInput(none, none > -1, none, None),
-        token_ids=places,
-        places=places,
-        old_logprobs=engine.log()[places],
-        advantages=torch.zeros(1, 10),
-        mask=torch.ones(1, 10, dtype=torch.bool),
-        trajectory=torch.zeros(1, dtype=torch.int64),
-    )
+    decisions = token_decisions(places, engine.log()[places], action_dim=5)
+    batch = TrainBatch(inputs=no_inputs(), decisions=decisions, trajectory=torch.zeros(1, dtype=torch.int64))
     found = mismatch(batch, learner.log()[places])
     expected, reverse = (float((p * (p / q).log()).sum()) for p, q in ((engine, learner), (learner, engine)))
     assert mean_of([found], "engine_mismatch_kl") == pytest.approx(expected, abs=1e-5)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.envs.base import LockstepPool, RewardMode, StepOutcome, started
+from vlarl.envs.base import Actions, LockstepPool, RewardMode, StepOutcome, as_chunks, started
 from vlarl.envs.gym.probe import call_env, try_out
 from vlarl.envs.gym.reading import RENDER, ActionMap, EnvOutput, Find, Reader, Tasks, missing, step_outcome, to_image
 from vlarl.envs.gym.source import make_vector_env, refused, reset_option
@@ -130,22 +130,21 @@ class GymVectorPool(LockstepPool):
         return started(blank, error=reason)
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
-        if actions.ndim != 3 or actions.shape[0] != len(slots) or actions.shape[2] != self.spec.action_dim:
-            raise ValueError(f"actions must be [{len(slots)}, K, {self.spec.action_dim}], not {list(actions.shape)}")
+        chunks = as_chunks(actions, len(slots), self.spec.action_dim)
         if idle := [slot for slot in slots if not self._running[slot]]:
             raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
         self._running[[slot for slot in range(self.num_envs) if slot not in slots]] = False
-        rewards = np.zeros(actions.shape[:2], np.float32)
+        rewards = np.zeros(chunks.shape[:2], np.float32)
         frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots}
         steps: dict[int, list[StepOutcome]] = {slot: [] for slot in slots}
         seen: dict[int, Observation | str] = {}
         live = list(range(len(slots)))
-        for k in range(actions.shape[1]):
+        for k in range(chunks.shape[1]):
             running = [slots[index] for index in live]
-            for index, step in zip(live, self._step(running, actions[live, k]), strict=True):
+            for index, step in zip(live, self._step(running, chunks[live, k]), strict=True):
                 if isinstance(step, str):
                     seen[slots[index]] = step
                     continue

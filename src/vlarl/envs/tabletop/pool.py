@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vlarl.envs.base import LockstepPool, RewardMode
+from vlarl.envs.base import Actions, LockstepPool, RewardMode, as_chunks
 from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
 from vlarl.envs.tabletop.render import Camera, Renderer
 from vlarl.envs.tabletop.tasks import get_suite, initial_state
@@ -66,20 +66,19 @@ class TabletopPool(LockstepPool):
             self._num_steps[slot] = 0
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, record: frozenset[int] = frozenset()
+        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
     ) -> list[ChunkOutcome]:
         """Run one chunk [len(slots), K, 7] in each slot, stopping at a slot's first end; record slots in `record`."""
         rows = np.asarray(slots, dtype=np.intp)
-        if actions.ndim != 3 or actions.shape[0] != len(rows) or actions.shape[2] != ACTION_DIM:
-            raise ValueError(f"actions must be [{len(rows)}, K, {ACTION_DIM}], not {list(actions.shape)}")
-        rewards = np.zeros(actions.shape[:2], dtype=np.float32)
+        chunks = as_chunks(actions, len(rows), ACTION_DIM)
+        rewards = np.zeros(chunks.shape[:2], dtype=np.float32)
         num_executed = np.zeros(len(rows), dtype=np.int64)
         success = np.zeros(len(rows), dtype=np.bool_)
         truncated = np.zeros(len(rows), dtype=np.bool_)
         frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in record}
         live = np.arange(len(rows))
-        for k in range(actions.shape[1]):
-            rewards[live, k], success[live], truncated[live] = self.step(rows[live], actions[live, k])
+        for k in range(chunks.shape[1]):
+            rewards[live, k], success[live], truncated[live] = self.step(rows[live], chunks[live, k])
             num_executed[live] += 1
             for slot in set(rows[live].tolist()) & record:
                 frames[slot].append(self.frame(slot))

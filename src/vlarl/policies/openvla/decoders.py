@@ -20,11 +20,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from vlarl.policies.base import Chooser
 from vlarl.policies.openvla.config import DecoderName
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.language import KeyValueCache, run_layers
 from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.types import PolicyInput
+
+Chooser = Callable[[torch.Tensor, int], torch.Tensor]
+"""Picks tokens: (logits [B, T, num_bins], index of the first of these T tokens) -> action-bin indices [B, T]."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Prefix:
         return slice(last, last + num_tokens)
 
 
-def embed_prefix(model: OpenVLAModel, inputs: PolicyInput, proprio_projector: nn.Module | None) -> Prefix:
+def embed_prefix(model: OpenVLAModel, inputs: OpenVLAInputs, proprio_projector: nn.Module | None) -> Prefix:
     """Embed prompt, images and, with a projector, the robot's state."""
     ids, padding = _pad_after_bos(inputs)
     text = model.embed_tokens(ids)
@@ -81,7 +83,7 @@ def _mean_embedding(model: OpenVLAModel, text: torch.Tensor, padding: torch.Tens
     return (total / (token.sum(dim=1, keepdim=True) + 1)).to(text.dtype)
 
 
-def _pad_after_bos(inputs: PolicyInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _pad_after_bos(inputs: OpenVLAInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prompt ids with the padding moved from the right to just after the first token, and its length in each row."""
     ids, mask = inputs.input_ids, inputs.attention_mask
     if not inputs.ragged:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,20 +16,29 @@ from torch import nn
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import checksums, distribution
-from vlarl.policies.base import Chooser, Policy, Scores
+from vlarl.policies.base import Evaluation, Level, Policy
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
 from vlarl.policies.openvla.attention import AttentionName
 from vlarl.policies.openvla.config import OpenVLAConfig
-from vlarl.policies.openvla.decoders import DECODERS, Prefix, embed_prefix
+from vlarl.policies.openvla.decisions import (
+    RegressedActions,
+    reconstruction_loss,
+    regressed_decisions,
+    token_decisions,
+    token_ids,
+)
+from vlarl.policies.openvla.decoders import DECODERS, Chooser, Prefix, embed_prefix
 from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
 from vlarl.policies.openvla.images import ImagePipeline
+from vlarl.policies.openvla.inputs import OpenVLAInputs, openvla_inputs
 from vlarl.policies.openvla.model import OpenVLAModel
 from vlarl.policies.openvla.processor import Processor, preprocessor_config
 from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, save_module, save_weights, write_json
-from vlarl.types import ActionTokens, FloatArray, Observation, PolicyInput, UInt8Array
+from vlarl.types import Action, FloatArray, Observation, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +52,18 @@ class BaseCheckpoint:
     fingerprint: str  # of the weights, as they were when they were read
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says of given action tokens."""
+
+    logits: torch.Tensor  # [B, K*D, num_bins] float32 over the action ids, before temperature
+    values: torch.Tensor | None  # [B, V] float32, read at the state before the first action token; None without critic
+
+
 class OpenVLAPolicy(Policy):
     """A vision-language-action model with its processor, action codec and optional heads and adapters."""
+
+    extras = frozenset({"action_reconstruction"})
 
     def __init__(
         self,
@@ -74,7 +93,7 @@ class OpenVLAPolicy(Policy):
         self.normalizer = Normalizer(config, unnorm_key)
         self.processor = Processor(config, tokenizer, self.normalizer, images)
         self.decoder = DECODERS[config.decoder](config.num_action_tokens)
-        self.chunk_length = config.chunk_length
+        self.chunk_length = self.num_steps = config.chunk_length
         self.action_dim = config.action_dim
 
     @property
@@ -87,26 +106,95 @@ class OpenVLAPolicy(Policy):
         """The device of the critic and the regression head."""
         return self._heads_device or self.device
 
-    def process(self, observations: Sequence[Observation]) -> PolicyInput:
-        """Prompts and pixels, on the CPU; engine and learner use the same function."""
+    def process(self, observations: Sequence[Observation]) -> OpenVLAInputs:
+        """Prompts and pixels, on the CPU."""
         return self.processor(observations)
 
-    def score(self, inputs: PolicyInput, token_ids: torch.Tensor, *, critic_only: bool = False) -> Scores:
-        """Logits over the action support for each of the given tokens [B, K*D], and values with a critic.
+    def noise(self, seeds: Sequence[int], sampling: Sampling) -> torch.Tensor:
+        """[B, K*D] uniforms, one a token, each row from its own seed."""
+        count = self.config.num_action_tokens
+        drawn = [np.random.default_rng(seed).random(count, dtype=np.float32) for seed in seeds]
+        return torch.from_numpy(np.stack(drawn))
 
-        `critic_only`: gradients reach the value head only.
+    @torch.no_grad()
+    def sample(self, inputs: TensorRows, noise: torch.Tensor, sampling: Sampling) -> Decisions:
+        """Action tokens for each row, or the actions of the regression head where that one acts."""
+        temperature, inputs = sampling.temperature, openvla_inputs(inputs)
+        if self.acts_by_regression:
+            if temperature != 0:
+                raise UsageError(f"temperature {temperature} with the regression head, which does not sample: use 0.")
+            return regressed_decisions(self.regress(inputs))
+
+        def choose(logits: torch.Tensor, first: int) -> torch.Tensor:
+            if temperature == 0:
+                return distribution.greedy(logits)
+            return distribution.sample(logits, temperature, noise[:, first : first + logits.shape[1]])
+
+        ids, logits = self.decode(inputs, choose)
+        # Greedy tokens are scored at temperature 1: at 0 every log-prob would be zero and say nothing.
+        logprobs = distribution.token_logprobs(logits, ids - self.codec.first_id, temperature or 1.0)
+        return token_decisions(ids, logprobs, self.action_dim)
+
+    def evaluate(
+        self,
+        inputs: TensorRows,
+        decisions: Decisions,
+        temperature: float,
+        *,
+        critic_only: bool = False,
+        entropy_gradient: bool = False,
+        extras: Collection[str] = (),
+    ) -> Evaluation:
+        """Log-probs and entropies of the given tokens, and values with a critic.
+
+        Masked tokens send no gradient, not even where their logits overflow. `critic_only`: gradients reach the value
+        head and nothing before it.
         """
+        ids, mask = token_ids(decisions).to(self.device), decisions.mask.to(self.device)
+        scores = self.score(openvla_inputs(inputs), ids, critic_only=critic_only)
+        # Masked before anything is computed: what overflows in a masked token would send 0 * inf = NaN backwards.
+        logits = scores.logits.masked_fill(~mask.unsqueeze(-1), 0.0)
+        indices = ids - self.codec.first_id
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            entropy = distribution.token_entropy(logits, temperature)
+        found = {}
+        if "action_reconstruction" in extras:
+            found["action_reconstruction"] = reconstruction_loss(logits, indices, self.bin_values(), temperature)
+        return Evaluation(
+            logprobs=distribution.token_logprobs(logits, indices, temperature),
+            entropy=entropy,
+            values=scores.values,
+            extras=found,
+        )
+
+    def score(self, inputs: OpenVLAInputs, token_ids: torch.Tensor, *, critic_only: bool = False) -> TokenScores:
+        """Logits over the action ids for each of the given tokens [B, K*D], and values with a critic."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not critic_only):
             states = self._states(inputs, token_ids)
             logits = self.model.action_logits(states)
-        return Scores(logits, None if self.value_head is None else self._value(states[:, 0]))
+        return TokenScores(logits, None if self.value_head is None else self._value(states[:, 0]))
 
-    def values(self, inputs: PolicyInput) -> torch.Tensor:
-        """[B, V] the critic's values only, for observations without an action."""
-        return self._value(self.decoder.first_state(self.model, self._prefix(inputs)))
+    def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:
+        """[B, V] the critic's values only; they don't depend on the decisions."""
+        return self._value(self.decoder.first_state(self.model, self._prefix(openvla_inputs(inputs))))
+
+    def act(self, decisions: Decisions) -> list[Action]:
+        """The actions [K, D] of each decision, in the robot's units."""
+        sample = decisions.sample
+        if isinstance(sample, RegressedActions):
+            actions = sample.actions.cpu().numpy()
+        else:
+            actions = self.codec.decode(token_ids(decisions).cpu().numpy())
+        return list(self.unnormalize(actions))
+
+    def bin_values(self) -> torch.Tensor:
+        """[num_bins] the normalised value of each action bin, on the model's device."""
+        ids = np.arange(self.codec.first_id, self.codec.first_id + self.codec.num_bins)
+        values = self.codec.decode(np.repeat(ids[:, None], self.action_dim, axis=1))[:, 0, 0]
+        return torch.from_numpy(values.copy()).to(self.device)
 
     @torch.no_grad()
-    def decode(self, inputs: PolicyInput, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, inputs: OpenVLAInputs, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens picked by `choose`: vocabulary ids [B, K*D] and the logits [B, K*D, num_bins] they came from."""
         indices, logits = self.decoder.generate(self.model, self._prefix(inputs), choose)
         return indices + self.codec.first_id, logits
@@ -119,7 +207,7 @@ class OpenVLAPolicy(Policy):
         temperature: float = 1.0,
         greedy: bool = False,
         generator: torch.Generator | None = None,
-    ) -> ActionTokens:
+    ) -> Decisions:
         """Action tokens for right-padded prompts [B, L] and pixels from our or the original's processor.
 
         Pixels are uint8 [B, I, 3, H, W], or normalised floats [B, channels, H, W]; proprio [B, P] is normalised. Greedy
@@ -134,7 +222,8 @@ class OpenVLAPolicy(Policy):
             return distribution.sample(logits, temperature, uniforms)
 
         ids, logits = self.decode(inputs, choose)
-        return ActionTokens(ids, distribution.token_logprobs(logits, ids - self.codec.first_id, temperature), 0)
+        logprobs = distribution.token_logprobs(logits, ids - self.codec.first_id, temperature)
+        return token_decisions(ids, logprobs, self.action_dim)
 
     def action_logits(
         self,
@@ -173,7 +262,7 @@ class OpenVLAPolicy(Policy):
             actions = self.codec.decode(ids.cpu().numpy())
         return self.unnormalize(actions[0], unnorm_key)
 
-    def regress(self, inputs: PolicyInput) -> torch.Tensor:
+    def regress(self, inputs: OpenVLAInputs) -> torch.Tensor:
         """[B, K, D] normalised actions of OFT's regression head."""
         if self.l1_head is None:
             raise ValueError("the policy has no regression head: load it with actions='l1' or 'hybrid'")
@@ -240,6 +329,8 @@ class OpenVLAPolicy(Policy):
     @property
     def recordable(self) -> bool:
         """Whether a pass can be recorded as a CUDA graph: 8-bit layers and flash-attn synchronize with the device."""
+        if self.acts_by_regression:  # its head may be on another device
+            return False
         eight_bits = getattr(self.model, "is_loaded_in_8bit", False)
         return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
 
@@ -299,16 +390,19 @@ class OpenVLAPolicy(Policy):
         return self.config.image_size
 
     def attach_value_head(
-        self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, num_values: int | None = None
+        self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, level: Level | None = None
     ) -> ValueHead:
-        """Add a fresh critic with `num_values` (1) per decision, unless the checkpoint has one with as many; always in
-        float32, whatever the policy's type."""
-        if self.value_head is not None and num_values in (None, self.value_head.num_values):
+        """Add a new critic with values at this level (`chunk`), unless the checkpoint has one that gives as many; kept
+        in float32 whatever the policy's type."""
+        num_values = (
+            1 if level is None else {"chunk": 1, "step": self.num_steps, "token": self.config.num_action_tokens}[level]
+        )
+        if self.value_head is not None and (level is None or num_values == self.value_head.num_values):
             return self.value_head
         if self.value_head is not None:
             found = self.value_head.num_values
-            log.warning("the checkpoint's critic gives %d values a decision, not %d: a fresh one", found, num_values)
-        head = ValueHead(self.model.hidden_size, hidden_sizes, num_values or 1)
+            log.warning("the checkpoint's critic gives %d values a decision, not %d: a new one", found, num_values)
+        head = ValueHead(self.model.hidden_size, hidden_sizes, num_values)
         head.reset(torch.Generator().manual_seed(seed))
         self.value_head = head.to(self.heads_device)
         return self.value_head
@@ -365,16 +459,16 @@ class OpenVLAPolicy(Policy):
             if part is not None:
                 part.requires_grad_(False)
 
-    def _inputs(self, ids: torch.Tensor, pixels: torch.Tensor, proprio: torch.Tensor | None) -> PolicyInput:
+    def _inputs(self, ids: torch.Tensor, pixels: torch.Tensor, proprio: torch.Tensor | None) -> OpenVLAInputs:
         mask = ids != self.config.pad_token_id
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError("prompts are padded on the left or in the middle: pad them on the right")
-        return PolicyInput(ids, mask, pixels, proprio)
+        return OpenVLAInputs(ids, mask, pixels, proprio)
 
-    def _prefix(self, inputs: PolicyInput) -> Prefix:
+    def _prefix(self, inputs: OpenVLAInputs) -> Prefix:
         return embed_prefix(self.model, inputs.to(self.device), self.proprio_projector)
 
-    def _states(self, inputs: PolicyInput, token_ids: torch.Tensor) -> torch.Tensor:
+    def _states(self, inputs: OpenVLAInputs, token_ids: torch.Tensor) -> torch.Tensor:
         return self.decoder.states(self.model, self._prefix(inputs), token_ids.to(self.device))
 
     def _value(self, state: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Observations -> PolicyInput: the prompt, the pixels at the model's size, the normalised robot state."""
+"""Observations -> OpenVLAInputs: the prompt, the pixels at the model's size, the normalised robot state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from vlarl.images.lanczos import lanczos_resize
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.config import INSTRUCTION, OpenVLAConfig
 from vlarl.policies.openvla.images import ImagePipeline, resize_strategy
-from vlarl.types import Observation, PolicyInput, UInt8Array
+from vlarl.policies.openvla.inputs import OpenVLAInputs
+from vlarl.types import Observation, UInt8Array
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +48,7 @@ class Processor:
         self._letterbox_fill = (red, green, blue)
         self.prompt_ids = lru_cache(maxsize=4096)(self._prompt_ids)  # a suite has few instructions, each used often
 
-    def __call__(self, observations: Sequence[Observation]) -> PolicyInput:
+    def __call__(self, observations: Sequence[Observation]) -> OpenVLAInputs:
         """A batch on the CPU."""
         if not observations:
             raise ValueError("an empty list of observations has no batch: give at least one")
@@ -59,7 +60,7 @@ class Processor:
             if stacked.shape[1] != self.config.proprio_dim:
                 raise ValueError(f"proprio has {stacked.shape[1]} values, this policy reads {self.config.proprio_dim}")
             proprio = torch.from_numpy(self.normalizer.normalize_proprio(stacked))
-        return PolicyInput(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), proprio)
+        return OpenVLAInputs(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), proprio)
 
     def _prompts(self, instructions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self.prompt_ids(instruction) for instruction in instructions]

@@ -1,4 +1,4 @@
-"""The engine contract: an engine turns observations into sampled action tokens."""
+"""The engine contract: an engine turns what a policy reads into sampled decisions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from vlarl.errors import DivergedError
-from vlarl.types import ActionTokens, PolicyInput
+from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.errors import DivergedError, UsageError
 
 
 class Engine(Protocol):
@@ -16,13 +16,19 @@ class Engine(Protocol):
 
     version: int
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+    def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take over the learner's weights as `version`."""
         ...
+
+
+def refuse_sampling(sampling: Sampling, taken: frozenset[str]) -> None:
+    """UsageError for options of sampling that the policy does not take, unless they are left at their defaults."""
+    if unknown := sampling.chosen() - taken:
+        raise UsageError(f"this policy is not sampled with {', '.join(sorted(unknown))}: leave it at its default.")
 
 
 def not_finite(version: int) -> DivergedError:

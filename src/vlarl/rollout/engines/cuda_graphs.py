@@ -16,94 +16,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from vlarl.types import PolicyInput
+from vlarl.decisions import Decisions, TensorRows
 
-PROMPT_STEP = 8
-
-Decode = Callable[[PolicyInput, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Inputs and uniforms [B, K*D] on the device -> ids and log-probs [B, K*D]."""
-
-Key = tuple[int, ...]
+Sample = Callable[[TensorRows, torch.Tensor], Decisions]
+"""Inputs and noise on the device -> decisions."""
 
 
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    inputs: PolicyInput
-    uniforms: torch.Tensor
-    outputs: tuple[torch.Tensor, torch.Tensor]
+    inputs: TensorRows
+    noise: torch.Tensor
+    decisions: Decisions
 
 
-class GraphedDecoding:
-    """Replays recordings of `decode`, which must read nothing but its arguments and weights that stay in place."""
+class GraphedSampling:
+    """Replays recordings of `sample`, which must read only its arguments and weights that stay where they are."""
 
-    def __init__(self, decode: Decode, pool: Any) -> None:
-        self._decode = decode
+    def __init__(self, sample: Sample, pool: Any) -> None:
+        self._sample = sample
         self._pool = pool
-        self._seen: set[Key] = set()
-        self._recordings: dict[Key, _Recording] = {}
+        self._met: set[tuple[int, ...]] = set()
+        self._recordings: dict[tuple[int, ...], _Recording] = {}
 
-    def __call__(self, inputs: PolicyInput, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log-probs of a batch on the device."""
+    def __call__(self, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+        """The decisions of a batch on the device."""
         rows = len(inputs)
-        inputs, uniforms = pad_batch(inputs, uniforms)
-        key = (*inputs.input_ids.shape, int(inputs.ragged))
-        if key not in self._seen:
-            self._seen.add(key)
-            ids, logprobs = self._decode(inputs, uniforms)
+        inputs, noise = pad_batch(inputs, noise)
+        key = inputs.shape_key
+        if key not in self._met:
+            self._met.add(key)
+            decisions = self._sample(inputs, noise)
         else:
             if key not in self._recordings:
-                self._recordings[key] = self._record(inputs, uniforms)
-            ids, logprobs = self._replay(self._recordings[key], inputs, uniforms)
-        return ids[:rows], logprobs[:rows]
+                self._recordings[key] = self._record(inputs, noise)
+            decisions = self._replay(self._recordings[key], inputs, noise)
+        return decisions.rows(slice(0, rows))
 
-    def _record(self, inputs: PolicyInput, uniforms: torch.Tensor) -> _Recording:
-        own = PolicyInput(
-            inputs.input_ids.clone(),
-            inputs.attention_mask.clone(),
-            inputs.pixels.clone(),
-            None if inputs.proprio is None else inputs.proprio.clone(),
-            inputs.ragged,
-        )
-        own_uniforms = uniforms.clone()
+    def _record(self, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
+        own, own_noise = inputs.map(torch.clone), noise.clone()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._decode(own, own_uniforms)
-        return _Recording(graph, own, own_uniforms, outputs)
+            decisions = self._sample(own, own_noise)
+        return _Recording(graph, own, own_noise, decisions)
 
     @staticmethod
-    def _replay(
-        recording: _Recording, inputs: PolicyInput, uniforms: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        own = recording.inputs
-        own.input_ids.copy_(inputs.input_ids)
-        own.attention_mask.copy_(inputs.attention_mask)
-        own.pixels.copy_(inputs.pixels)
-        if own.proprio is not None and inputs.proprio is not None:
-            own.proprio.copy_(inputs.proprio)
-        recording.uniforms.copy_(uniforms)
+    def _replay(recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+        given = iter(inputs.tensors())
+        recording.inputs.map(lambda own: own.copy_(next(given)))
+        recording.noise.copy_(noise)
         recording.graph.replay()
-        ids, logprobs = recording.outputs
-        return ids.clone(), logprobs.clone()
+        return recording.decisions.map(torch.clone)
 
 
-def pad_batch(inputs: PolicyInput, uniforms: torch.Tensor) -> tuple[PolicyInput, torch.Tensor]:
-    """The batch with its last row repeated up to a power of two, and prompts padded to a multiple of eight if they are
-    ragged already: rows depend neither on each other nor on their padding."""
+def pad_batch(inputs: TensorRows, noise: torch.Tensor) -> tuple[TensorRows, torch.Tensor]:
+    """The batch with its last row repeated up to a power of two, and rounded up in its other sizes: rows depend neither
+    on each other nor on their padding."""
     missing = (1 << (len(inputs) - 1).bit_length()) - len(inputs)
-    width = inputs.input_ids.shape[1]
-    padding = -width % PROMPT_STEP if inputs.ragged else 0
-    filled = PolicyInput(
-        F.pad(_repeat_last(inputs.input_ids, missing), (0, padding)),
-        F.pad(_repeat_last(inputs.attention_mask, missing), (0, padding)),
-        _repeat_last(inputs.pixels, missing),
-        None if inputs.proprio is None else _repeat_last(inputs.proprio, missing),
-        inputs.ragged,
-    )
-    return filled, _repeat_last(uniforms, missing)
+    padded = inputs.rounded_up().map(lambda column: _repeat_last(column, missing))
+    return padded, _repeat_last(noise, missing)
 
 
 def _repeat_last(tensor: torch.Tensor, times: int) -> torch.Tensor:

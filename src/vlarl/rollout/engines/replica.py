@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import VlarlError
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.types import ActionTokens, PolicyInput
 from vlarl.weights.stream import check_complete, check_shapes, checkpoint_name
 
 
@@ -37,11 +37,11 @@ class ReplicaEngine(TorchEngine):
         self._awaited: set[str] = set()  # weights that it announced and that have not arrived yet
         self._partial = False  # a sync ended halfway: only a sync of all weights fixes that
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+    def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
         if self._syncing is not None or self._partial:
             raise VlarlError("the engine can't act: its last sync has not ended. Sync it, or replace it.")
-        return super().generate(inputs, temperature, seeds)
+        return super().generate(inputs, sampling, seeds)
 
     def start_sync(self, shapes: Mapping[str, tuple[int, ...]], version: int) -> None:
         """Start a sync of weights with these names and shapes; what doesn't fit is refused before anything changes."""

@@ -18,17 +18,19 @@ from typing import Any, Literal
 
 import torch
 
+from vlarl.decisions import Decisions, Sampling
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
 from vlarl.policies.load import DTYPES
 from vlarl.policies.locate import checkpoint_folder
 from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.checkpoint import resolve_config
 from vlarl.policies.openvla.config import OpenVLAConfig, language_config
+from vlarl.policies.openvla.decisions import token_decisions
+from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.towers import KNOWN_TOWERS
 from vlarl.policies.openvla.vllm.plugin import BYTES_BACKEND, CONFIG_FORMAT, register
-from vlarl.rollout.engines.base import not_finite
-from vlarl.types import ActionTokens, PolicyInput
+from vlarl.rollout.engines.base import not_finite, refuse_sampling
 from vlarl.weights.stream import (
     WeightStream,
     bucket_message,
@@ -104,12 +106,13 @@ class VllmEngine:
         self._llm = _start(origin, self.config, options)
         self._llm.update_weight_version(str(self.version))
 
-    def generate(self, inputs: PolicyInput, temperature: float, seeds: Sequence[int]) -> ActionTokens:
-        """Sample action tokens, each row from its own seed whatever else is in the batch; temperature 0 is greedy."""
+    def generate(self, inputs: OpenVLAInputs, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+        """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
+        refuse_sampling(sampling, OpenVLAPolicy.sampling_options)
         self._check_usable()
         engine = self._llm.llm_engine
         for row, seed in enumerate(seeds):
-            engine.add_request(str(row), self._prompt(inputs, row), self._sampling(temperature, seed))
+            engine.add_request(str(row), self._prompt(inputs, row), self._sampling(sampling.temperature, seed))
         finished: dict[int, Any] = {}
         while engine.has_unfinished_requests():
             finished |= {int(o.request_id): o.outputs[0] for o in engine.step() if o.finished}
@@ -121,7 +124,7 @@ class VllmEngine:
         )
         if not logprobs.isfinite().all():
             raise not_finite(self.version)
-        return ActionTokens(ids, logprobs, self.version)
+        return token_decisions(ids, logprobs, self.config.action_dim).of_version(self.version)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Take over the learner's weights as `version`: a stream, or pairs by the policy's or checkpoint's names.
@@ -198,7 +201,7 @@ class VllmEngine:
         if held != str(self.version):
             raise VlarlError(f"vLLM runs weights of version {held}, not {self.version}: sync the engine again")
 
-    def _prompt(self, inputs: PolicyInput, row: int) -> Any:
+    def _prompt(self, inputs: OpenVLAInputs, row: int) -> Any:
         from vlarl.policies.openvla.vllm.prompt import library_prompt, observation_prompt
 
         ids = inputs.input_ids[row][inputs.attention_mask[row]].tolist()

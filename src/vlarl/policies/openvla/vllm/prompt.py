@@ -1,4 +1,4 @@
-"""A row of a PolicyInput as a vLLM prompt that bypasses its processors, since the policy has made pixels and ids.
+"""A row of OpenVLAInputs as a vLLM prompt that bypasses its processors, since the policy has made pixels and ids.
 
 Padding ids, which no prompt contains, are the placeholders of the image tokens, right after the first token.
 """

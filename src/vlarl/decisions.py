@@ -1,0 +1,202 @@
+"""What a policy reads and samples, as batches with one row for each decision.
+
+A decision is anything that a policy samples at one observation: the action tokens of a chunk, the tokens of a text, the
+steps of a denoising chain. It has L elements, each with a log-prob. Nothing outside `policies/` knows more about it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """A batch: every field is a tensor with one row for each member, a batch of as many rows, or None.
+
+    >>> @dataclass(frozen=True)
+    ... class Prompts(TensorRows):
+    ...     ids: torch.Tensor  # [B, L]
+    >>> short, long = Prompts(torch.tensor([[1, 2]])), Prompts(torch.tensor([[3, 4, 5]]))
+    >>> Prompts.cat([short, long]).ids.tolist()
+    [[1, 2, 0], [3, 4, 5]]
+    """
+
+    def __len__(self) -> int:
+        return len(self.tensors()[0])
+
+    def map(self, change: Change) -> Self:
+        """The same batch with every tensor changed."""
+        return self._changed(change, lambda part: part.map(change))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, in the order of the fields."""
+        found: list[torch.Tensor] = []
+        for value in self._columns().values():
+            if isinstance(value, TensorRows):
+                found += value.tensors()
+            elif value is not None:
+                found.append(value)
+        return found
+
+    def rows(self, index: torch.Tensor | slice) -> Self:
+        """The chosen rows."""
+        return self._changed(lambda column: column[index], lambda part: part.rows(index))
+
+    def row(self, index: int) -> Self:
+        """One row in memory of its own, to be kept when the batch is gone."""
+        return self.rows(slice(index, index + 1)).map(torch.clone)
+
+    def empty(self) -> Self:
+        """The same kind of batch without any row."""
+        return self.rows(slice(0, 0)).map(torch.clone)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on another device. What is pinned is copied while the host continues; it waits for its own."""
+        waits = torch.device(device).type == "cpu"  # a copy from a GPU in the background would be read too early
+        return self._changed(lambda column: column.to(device, non_blocking=not waits), lambda part: part.to(device))
+
+    def pinned(self) -> Self:
+        """The same batch in page-locked memory of the host, which a GPU reads by itself."""
+        return self.map(torch.Tensor.pin_memory)
+
+    def rounded_up(self) -> Self:
+        """The same rows in a shape that few batches differ in, for passes that are recorded once for each shape."""
+        return self
+
+    @property
+    def shape_key(self) -> tuple[int, ...]:
+        """What a recorded pass depends on: the sizes of all tensors."""
+        return tuple(size for tensor in self.tensors() for size in tensor.shape)
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """[B] how long each row is, to put rows of like length together; None where all rows are alike."""
+        return None
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in their order; shorter rows are padded with zeros on the right."""
+        first = parts[0]
+        joined: dict[str, torch.Tensor | TensorRows] = {}
+        for name, value in first._columns().items():
+            columns = [getattr(part, name) for part in parts]
+            if len({column is None for column in columns}) > 1:
+                raise ValueError(f"{name} is there in some parts and missing in others")
+            if isinstance(value, TensorRows):
+                joined[name] = type(value).cat(columns)
+            elif value is not None:
+                joined[name] = _cat_padded(columns)
+        return replace(first, **joined)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Tensors travel to other processes as arrays, which Ray's object store holds for all of them at once."""
+        return {
+            field.name: value.cpu().contiguous().numpy() if isinstance(value, torch.Tensor) else value
+            for field, value in ((field, getattr(self, field.name)) for field in fields(self))
+        }
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """The same batch; what comes from an object store is read-only."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            for name, value in state.items():
+                object.__setattr__(self, name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+
+    def _changed(self, change: Change, change_part: Callable[[TensorRows], TensorRows]) -> Self:
+        """The same batch with every tensor changed, and every batch in it by a method of its own."""
+        changed = {
+            name: change_part(value) if isinstance(value, TensorRows) else change(value)
+            for name, value in self._columns().items()
+            if value is not None
+        }
+        return replace(self, **changed)
+
+    def _columns(self) -> dict[str, torch.Tensor | TensorRows | None]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {n: v for n, v in values.items() if v is None or isinstance(v, torch.Tensor | TensorRows)}
+
+
+def _cat_padded(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    sizes = [max(sizes) for sizes in zip(*(column.shape[1:] for column in columns), strict=True)]
+    padded = []
+    for column in columns:
+        missing = [wanted - size for wanted, size in zip(sizes, column.shape[1:], strict=True)]
+        padding = [side for amount in reversed(missing) for side in (0, amount)]
+        padded.append(F.pad(column, padding) if any(missing) else column)
+    return torch.cat(padded)
+
+
+@dataclass(frozen=True)
+class Decisions(TensorRows):
+    """A padded batch of what was sampled.
+
+    For one chunk of two actions with three dimensions: `engine_logprobs` [1, 6], `mask` all True, `step` 0 0 0 1 1 1.
+    """
+
+    sample: TensorRows  # private to the policy that made it
+    engine_logprobs: torch.Tensor  # [B, L] float32, of the weights that sampled, at the sampling temperature
+    mask: torch.Tensor  # [B, L] bool: the elements that count; padding does not, nor what was not executed
+    step: torch.Tensor  # [B, L] int64 which environment step of the decision an element belongs to
+    version: torch.Tensor  # [B] int64 of the weights that sampled
+
+    def of_version(self, version: int) -> Decisions:
+        """The same decisions, made by weights of this version."""
+        return replace(self, version=torch.full_like(self.version, version))
+
+    def executed(self, num_executed: torch.Tensor) -> Decisions:
+        """The same decisions, of which the first `num_executed` [B] environment steps count."""
+        return replace(self, mask=self.mask & (self.step < num_executed[:, None]))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How decisions are sampled. A policy says which of these it takes (`Policy.sampling_options`)."""
+
+    temperature: float = 1.0  # 0 takes the likeliest element
+    top_p: float = 1.0  # elements of the smallest set with at least this probability; 1 takes all
+    top_k: int = 0  # the likeliest elements; 0 takes all
+    max_tokens: int | None = None  # of a text
+    stop: tuple[int, ...] = ()  # tokens that end a text
+
+    def chosen(self) -> frozenset[str]:
+        """The options that are not left at their defaults."""
+        default = Sampling()
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name))
+
+
+@dataclass(frozen=True)
+class TrainBatch(TensorRows):
+    """Decisions ready for the learner, one row each; rows of one trajectory stay in order.
+
+    What is None at first is filled in on the way: by `Learner.annotate`, from the algorithm's estimates, and for each
+    minibatch.
+    """
+
+    inputs: TensorRows
+    decisions: Decisions  # of which executed steps count
+    trajectory: torch.Tensor  # [N] int64 which trajectory of the batch a row belongs to
+    learner_logprobs: torch.Tensor | None = None  # [N, L] of the policy before its first step; None: no pass was needed
+    entropy: torch.Tensor | None = None  # [N, L] of the policy before its first step; None as above
+    ref_logprobs: torch.Tensor | None = None  # [N, L] of the reference policy; None without one
+    old_values: torch.Tensor | None = None  # [N, V] values before the first step; None without a critic
+    advantages: torch.Tensor | None = None  # [N, L]
+    returns: torch.Tensor | None = None  # [N, V] value targets; None without a critic
+    value_mask: torch.Tensor | None = None  # [N, V] bool: values of executed steps; None without a critic
+    old_logprobs: torch.Tensor | None = None  # [N, L] where the ratio is 1; None: at the log-probs of the pass itself
+    weights: torch.Tensor | None = None  # [N, L] what each element counts in its minibatch
+    sequence_log_ratio: torch.Tensor | None = None  # [N] mean over the row's trajectory; None unless it is needed
+    selected: torch.Tensor | None = None  # [N, L] bool: elements that the policy gradient is taken of; None for all
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[N, L] bool: elements of executed steps."""
+        return self.decisions.mask
