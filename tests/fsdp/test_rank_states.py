@@ -84,7 +84,7 @@ def damage(ranks: Ranks, bases: Path, folder: Path, name: str) -> str:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    ranks.barrier()
+    ranks.any(False)  # waits for rank 0
     learner, _ = build(CASES["full"], bases, ranks, copied)
     try:
         restore(learner, copied)

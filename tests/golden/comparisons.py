@@ -123,9 +123,15 @@ def check_vision(model: Model, expected: Arrays) -> None:
     )
 
 
+def over_vocabulary(policy: OpenVLAPolicy, states: torch.Tensor) -> torch.Tensor:
+    """Float32 logits over the padded vocabulary, of which the model itself reads the action ids alone."""
+    logits: torch.Tensor = policy.model.language_model.lm_head(states)
+    return logits.float()
+
+
 def full_logits(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
     """Over the whole vocabulary, where the critic reads, too."""
-    return policy.model.full_logits(policy.decoder.first_state(policy.model, policy._prefix(inputs)))
+    return over_vocabulary(policy, policy.decoder.first_state(policy.model, policy._prefix(inputs)))
 
 
 @torch.no_grad()
@@ -162,7 +168,7 @@ def check_logprobs(model: Model, expected: Arrays) -> None:
 
     def over_all(policy: OpenVLAPolicy, temperature: float) -> torch.Tensor:
         states = policy.decoder.states(policy.model, policy._prefix(inputs), tokens)
-        return distribution.token_logprobs(policy.model.full_logits(states), tokens, temperature)
+        return distribution.token_logprobs(over_vocabulary(policy, states), tokens, temperature)
 
     for support, compute in (("action", over_actions), ("fullvocab", over_all)):
         for name, temperature in temperatures(expected, support):

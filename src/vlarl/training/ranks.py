@@ -44,10 +44,6 @@ class Ranks(Protocol):
         """Whether the flag is set on any rank."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        ...
-
 
 class SingleRank:
     """The only process."""
@@ -65,9 +61,6 @@ class SingleRank:
     def any(self, flag: bool) -> bool:
         """Its own flag."""
         return flag
-
-    def barrier(self) -> None:
-        """There are no other ranks to wait for."""
 
 
 class ProcessGroup:
@@ -110,10 +103,6 @@ class ProcessGroup:
         raised = torch.tensor(int(flag))
         dist.all_reduce(raised)
         return bool(raised)
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.any(False)
 
 
 def distribute(pieces: Sequence[Piece], idle: Piece, work: Callable[[Piece], Result], ranks: Ranks) -> list[Result]:

@@ -33,7 +33,7 @@ def mirrored_encode(original: Any) -> Any:
 
 def full_vocabulary(self: OpenVLAModel, states: torch.Tensor) -> torch.Tensor:
     """The action ids come first, so that action-bin indices still fit; all other ids follow."""
-    return self.full_logits(states).roll(-self.config.first_action_id, dims=-1)
+    return self.language_model.lm_head(states).float().roll(-self.config.first_action_id, dims=-1)
 
 
 def at_temperature_one(original: Any) -> Any:

@@ -27,9 +27,6 @@ class OneOf:
     def any(self, flag):
         return flag
 
-    def barrier(self):
-        pass
-
 
 def test_one_process_works_on_every_piece_in_order():
     seen = []

@@ -98,8 +98,3 @@ class OpenVLAModel(nn.Module):
         # An adapter wraps the head, or its weights are quantised: only its own forward is correct.
         wrapped: torch.Tensor = head(states)
         return wrapped[..., first:last].float()
-
-    def full_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Finished states -> float32 logits over the padded vocabulary."""
-        out: torch.Tensor = self._language.lm_head(states)
-        return out.float()

@@ -473,6 +473,6 @@ class OpenVLAPolicy(Policy):
 
     def _value(self, state: torch.Tensor) -> torch.Tensor:
         if self.value_head is None:
-            raise ValueError("the policy has no critic: call attach_value_head first, or load one with value_head=…")
+            raise ValueError("the policy has no critic: call attach_value_head first, or load a checkpoint with one")
         values: torch.Tensor = self.value_head(state.to(self.heads_device)).to(self.device)
         return values
