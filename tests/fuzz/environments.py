@@ -43,7 +43,7 @@ TOLERATED = (*HARMLESS, "close hangs", "close raises")
 BROKEN = (*ACTS, *SHOWN, *SUCCESS, *STEPS)
 ENDLESS = ("hangs", "hangs and holds the GIL", "is stopped", "starts a child", "starts a detached child")
 SLOW = ("hang", "stopped")
-COUNTS_AGAIN = re.compile("redone|retried")  # names of what counts episodes that were run again
+COUNTS_AGAIN = re.compile("retried|retries")  # names of what counts episodes that were run again
 
 MUTATIONS = (
     *(f"always: {fault}" for fault in (*BROKEN, *TOLERATED, *(f for f in ALWAYS_ONLY if f not in TOLERATED))),
