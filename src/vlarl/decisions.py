@@ -60,7 +60,7 @@ class TensorRows:
         return self.rows(slice(0, 0)).map(torch.clone)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch on another device. What is pinned is copied while the host continues; it waits for its own."""
+        """The same batch on another device. A copy of pinned memory to a GPU runs while the host continues."""
         waits = torch.device(device).type == "cpu"  # a copy from a GPU in the background would be read too early
         return self._changed(lambda column: column.to(device, non_blocking=not waits), lambda part: part.to(device))
 

@@ -187,7 +187,7 @@ def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> d
 
 
 def estimated_batch(parts: Parts, config: Config, trajectories: Sequence[Trajectory], iteration: int) -> TrainBatch:
-    """The decisions of all trajectories as a batch, with what the learner finds of them and their advantages."""
+    """The decisions of all trajectories as a batch, with the learner's annotations and the advantages."""
     batch, last, values, ref_kl = build_batch(trajectories), None, None, None
     if parts.algorithm.needs_critic and (cut_off := last_observations(trajectories)):
         last = parts.policy.process([trajectories[index].final_observation for index in cut_off])

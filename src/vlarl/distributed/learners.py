@@ -104,7 +104,7 @@ class Rank:
         return self.store.save_policy(name, self.learner.policy, metadata)
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None) -> Annotations | None:
-        """What the networks find of a batch, from rank 0. The batch's inputs are kept for its update."""
+        """Log-probs and values of a batch, from rank 0. The batch's inputs are kept for its update."""
         self._inputs = batch.inputs
         found = self.learner.annotate(batch, iteration, last)
         return found if self.rank == 0 else None
@@ -196,7 +196,7 @@ class LearnerGroup:
         return updated.result
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
-        """What the networks find of a batch before its first step; `last` are inputs of last observations."""
+        """Log-probs and values of a batch before its first step; `last` are the inputs of last observations."""
         self._annotated = batch.inputs
         found: Annotations = self.call_all("annotate", put(batch), iteration, None if last is None else put(last))
         return found

@@ -1,4 +1,4 @@
-"""What the learner's networks say of a batch before its first optimizer step.
+"""Annotations: log-probs and values of a batch before its first optimizer step.
 
     policy       log-probs, entropies, values of a value head     one pass
     critic       values of a network of its own                    one pass

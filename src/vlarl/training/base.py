@@ -55,7 +55,7 @@ class Trainer(Protocol):
         ...
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
-        """What the networks find of a batch before its first step; `last` are inputs of last observations."""
+        """Log-probs and values of a batch before its first step; `last` are the inputs of last observations."""
         ...
 
     def publish(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The learner: `annotate` says what its networks find of a batch, `update` turns the batch into optimizer steps.
+"""The learner: `annotate` computes log-probs and values of a batch, `update` turns the batch into optimizer steps.
 
 for each epoch:          shuffle the rows, distribute them over minibatches
   for each minibatch:    zero the gradients once; fix what each element counts in it
@@ -140,10 +140,10 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
-        """What the networks find of a batch before its first step, with one pass of each where it is needed.
+        """Log-probs and values of a batch before its first step: at most one pass of each network.
 
-        `last` are the inputs of last observations, which have values. Rows go through a network in the company they
-        will have in the first epoch: kernels round by batch, and this way the first ratio is 1 to the last bit.
+        `last` are the inputs of last observations, which have values. Rows are batched as in the first epoch: kernels
+        round differently for different batches, and this way the first ratio is exactly 1.
         """
         schedule = self._schedule(batch, iteration)
         needs = Needs.of(self.config, len(schedule), self.algorithm.needs_critic)
@@ -178,7 +178,7 @@ class Learner:
     def _each_row(
         self, batch: TrainBatch, minibatches: Sequence[torch.Tensor], work: Callable[[TrainBatch], Annotations]
     ) -> Annotations:
-        """What `work` finds of each row, in the order of the rows."""
+        """The annotations that `work` computes, in the order of the batch's rows."""
         found = [piece for rows in minibatches for piece in self._each_microbatch(batch, rows, work)]
         order = torch.argsort(torch.cat([micro for micro, _ in found]))
         return Annotations.cat([part for _, part in found]).rows(order)
@@ -196,8 +196,8 @@ class Learner:
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has been trained since."""
         if self.reference is not None:
-            place = torch.device("cpu") if self.sharded else self.device  # whole only on the host
-            self.reference = reference_at_start(self.policy, self.config, place)
+            device = torch.device("cpu") if self.sharded else self.device  # whole only on the host
+            self.reference = reference_at_start(self.policy, self.config, device)
 
     def update(
         self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None
