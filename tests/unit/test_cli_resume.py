@@ -6,7 +6,9 @@ import pytest
 
 from vlarl.cli import main
 from vlarl.cli.configured import train
+from vlarl.cli.resume import refuse_damaged
 from vlarl.config.source.load import load_config, to_yaml
+from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
 
 
@@ -34,7 +36,11 @@ def test_a_configuration_that_is_cut_off_is_refused_wherever(run, capsys):
     """Missing options would get their defaults, and the run would continue as a different one."""
     text = (run / "config.yaml").read_text()
     lines = text.splitlines(keepends=True)
-    for count in range(0, len(lines) - 1, 7):
+    for count in range(len(lines) - 1):
+        (run / "config.yaml").write_text("".join(lines[:count]))
+        with pytest.raises(UsageError, match="it is truncated"):
+            refuse_damaged(run / "config.yaml")
+    for count in (0, 1, len(lines) // 2, len(lines) - 2):
         (run / "config.yaml").write_text("".join(lines[:count]))
         message = failed(["--resume", "first", "--dry-run"], capsys)
         assert "runs/first/config.yaml is damaged: it is truncated" in message, count

@@ -30,8 +30,8 @@ def refuse_damaged(file: Path) -> None:
         return
     *_, last = Config.model_fields  # earlier versions wrote no last line: all options must be there
     missing = [name for name in Config.model_fields if name not in sections]
-    content = sections.get(last)
-    if not missing and isinstance(content, dict):
+    if not missing:
+        content = sections[last] if isinstance(sections[last], dict) else {}  # None: cut off at the section's own line
         missing = [f"{last}.{name}" for name in type(getattr(Config(), last)).model_fields if name not in content]
     if missing:
         raise _refused(file, f"it is truncated: {missing[0]} is missing")
