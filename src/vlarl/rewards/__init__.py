@@ -9,6 +9,7 @@ import torch
 
 from vlarl.config.callables import find_given, is_given
 from vlarl.config.recipe import parse_rule
+from vlarl.config.reward_module import import_function, style_of
 from vlarl.config.schema import RewardConfig
 from vlarl.devices import usable_device
 from vlarl.rewards.base import Reward
@@ -20,6 +21,8 @@ from vlarl.rewards.remote import REMOTE_TIMEOUT_S, RemoteReward
 from vlarl.rewards.rules import RulesReward
 from vlarl.rewards.safe import SafeReward
 from vlarl.rewards.shaping import ShapedReward
+from vlarl.rewards.text import TextReward, format_reward, length_reward, match_reward, overlong_reward
+from vlarl.rewards.text_function import TextFunctionReward
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,12 @@ def _single(source: str, config: RewardConfig, run: RewardContext) -> Reward:
     """The named reward, the user's own `module:function`, or the function that was given in Python."""
     if source in REWARDS:
         return REWARDS[source](config, run)
-    function = find_given("reward.source", source, config.given, "reward") if is_given(source) else None
-    return FunctionReward(source, function, config.timeout_s)
+    given = find_given("reward.source", source, config.given, "reward").function if is_given(source) else None
+    function = import_function(source) if given is None else given
+    style = style_of(function)
+    if style == "trajectory":
+        return FunctionReward(source, function, config.timeout_s)
+    return TextFunctionReward(source, function, style, config.timeout_s)
 
 
 def _combined(config: RewardConfig, run: RewardContext) -> CombinedReward:
@@ -100,6 +107,11 @@ def _remote(config: RewardConfig, run: RewardContext) -> RemoteReward:
     )
 
 
+def _overlong(config: RewardConfig, run: RewardContext) -> TextReward:
+    assert config.max_tokens is not None, "checked with the configuration"
+    return overlong_reward(config.max_tokens, config.overlong_buffer)
+
+
 REWARDS: dict[str, Callable[[RewardConfig, RewardContext], Reward]] = {
     "sparse": lambda config, run: SparseReward(),
     "dense": lambda config, run: DenseReward(),
@@ -107,4 +119,10 @@ REWARDS: dict[str, Callable[[RewardConfig, RewardContext], Reward]] = {
     "rules": _rules,
     "model": _model,
     "remote": _remote,
+    "exact_match": lambda config, run: match_reward("exact"),
+    "number_match": lambda config, run: match_reward("number"),
+    "choice": lambda config, run: match_reward("choice"),
+    "format": lambda config, run: format_reward(config.pattern),
+    "length": lambda config, run: length_reward(config.length_limit, config.length_penalty),
+    "overlong": _overlong,
 }

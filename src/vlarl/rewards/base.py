@@ -37,6 +37,10 @@ class Reward(ABC):
         """Score several trajectories at once, in their order."""
         return [self.score(trajectory) for trajectory in trajectories]
 
+    def score_some(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory | None]:
+        """The same as a part of a combined reward: None for a trajectory that this reward does not concern."""
+        return self.score_all(trajectories)
+
     def move_to_cpu(self) -> bool:
         """Leave a device that failed; False when there is nothing to move."""
         return False

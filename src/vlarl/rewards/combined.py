@@ -11,6 +11,8 @@ from vlarl.config.recipe import RecipeRule
 from vlarl.rewards.base import Reward
 from vlarl.types import FloatArray, Trajectory
 
+LABELS = ("data_source", "label")  # columns of a prompt that a recipe may name
+
 
 class CombinedReward(Reward):
     """The weighted sum of rewards, step by step."""
@@ -31,14 +33,17 @@ class CombinedReward(Reward):
         return self.score_all([trajectory])[0]
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The weighted sum of all rewards; a reward scores only the episodes in which its weight is not 0."""
+        """The weighted sum of all rewards; a reward scores only the episodes in which its weight is not 0, and one that
+        does not concern an episode is left out of its sum."""
         totals: list[list[FloatArray]] = [[np.zeros_like(t.rewards) for t in e.transitions] for e in trajectories]
         returns: list[dict[str, float]] = [{} for _ in trajectories]
         weights = [self.weights_of(trajectory) for trajectory in trajectories]
         for name, part in self.parts.items():
             indices = [index for index, by_name in enumerate(weights) if by_name.get(name, 0.0) != 0.0]
-            results = part.score_all([trajectories[index] for index in indices]) if indices else []
+            results = part.score_some([trajectories[index] for index in indices]) if indices else []
             for index, scored in zip(indices, results, strict=True):
+                if scored is None:
+                    continue
                 returns[index][name] = scored.env_return
                 for total, transition in zip(totals[index], scored.transitions, strict=True):
                     total += np.float32(weights[index][name]) * transition.rewards
@@ -50,7 +55,9 @@ class CombinedReward(Reward):
     def weights_of(self, trajectory: Trajectory) -> Mapping[str, float]:
         """The weights of the first rule that matches the episode's task, else the default ones."""
         task, instruction = trajectory.task, trajectory.final_observation.instruction
-        matching = (rule.weights for rule in self.recipe if rule.fits(task.suite, task.task_id, instruction))
+        prompt = trajectory.final_observation.prompt
+        labels = [str(prompt.columns[name]) for name in LABELS if name in prompt.columns] if prompt else []
+        matching = (rule.weights for rule in self.recipe if rule.fits(task.suite, task.task_id, instruction, labels))
         return next(matching, self.weights)
 
     def move_to_cpu(self) -> bool:

@@ -22,7 +22,7 @@ from vlarl.errors import VlarlError
 from vlarl.json_files import parse_json
 from vlarl.rewards.base import RewardUnavailableError, Scoring, ScoringReward
 from vlarl.rewards.exchange import RefusalError, WatchedExchange
-from vlarl.types import Observation, Trajectory, UInt8Array
+from vlarl.types import Observation, Trajectory, Transition, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ def read_reply(reply: bytes, per_episode: Sequence[int]) -> list[list[float]]:
 def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"]) -> dict[str, Any]:
     """An episode in the service's format."""
     task = trajectory.task
+    texts = [_written(t) for t in trajectory.transitions if t.text is not None]
     return {
         "episode_id": task.episode_id,
         "suite": task.suite,
@@ -152,12 +153,22 @@ def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"])
             _seen(t.observation, images == "all") | {"num_executed": t.num_executed} for t in trajectory.transitions
         ],
         "final": _seen(trajectory.final_observation, images != "none"),
+        **({"responses": texts} if texts else {}),
     }
+
+
+def _written(transition: Transition) -> dict[str, Any]:
+    """A text with its prompt; columns that JSON can't hold are sent as text."""
+    prompt = transition.observation.prompt
+    columns = {} if prompt is None else json.loads(json.dumps(dict(prompt.columns), default=str))
+    messages = [] if prompt is None else [dict(message) for message in prompt.messages]
+    return {"messages": messages, "text": transition.text, "columns": columns}
 
 
 def _seen(observation: Observation, with_image: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"proprio": [float(value) for value in observation.proprio]}
-    return seen | {"image": jpeg_base64(observation.images[0])} if with_image else seen
+    images = (*observation.images, *(() if observation.prompt is None else observation.prompt.images))
+    return seen | {"image": jpeg_base64(images[0])} if with_image and images else seen
 
 
 def jpeg_base64(image: UInt8Array) -> str:

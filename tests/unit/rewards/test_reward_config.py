@@ -101,7 +101,7 @@ def test_flags_read_well(tmp_path):
         (
             {"source": "combined", "sources": ["sparse", "densse"]},
             "reward.sources = 'densse': unknown reward; did you mean 'dense'? Known: sparse, dense, shaped, rules, model, remote, "
-            "combined, or your own module:function",
+            "exact_match, number_match, choice, format, length, overlong, combined, or your own module:function",
         ),
         (
             {"source": "combined"},

@@ -1,0 +1,1 @@
+"""Prompts as one-step environments: an episode is one prompt and one text."""
