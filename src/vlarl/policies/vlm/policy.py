@@ -1,0 +1,287 @@
+"""Any language or vision-language model of transformers as a `Policy`: it reads a prompt and its decision is a text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
+from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.errors import UsageError
+from vlarl.policies import adapters, checksums
+from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy
+from vlarl.policies.value_head import ValueHead
+from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
+from vlarl.policies.vlm.generation import Stops, generate, max_tokens
+from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
+from vlarl.policies.vlm.model import ModelAccess, Pass, following, remove_noise
+from vlarl.policies.vlm.processor import PromptProcessor
+from vlarl.policies.vlm.saving import save_model
+from vlarl.policies.vlm.scoring import chunk_size, score_texts
+from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
+from vlarl.types import Action, Observation
+
+VALUE_HEAD = "value_head"
+DEFAULT_IMAGE_SIZE = 224
+UNADAPTED = ("lm_head",)
+
+
+class VlmPolicy(Policy):
+    """A transformers model with its processor and optional critic and adapters.
+
+    Its critic's values are read at the state before the first token of a text (levels chunk and step, since a text is
+    one environment step), or before each token (level token).
+    """
+
+    sampling_options = frozenset(
+        {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_strings"},
+    )
+    num_steps = 1
+    action_dim = 0
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, processor: PromptProcessor, base: BaseCheckpoint | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.access = ModelAccess(model)
+        self.processor = processor
+        self.base = base  # None: not loaded from a checkpoint
+        self.assets: dict[str, bytes] = {}  # files of the tokenizer and processor, written as they were read
+        self.linear_names = adapters.linear_names(model, UNADAPTED)
+        self.value_head: ValueHead | None = None
+        self.level: Level = "chunk"
+        self.positions_at_once = chunk_size(self.access.vocabulary)  # whose logits exist at the same time
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.access.device
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of an image side that an environment renders; the processor takes any size."""
+        vision = getattr(self.model.config, "vision_config", None)
+        return int(getattr(vision, "image_size", None) or DEFAULT_IMAGE_SIZE)
+
+    @property
+    def num_images(self) -> int:
+        """Views of an observation of a robot that the policy reads; prompts may have any number of images."""
+        return int(self.processor.reads_images)
+
+    @property
+    def recordable(self) -> bool:
+        """Texts differ in length, so their sampling can't be recorded as a CUDA graph."""
+        return False
+
+    def process(self, observations: Sequence[Observation]) -> VlmInputs:
+        """Prompts as the model's own processor makes them, on the CPU."""
+        return self.processor(observations)
+
+    def noise(self, seeds: Sequence[int], sampling: Sampling) -> torch.Tensor:
+        """[B, max_tokens] uniforms, one a token, each row from its own seed."""
+        count = max_tokens(sampling)
+        drawn = [np.random.default_rng(seed).random(count, dtype=np.float32) for seed in seeds]
+        return torch.from_numpy(np.stack(drawn))
+
+    @torch.no_grad()
+    def sample(self, inputs: TensorRows, noise: torch.Tensor, sampling: Sampling) -> Decisions:
+        """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
+        prefix = self.access.prefix(vlm_inputs(inputs))
+        stops = Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
+        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, stops)
+        return text_decisions(sample, logprobs)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The model's own end tokens; others can be added by `Sampling.stop`."""
+        own = getattr(self.model.generation_config, "eos_token_id", None)
+        own = self.processor.tokenizer.eos_token_id if own is None else own
+        return tuple(own) if isinstance(own, list) else () if own is None else (int(own),)
+
+    def evaluate(
+        self,
+        inputs: TensorRows,
+        decisions: Decisions,
+        temperature: float,
+        *,
+        critic_only: bool = False,
+        entropy_gradient: bool = False,
+        extras: Collection[str] = (),
+    ) -> Evaluation:
+        """Log-probs and entropies of the tokens of given texts, and values with a critic."""
+        sample = text_sample(decisions).to(self.device)
+        mask = decisions.mask.to(self.device)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not critic_only):
+            found = self._text_states(vlm_inputs(inputs), sample)
+            width = found.states.shape[1]
+            logprobs, entropy = score_texts(
+                found.states,
+                sample.ids[:, :width],
+                mask[:, :width],
+                self.access.logits,
+                temperature,
+                size=self.positions_at_once,
+                entropy_gradient=entropy_gradient,
+            )
+        return Evaluation(
+            logprobs=sample.padded(logprobs),
+            entropy=sample.padded(entropy),
+            values=None if self.value_head is None else self._values(found.states, sample),
+            aux_loss=found.aux_loss,
+        )
+
+    def _text_states(self, inputs: VlmInputs, sample: TextSample) -> Pass:
+        """One pass over prompts and texts; of its states [B, L, H] those before each token, up to the longest text."""
+        prefix = self.access.prefix(inputs)
+        width = max(int(sample.length.max()), 1)
+        read = width - 1  # the last token of a text is not read: nothing follows it
+        before_last = torch.arange(read, device=self.device) < sample.length[:, None] - 1
+        found = self.access.run(
+            torch.cat([prefix.ids, sample.ids[:, :read]], dim=1),
+            torch.cat([prefix.mask, before_last], dim=1),
+            torch.cat([prefix.positions, following(prefix, read)], dim=-1),
+            self.access.widened(prefix, read),
+        )
+        return Pass(found.states[:, -width:], None, found.aux_loss)
+
+    def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:
+        """[B, V] the critic's values alone; without decisions, or of decisions as a whole, the first one alone."""
+        if decisions is not None and self.level == "token":
+            sample = text_sample(decisions).to(self.device)
+            return self._values(self._text_states(vlm_inputs(inputs), sample).states, sample)
+        prefix = self.access.prefix(vlm_inputs(inputs))
+        states = self.access.run(prefix.ids, prefix.mask, prefix.positions, prefix.extra).states
+        return self._value(states[:, -1])
+
+    def _values(self, states: torch.Tensor, sample: TextSample) -> torch.Tensor:
+        if self.level != "token":
+            return self._value(states[:, 0])
+        attended = sample.attended()[:, : states.shape[1]]
+        return sample.padded(self._value(states.masked_fill(~attended.unsqueeze(-1), 0.0)).squeeze(-1))
+
+    def _value(self, states: torch.Tensor) -> torch.Tensor:
+        """[…, H] -> […, 1]."""
+        if self.value_head is None:
+            raise ValueError("the policy has no critic: call attach_value_head first, or load a checkpoint with one")
+        values: torch.Tensor = self.value_head(states)
+        return values
+
+    def act(self, decisions: Decisions) -> list[Action]:
+        """The texts, without special tokens; a stop string is a part of its text."""
+        sample = text_sample(decisions)
+        rows = zip(sample.ids.tolist(), sample.length.tolist(), strict=True)
+        return [
+            cast(str, self.processor.tokenizer.decode(ids[:length], skip_special_tokens=True)) for ids, length in rows
+        ]
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return cast(str, self.processor.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
+        """A text has no statistics."""
+        if unnorm_key is not None:
+            raise UsageError(f"policy.unnorm_key = {unnorm_key!r}: a text is not normalised; leave it out.")
+
+    def freeze(self, part: Literal["vision", "backbone"]) -> None:
+        """Exclude the vision tower, or the whole model without its heads, from training."""
+        self._part(part).requires_grad_(False)
+        self.linear_names = adapters.linear_names(self.model, UNADAPTED)
+
+    def _part(self, part: Literal["vision", "backbone"]) -> nn.Module:
+        if part == "backbone":
+            return self.model
+        tower = cast(nn.Module, self.model.get_encoder(modality="image"))
+        if not self.processor.reads_images or tower in (self.model, self.model.base_model):
+            raise UsageError("policy.freeze = 'vision': this model has no vision tower; set it to 'none'.")
+        return tower
+
+    def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Set up freezing, adapters and gradient checkpointing as configured; loaded adapters are trained further."""
+        remove_noise(self.model)
+        if settings.freeze != "none" and not self.has_adapter:
+            self.freeze(settings.freeze)
+        if lora.adapter is not None and self.has_adapter:
+            raise UsageError(
+                f"lora.adapter = {lora.adapter!r}: policy.path is an adapter itself; name one of them only."
+            )
+        if (lora.enabled or lora.adapter is not None) and not self.has_adapter:
+            try:
+                self._add_adapter(lora, seed)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"lora: {error}") from error
+        if settings.freeze == "vision":
+            self._part("vision").requires_grad_(False)  # loaded adapters included
+        if any(p.requires_grad and p.dtype != torch.float32 for p in self.parameters()):
+            raise UsageError(
+                f"policy.dtype = '{str(self.model.dtype).removeprefix('torch.')}' without adapters: small updates of "
+                "weights that are trained would be rounded away; set lora.enabled, or policy.dtype to float32."
+            )
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _add_adapter(self, lora_config: LoraConfig, seed: int) -> None:
+        """Freeze the model and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
+        from vlarl.policies import lora
+
+        if self.base is None:
+            raise ValueError("adapters need a base that is saved on disk: save this policy and load it again")
+        if lora_config.adapter is not None:
+            self.add_adapter_from(Path(lora_config.adapter))
+            unknown = TrainingData(unknown=(lora_config.adapter,))
+            self.training_data = self.training_data.joined(training_data_of(lora_config.adapter) or unknown)
+            return
+        self.model.requires_grad_(False)
+        lora.add_fresh(self.model, lora_config, self.linear_names, self.base.path, seed)
+        self.has_adapter = True
+
+    def add_adapter_from(self, folder: Path) -> None:
+        """Freeze everything but the critic and continue with a folder's adapters."""
+        from vlarl.policies import lora
+
+        assert self.base is not None
+        adapters.check_base(folder, self.base.path, self.base.fingerprint)
+        self.model.requires_grad_(False)
+        lora.add_from(self.model, folder, self.base.path)
+        self.has_adapter = True
+
+    def attach_value_head(
+        self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, level: Level = "chunk"
+    ) -> ValueHead:
+        """Add a new critic, unless the checkpoint has one; kept in float32 whatever the policy's type."""
+        self.level = level
+        if self.value_head is None:
+            head = ValueHead(self.access.hidden_size, hidden_sizes, 1)
+            head.reset(torch.Generator().manual_seed(seed))
+            self.value_head = head.to(self.device)
+        return self.value_head
+
+    def detach_value_head(self) -> None:
+        """Remove the critic, if there is one."""
+        self.value_head = None
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write the checkpoint as transformers does, with the files of its processor, or the adapters if there are any;
+        `dtype` converts the weights."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / checksums.FILE_NAME).unlink(missing_ok=True)  # of other weights
+        if self.has_adapter and self.base is not None:
+            from vlarl.policies import lora
+
+            lora.save(self.model, folder, self.base.path, self.base.fingerprint)
+            self.model.config.save_pretrained(folder)
+        else:
+            save_model(self.model, folder, dtype, max_shard_bytes)
+            adapters.remove(folder)
+        for name, content in self.assets.items():
+            (folder / name).write_bytes(content)
+        write_training_data(folder, self.training_data)
+        if self.value_head is not None:
+            save_module(self.value_head, folder / f"{VALUE_HEAD}.safetensors", dtype)

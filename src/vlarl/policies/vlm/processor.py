@@ -1,0 +1,230 @@
+"""Prompts -> VlmInputs, by the model's own chat template, tokenizer and image processor: its ids are the only ids.
+
+Each prompt is processed alone, so that what it becomes does not depend on its batch, and an error can name it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from jinja2 import TemplateError
+from PIL import Image
+from transformers import AutoProcessor, AutoTokenizer
+from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
+from transformers.utils.import_utils import is_torchvision_available
+
+from vlarl.errors import UsageError
+from vlarl.json_files import read_object
+from vlarl.policies.vlm.inputs import TOKEN_TYPES, VISION, Ragged, VlmInputs
+from vlarl.types import Observation, Prompt, UInt8Array, message_text
+
+UNREAD = ("num_crops", "rows", "cols", "video_metadata")  # outputs of processors that models don't read
+
+
+class PromptProcessor:
+    """Reads prompts as one model does."""
+
+    def __init__(self, processor: Any, *, reads_images: bool, in_rows: bool, system_prompt: str | None = None) -> None:
+        """`processor` is the model's own, or its tokenizer alone where it reads only text. `in_rows`: its images come
+        as a row for each prompt."""
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.reads_images = reads_images
+        self.in_rows = in_rows
+        self.knows_videos = "video_processor" in inspect.signature(type(processor).__init__).parameters
+        self.system_prompt = system_prompt
+
+    def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
+        """One row for each observation, on the CPU."""
+        return VlmInputs.cat([self._row(prompt_of(o), index) for index, o in enumerate(observations)])
+
+    def _row(self, prompt: Prompt, index: int) -> VlmInputs:
+        sample = f"prompt {index} ({_shown(prompt)})"
+        if self.reads_images and not self.knows_videos:
+            prompt = frames_as_images(prompt)
+        messages = self._messages(prompt, sample)
+        images, videos = self._media(messages, prompt, sample)
+        if self._is_plain(prompt):
+            text, special = "".join(message_text(message) for message in prompt.messages), True
+        else:
+            text = self._rendered(messages, sample)
+            # Templates begin with the token that begins a text, where there is one: a second one is not added.
+            begin = getattr(self.tokenizer, "bos_token", None)
+            special = self.reads_images and not (begin and text.startswith(begin))
+        media = {"images": [images] if images else None, "videos": [videos] if videos else None}
+        given = {name: value for name, value in media.items() if value is not None}
+        reader = self.processor if self.reads_images else self.tokenizer
+        try:
+            encoded = reader(text=[text], **given, add_special_tokens=special, return_tensors="pt")
+        except (ValueError, IndexError, StopIteration) as error:
+            raise UsageError(f"{sample} can't be processed: {error}") from error
+        row = self._inputs(encoded)
+        if row.ids.shape[1] == 0:
+            raise UsageError(f"{sample} is empty: give it some text.")
+        self._check_features(row, sample)
+        return row
+
+    def _is_plain(self, prompt: Prompt) -> bool:
+        """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
+        return not (prompt.conversational or prompt.images or prompt.videos or self.system_prompt)
+
+    def _messages(self, prompt: Prompt, sample: str) -> list[dict[str, Any]]:
+        """Messages as the template reads them: lists of parts for models with images, texts for others."""
+        if not prompt.messages:
+            raise UsageError(f"{sample} has no messages: give it at least one.")
+        messages = [dict(message) for message in prompt.messages]
+        if self.system_prompt is not None and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        for message in messages:
+            parts = _parts(message.get("content", ""))
+            if self.reads_images:
+                message["content"] = parts
+            elif any(part["type"] != "text" for part in parts):
+                raise UsageError(
+                    f"{sample} has images or videos, and the model reads text only: use a model with both."
+                )
+            else:
+                message["content"] = "".join(str(part["text"]) for part in parts)
+        return messages
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], sample: str) -> str:
+        """The text of a conversation up to where the model's turn begins."""
+        owner = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        if not getattr(owner, "chat_template", None):
+            raise UsageError(
+                "the model has no chat template, which turns messages into a prompt: add a chat_template.jinja to its "
+                "folder, that of the instruction-tuned model of its family for example."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=owner.chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:  # templates refuse roles, such as system, or orders of roles
+            raise UsageError(f"{sample} is refused by the model's chat template: {error}") from error
+        return cast(str, text)
+
+    def _media(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt, sample: str) -> tuple[list[Any], list[Any]]:
+        """Images and videos in the order that the messages name them; as many as they name."""
+        images, videos = list(prompt.images), list(prompt.videos)
+        content = [part for message in messages for part in _parts(message["content"])]
+        for kind, found in (("image", images), ("video", videos)):
+            named = sum(part["type"] == kind for part in content)
+            if named != len(found):
+                raise UsageError(f"{sample} names {named} {kind}s and comes with {len(found)}: they must be as many.")
+        if videos and getattr(self.processor, "video_processor", None) is None:
+            raise UsageError(
+                f"{sample} has a video, and the model's video processor needs torchvision: install torchvision "
+                "(pip install torchvision), or give the frames as images."
+            )
+        return [Image.fromarray(image) for image in images], videos  # of an array the side of colours is guessed
+
+    def _inputs(self, encoded: Mapping[str, Any]) -> VlmInputs:
+        columns: dict[str, Any] = {
+            "ids": encoded["input_ids"].long(),
+            "attention_mask": encoded["attention_mask"].bool(),
+        }
+        for name, value in encoded.items():
+            if name in ("input_ids", "attention_mask", *UNREAD):
+                continue
+            if name in TOKEN_TYPES:
+                columns[name] = value.long()
+            elif name in VISION:
+                tensor = torch.as_tensor(value)
+                tensor = tensor.bool() if name == "pixel_attention_mask" else tensor
+                tensor = tensor if self.in_rows else tensor[None]
+                columns[name] = Ragged(tensor, torch.tensor([tensor.shape[1]]))
+            else:
+                raise UsageError(f"the model's processor gives {name}, which is not supported: use another family.")
+        return VlmInputs(**columns)
+
+    def _check_features(self, row: VlmInputs, sample: str) -> None:
+        """A prompt has as many image tokens as its images have features: text may hold such tokens, too."""
+        image_token = getattr(self.processor, "image_token_id", None)
+        if not self.reads_images or image_token is None:
+            return
+        tokens = int((row.ids == image_token).sum())
+        features = self._num_features(row)
+        if features is not None and tokens != features:
+            raise UsageError(
+                f"{sample} has {tokens} image tokens, but its images have {features} features: take tokens of images "
+                "out of the text, and use the model's own processor files."
+            )
+
+    def _num_features(self, row: VlmInputs) -> int | None:
+        """Features of the images of one prompt; None where the family does not say."""
+        if row.pixel_values is None:
+            return 0
+        merge = getattr(self.processor.image_processor, "merge_size", None)
+        if row.image_grid_thw is not None and merge is not None:
+            return int(row.image_grid_thw.flat().prod(dim=-1).sum()) // int(merge) ** 2
+        length = getattr(self.processor, "image_seq_len", None)
+        return None if length is None else int(row.pixel_values.counts.sum()) * int(length)
+
+
+def prompt_of(observation: Observation) -> Prompt:
+    """The prompt of an observation; a robot's is its views and its instruction."""
+    if observation.prompt is not None:
+        return observation.prompt
+    content: list[dict[str, str]] = [{"type": "image"}] * len(observation.images)
+    message = {"role": "user", "content": [*content, {"type": "text", "text": observation.instruction}]}
+    return Prompt((message,), tuple(observation.images))
+
+
+def frames_as_images(prompt: Prompt) -> Prompt:
+    """The same prompt for a model that knows no videos: in place of each video, its frames as images."""
+    images, videos = list(prompt.images), list(prompt.videos)
+    ordered: list[UInt8Array] = []
+    messages = []
+    for message in prompt.messages:
+        parts: list[dict[str, Any]] = []
+        for part in _parts(message.get("content", "")):
+            if part["type"] == "video" and videos:
+                frames = list(videos.pop(0))
+                ordered += frames
+                parts += [{"type": "image"} for _ in frames]
+                continue
+            if part["type"] == "image" and images:
+                ordered.append(images.pop(0))
+            parts.append(part)
+        messages.append({**message, "content": parts})
+    return replace(prompt, messages=tuple(messages), images=(*ordered, *images), videos=tuple(videos))
+
+
+def load_processor(folder: Path, model_type: str, reads_images: bool) -> Any:
+    """The model's own processor, or its tokenizer where it reads only text.
+
+    Video processors need torchvision, images don't: without torchvision the processor is loaded without its videos.
+    """
+    if not reads_images:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if is_torchvision_available():
+        return cast(Any, AutoProcessor).from_pretrained(folder, trust_remote_code=False)
+    named = [
+        read_object(folder / name).get("processor_class")
+        for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+        if (folder / name).is_file()
+    ]
+    name = next((name for name in named if name), None) or PROCESSOR_MAPPING_NAMES.get(model_type)
+    kind = getattr(transformers, str(name), None)
+    if kind is None:
+        raise UsageError(f"{folder}: there is no processor {name} in transformers {transformers.__version__}.")
+    images_only = [attribute for attribute in kind.get_attributes() if attribute != "video_processor"]
+    without_videos = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: images_only)})
+    return cast(Any, without_videos).from_pretrained(folder)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """The parts of a message; a plain text is one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else [dict(part) for part in content]
+
+
+def _shown(prompt: Prompt, longest: int = 60) -> str:
+    """The beginning of a prompt's last text, to recognise it by."""
+    text = " ".join(prompt.text.split()) if prompt.messages else "no text"
+    return repr(text if len(text) <= longest else f"{text[:longest]}…")
