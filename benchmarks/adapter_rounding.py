@@ -27,11 +27,11 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
 from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.policies.adapters import fraction_kept
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.load import load_policy
-from vlarl.policies.openvla.adapters import fraction_kept
+from vlarl.policies.lora import LoraLinear
 from vlarl.policies.openvla.inputs import OpenVLAInputs
-from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.types import Observation
 

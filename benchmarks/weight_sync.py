@@ -1,11 +1,11 @@
-"""Time and memory of weight syncs, of all weights and of those that LoRA adapters change. Prints a table, or JSON.
+"""Time and memory of weight syncs, of all weights and of LoRA adapters. Prints a table, or JSON.
 
     python benchmarks/weight_sync.py [--hidden 1024] [--layers 12] [--bucket-mb 64] [--engines torch vllm] [--json]
     python benchmarks/weight_sync.py --quick        # a model of 60 MB, torch engine: seconds, for CI
 
 The policy is an autoregressive OpenVLA with random weights in float32. Each kind of sync is made in two ways:
 
-    here    learner and engine in one process: folding, buckets and the engine's loading, no transport
+    here    learner and engine in one process: buckets and the engine's loading, no transport
     ray     as a run does it: learner ranks and an engine on a Ray cluster, through the object store; 2 ranks are FSDP's
 
 Seconds are the best of the repeats. Peaks are the growth of the private memory of learner and engine during a sync, and
@@ -145,15 +145,14 @@ class Peaks:
 def sync_here(folder: Path, case: Case, repeats: int) -> Row:
     """Learner and engine in this process."""
     from vlarl.distributed.engines import build_torch_engine, build_vllm_engine
-    from vlarl.run.parts import build_policy
-    from vlarl.weights.stream import ChangedWeights, bucket_message, buckets
+    from vlarl.training.prepare import load_trained_policy
+    from vlarl.weights.buckets import bucket_message, buckets
+    from vlarl.weights.stream import weights_to_send
 
     torch.set_num_threads(1)
     config = run_config(folder, case)
-    engine: Any = (
-        build_vllm_engine(config, None) if case.engine == "vllm" else build_torch_engine(config, None, on_gpu=False)
-    )
-    weights = ChangedWeights(build_policy(config, None, torch.device("cpu")), engine_has_base=True).next()
+    engine: Any = build_vllm_engine(config) if case.engine == "vllm" else build_torch_engine(config, on_gpu=False)
+    weights = weights_to_send(load_trained_policy(config, None, torch.device("cpu")))
     peaks = Peaks([os.getpid()])
     seconds: list[float] = []
     sizes: list[int] = []
@@ -178,21 +177,20 @@ def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buck
     from vlarl.observability.run_dir import RunDirectory
     from vlarl.observability.trace import NoTrace
     from vlarl.run.open import launch
-    from vlarl.training.weight_sync import publish_weights
 
     directory = RunDirectory.create(folder.parent, f"run_{time.time_ns()}")
     parts = launch(run_config(folder, case), directory, NoTrace())
     with closing(parts):
         learner, engine = parts.learner, parts.engine
         assert isinstance(learner, LearnerGroup) and isinstance(engine, EngineGroup)
-        locations = [worker.where for worker in (learner.workers[0], engine.workers[0])]
+        locations = [worker.location for worker in (learner.workers[0], engine.workers[0])]
         peaks = Peaks([location.pid for location in locations if location is not None])
         store = memory_mb(peaks.pids[0], "RssShmem")
         seconds: list[float] = []
         for _ in range(repeats):
             with peaks.watched():
                 begin = time.perf_counter()
-                publish_weights(learner, engine)
+                parts.weights.publish()
                 seconds.append(time.perf_counter() - begin)
         store = memory_mb(peaks.pids[0], "RssShmem") - store  # the store never releases pages, so this is its peak
         return _row(case, sent_mb, num_buckets, min(seconds), *peaks.grown, store)

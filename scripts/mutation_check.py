@@ -4,7 +4,7 @@ Each entry of tests/mutations/*.toml replaces one piece of the source and names 
 
     [[mutation]]
     name = "the LoRA output is not scaled"
-    file = "src/vlarl/policies/openvla/lora.py"
+    file = "src/vlarl/policies/lora.py"
     find = '''alpha=scale)'''        # occurs exactly once in the file
     replace = '''alpha=1.0)'''
     tests = ["tests/unit/policies/test_adapters.py::test_scale"]

@@ -152,9 +152,8 @@ def act() -> Callable[..., list[Trajectory]]:
             if number % 2:
                 executed[-1] = 1
             rewards = np.zeros(policy.num_steps, dtype=np.float32)
-            transitions = tuple(
-                Transition(seen[t], inputs.row(t), decisions.row(t), rewards, executed[t]) for t in range(length)
-            )
+            rows = zip(seen[:-1], inputs.split(), decisions.split(), executed, strict=True)
+            transitions = tuple(Transition(at, read, made, rewards, count) for at, read, made, count in rows)
             task = Task("tabletop_spatial", number % 3, 0, number, number)
             episodes.append(Trajectory(task, transitions, seen[-1], bool(number % 2), not number % 2, False, 0))
         return episodes

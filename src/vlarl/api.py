@@ -2,7 +2,7 @@
 
     train ──► load_config or the resumed run's configuration ──► loop.train
     evaluate, compare ──► eval_request ──► evaluation.run_evaluation
-    finetune ──► load_config ──► data.sft.finetune
+    finetune ──► load_config ──► data.finetune.finetune
 
 Mistakes raise UsageError with the message of the command line, with its flags as Python arguments (python_messages).
 """
@@ -35,7 +35,7 @@ from vlarl.python_messages import explained
 from vlarl.types import EvalResult, Trajectory
 
 if TYPE_CHECKING:
-    from vlarl.data.sft import FinetuneSummary
+    from vlarl.data.finetune import FinetuneSummary
     from vlarl.evaluation.compare import Comparison
     from vlarl.evaluation.record import EvalRecord
     from vlarl.run.session import RunSummary
@@ -188,7 +188,7 @@ def finetune(source: str | Path | FinetuneConfig | None = None, overrides: Overr
     >>> policy = vlarl.load_policy(summary.checkpoint)  # doctest: +SKIP
     """
     config = load_config(FINETUNE_PRESET if source is None else source, overrides, schema=FinetuneConfig)
-    from vlarl.data.sft import finetune as run  # loads torch, which takes seconds
+    from vlarl.data.finetune import finetune as run  # loads torch, which takes seconds
 
     return run(config)
 

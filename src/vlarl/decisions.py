@@ -51,9 +51,14 @@ class TensorRows:
         """The chosen rows."""
         return self._changed(lambda column: column[index], lambda part: part.rows(index))
 
-    def row(self, index: int) -> Self:
-        """One row in memory of its own, to be kept when the batch is gone."""
-        return self.rows(slice(index, index + 1)).map(torch.clone)
+    def split(self) -> list[Self]:
+        """Its rows, each in memory of its own, to be kept when the batch is gone."""
+        columns = {
+            name: value.split() if isinstance(value, TensorRows) else [row.clone() for row in torch.split(value, 1)]
+            for name, value in self._columns().items()
+            if value is not None
+        }
+        return [replace(self, **dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def empty(self) -> Self:
         """The same kind of batch without any row."""
@@ -142,11 +147,18 @@ class Decisions(TensorRows):
     For one chunk of two actions with three dimensions: `engine_logprobs` [1, 6], `mask` all True, `step` 0 0 0 1 1 1.
     """
 
-    sample: TensorRows  # private to the policy that made it
+    sample: TensorRows  # private to the policy that made it; that of a text has `ids` [B, L], its tokens
     engine_logprobs: torch.Tensor  # [B, L] float32, of the weights that sampled, at the sampling temperature
     mask: torch.Tensor  # [B, L] bool: the elements that count; padding does not, nor what was not executed
     step: torch.Tensor  # [B, L] int64 which environment step of the decision an element belongs to
     version: torch.Tensor  # [B] int64 of the weights that sampled
+
+    def token_ids(self) -> list[list[int]]:
+        """The tokens of each text, the stop token included and padding left out; no tokens for any other decision."""
+        ids = getattr(self.sample, "ids", None)
+        if ids is None:
+            return [[] for _ in range(len(self))]
+        return [row[mask].tolist() for row, mask in zip(ids, self.mask, strict=True)]
 
     def of_version(self, version: int) -> Decisions:
         """The same decisions, made by weights of this version."""
@@ -165,7 +177,9 @@ class Sampling:
     top_p: float = 1.0  # elements of the smallest set with at least this probability; 1 takes all
     top_k: int = 0  # the likeliest elements; 0 takes all
     max_tokens: int | None = None  # of a text
-    stop: tuple[int, ...] = ()  # tokens that end a text
+    min_tokens: int = 0  # of a text, before a stop token can be sampled
+    stop: tuple[int, ...] = ()  # tokens that end a text, besides the model's own
+    stop_strings: tuple[str, ...] = ()  # texts that end a text
 
     def chosen(self) -> frozenset[str]:
         """The options that are not left at their defaults."""

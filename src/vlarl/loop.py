@@ -33,7 +33,6 @@ from vlarl.run.parts import Parts
 from vlarl.run.session import RunSummary, Session
 from vlarl.training.annotate import last_observations, reference_kl, values_by_trajectory
 from vlarl.training.batch import build_batch, with_estimates
-from vlarl.training.weight_sync import evaluated_weights, publish_weights
 from vlarl.types import EpisodeResult, EvalResult, Rollout, Task, Trajectory
 
 
@@ -72,7 +71,7 @@ def run(parts: Parts, session: Session) -> RunSummary:
                 else:
                     metrics["train/waiting_trajectories"] = float(source.num_waiting)
                 session.keep(metrics)
-                publish_weights(parts.learner, parts.engine)
+                parts.weights.publish()
                 source.updated()
                 if schedule.evaluation_due(session.state):
                     with source.paused():
@@ -207,7 +206,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     reward = parts.reward.for_evaluation(len(tasks))
     results: dict[int, EpisodeResult] = {}
     unscored: dict[int, Trajectory] = {}  # with their images only where the reward reads them: those take memory
-    with session.timed("evaluation"), evaluated_weights(parts.learner, parts.engine):
+    with session.timed("evaluation"), parts.weights.for_evaluation():
         episodes = evaluate_policy(
             parts.collector, tasks, Sampling(session.config.eval.temperature), num_videos, session.guard.check
         )

@@ -51,12 +51,57 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What a vision-language model is to respond to, and what is known about the right response.
+
+    >>> prompt = Prompt(
+    ...     messages=({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which colour?"}]},),
+    ...     images=(np.zeros((56, 56, 3), np.uint8),),
+    ...     columns={"solution": "black"},
+    ... )
+    >>> prompt.text
+    'Which colour?'
+    """
+
+    messages: tuple[Mapping[str, Any], ...]  # role and content: a text, or parts of type text, image and video
+    images: tuple[UInt8Array, ...] = ()  # [H, W, 3] each, in the order of the parts of type image
+    videos: tuple[UInt8Array, ...] = ()  # [T, H, W, 3] each, in the order of the parts of type video
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, for rewards
+    conversational: bool = True  # False: the row has a plain text, and rewards get plain texts as well
+
+    @property
+    def text(self) -> str:
+        """The text of the last message of the user, or of the last message where there is none."""
+        users = [message for message in self.messages if message["role"] == "user"]
+        return message_text((users or list(self.messages))[-1])
+
+    def without_images(self) -> Prompt:
+        """The same prompt without its pixels."""
+        return replace(self, images=(), videos=())
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """The text parts of a message, one line each."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+@dataclass(frozen=True)
 class Observation:
-    """What the robot sees and feels at a decision; simulator conventions have ended here."""
+    """What the robot sees and feels at a decision, or the prompt that a language model responds to; simulator
+    conventions have ended here."""
 
     images: UInt8Array  # [I, H, W, 3] upright RGB, the agent view first
     proprio: FloatArray  # [8] end-effector position 3, axis-angle 3, gripper fingers 2
     instruction: str
+    prompt: Prompt | None = None  # None: of a robot
+
+    def without_images(self) -> Observation:
+        """The same observation without its pixels."""
+        prompt = None if self.prompt is None else self.prompt.without_images()
+        return replace(self, images=self.images[:0].copy(), prompt=prompt)
 
 
 @dataclass(frozen=True)
@@ -82,6 +127,7 @@ class Transition:
     decision: Decisions  # one row
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
     num_executed: int  # environment steps that ran before the episode ended
+    text: str | None = None  # that the decision became; None: it became actions
 
     @property
     def version(self) -> int:
@@ -122,12 +168,13 @@ class Trajectory:
 
     def without_inputs(self) -> Trajectory:
         """The same episode for readers of observations: what the policy read is left out."""
-        return replace(self, transitions=tuple(replace(t, inputs=t.inputs.empty()) for t in self.transitions))
+        nothing = [t.inputs.empty() for t in self.transitions[:1]]  # one for all of them
+        return replace(self, transitions=tuple(replace(t, inputs=nothing[0]) for t in self.transitions))
 
     def without_images(self) -> Trajectory:
         """The same episode for the learner, which reads inputs: the images that decisions were made at are left out."""
-        seen = ((t, replace(t.observation, images=t.observation.images[:0].copy())) for t in self.transitions)
-        return replace(self, transitions=tuple(replace(t, observation=blank) for t, blank in seen))
+        blank = tuple(replace(t, observation=t.observation.without_images()) for t in self.transitions)
+        return replace(self, transitions=blank)
 
     def with_rewards(self, rewards: Sequence[FloatArray]) -> Trajectory:
         """The same episode scored differently: one array [K] for each transition."""

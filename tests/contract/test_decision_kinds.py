@@ -34,6 +34,7 @@ from vlarl.training.checkpoint import CheckpointStore
 from vlarl.training.learner import Learner
 from vlarl.training.state import TrainerState
 from vlarl.types import Task, Trajectory
+from vlarl.weights.sync import WeightSync
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,7 @@ def parts_of(kind: Kind, config: Config) -> Parts:
     policy, pool = kind.policy(), kind.pool()
     engine = TorchEngine(policy, CPU)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
+    learner = Learner(policy, algorithm, config, CPU)
     return Parts(
         policy=policy,
         pool=pool,
@@ -82,7 +84,8 @@ def parts_of(kind: Kind, config: Config) -> Parts:
         sampler=TaskSampler(config, pool.spec),
         reward=SafeReward(kind.reward()),
         algorithm=algorithm,
-        learner=Learner(policy, algorithm, config, CPU),
+        learner=learner,
+        weights=WeightSync(learner, engine, lambda: engine.weights_changed(learner.version), None),
         eval_tasks=evaluation_tasks(pool.spec, None, 1, config.run.seed),
         open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
         close=pool.close,

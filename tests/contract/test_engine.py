@@ -64,6 +64,6 @@ def test_temperature_zero_is_greedy(policy, engine, observation):
 
 
 def test_it_reports_the_version_it_was_given(policy, engine, observation):
-    engine.load_weights(((n, p.detach()) for n, p in policy.named_parameters()), 12)
+    engine.weights_changed(12)
     assert engine.version == 12
     assert engine.generate(policy.process([observation(0)]), Sampling(1.0), [0]).version.tolist() == [12]

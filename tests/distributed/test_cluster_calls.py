@@ -15,11 +15,10 @@ from fakes.cluster_runs import SMALL
 from vlarl.config.source.load import load_config
 from vlarl.decisions import Sampling, TrainBatch
 from vlarl.distributed.actor import Host, Worker, get_all
-from vlarl.distributed.engines import EngineGroup
+from vlarl.distributed.engines import EngineCalls, EngineGroup
 from vlarl.distributed.environments import PoolGroup
-from vlarl.distributed.learners import LearnerGroup
+from vlarl.distributed.learners import LearnerGroup, transport_of
 from vlarl.distributed.learners import Rank as LearnerRank
-from vlarl.distributed.weights import EngineCalls, EngineLostError, WeightSender
 from vlarl.envs.base import started
 from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
@@ -31,7 +30,10 @@ from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.annotate import Annotations
 from vlarl.training.ranks import SingleRank
 from vlarl.types import Observation, Task
-from vlarl.weights.stream import bucket_names, policy_weights
+from vlarl.weights import sender as sender_module
+from vlarl.weights.buckets import bucket_names
+from vlarl.weights.sender import EngineLostError, WeightSender
+from vlarl.weights.stream import weights_to_send
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60, func_only=True)
@@ -323,8 +325,8 @@ def calls(*engines, timeout_s=60.0) -> EngineCalls:
 def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, inputs, checksum):
     config = sync_config(**{"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": checksum})
     engines = [Engine(), Engine()]
-    assert WeightSender(learner, SingleRank(), config).send(calls(*engines), 3) is None
-    num_bytes = {name: 4 * tensor.numel() for name, tensor in policy_weights(learner)}
+    assert WeightSender(learner, SingleRank(), transport_of(config)).send(calls(*engines), 3) is None
+    num_bytes = {name: 4 * tensor.numel() for name, tensor in weights_to_send(learner)}
     expected = TorchEngine(learner, CPU).generate(inputs, Sampling(1.0), [1, 2])
     for engine in engines:
         assert len(engine.names) > 3
@@ -338,7 +340,7 @@ def test_buckets_are_bounded_and_bring_everything_to_every_engine(learner, input
 @pytest.mark.parametrize("trouble", ["raise", "damage", "hang", "version"])
 def test_a_sync_that_fails_halfway_names_the_engine_and_none_acts_with_mixed_weights(learner, inputs, trouble):
     options = {"distributed.sync_bucket_mb": 1, "distributed.sync_checksum": True}
-    sender = WeightSender(learner, SingleRank(), sync_config(**options))
+    sender = WeightSender(learner, SingleRank(), transport_of(sync_config(**options)))
     bad, good = Engine(trouble), Engine()
     assert sender.send(calls(good, bad, timeout_s=1.0), 3) == "engine 1"
     partial = {"hang": [good], "version": [bad]}.get(trouble, [good, bad])  # the last one: good has all weights by then
@@ -354,13 +356,13 @@ def test_a_sync_that_fails_halfway_names_the_engine_and_none_acts_with_mixed_wei
         assert acted.version.tolist() == [4, 4] and torch.equal(acted.engine_logprobs, expected.engine_logprobs)
 
 
-def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
+def test_every_sync_sends_what_training_moves_and_nothing_else():
+    """A replaced engine has read the rest from the same checkpoint."""
     policy = init_tiny("parallel", seed=1)
     moved = {name for name, p in policy.named_parameters() if "layers.1." in name}
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(name in moved)
-    sender = WeightSender(policy, SingleRank(), sync_config(**{"distributed.sync_bucket_mb": 1}))
-    everything = set(policy_weights(policy).shapes)
+    sender = WeightSender(policy, SingleRank(), transport_of(sync_config(**{"distributed.sync_bucket_mb": 1})))
     engine = Engine()
 
     def sent(engine):
@@ -368,11 +370,10 @@ def test_after_a_loss_everything_is_sent_and_only_then_what_training_moves():
         lost = sender.send(calls(engine), 1)
         return lost, set().union(*engine.names)
 
-    lost, names = sent(engine)
-    assert lost is None and names == {name.removeprefix("model.") for name in moved}
+    trained = {name.removeprefix("model.") for name in moved}
+    assert sent(engine) == (None, trained)
     assert sent(Engine("raise"))[0] == "engine 0"
-    assert sent(engine) == (None, everything)
-    assert sent(engine) == (None, {name.removeprefix("model.") for name in moved})
+    assert sent(engine) == (None, trained)
 
 
 class Second(SingleRank):
@@ -384,37 +385,51 @@ class Second(SingleRank):
         return flag
 
 
-def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner):
-    made: dict[int, list[str]] = {0: [], 1: []}
-    for rank, ranks in ((0, SingleRank()), (1, Second())):
-        sender = WeightSender(learner, ranks, sync_config(**{"distributed.sync_bucket_mb": 1}))
-        stream = sender._weights.next()
+@pytest.fixture
+def gathered(monkeypatch):
+    """Names of the tensors that a sender has gathered, in their order."""
+    made: list[str] = []
 
-        def record(name, rank=rank, stream=stream):
-            made[rank].append(name)
-            return stream.make(name)
+    def recorded(policy, dtype):
+        stream = weights_to_send(policy, dtype)
+        return replace(stream, make=lambda name: made.append(name) or stream.make(name))
 
-        sender._weights.next = lambda stream=stream, record=record: replace(stream, make=record)
+    monkeypatch.setattr(sender_module, "weights_to_send", recorded)
+    return made
+
+
+def test_all_ranks_gather_the_same_tensors_in_the_same_order(learner, gathered):
+    transport = transport_of(sync_config(**{"distributed.sync_bucket_mb": 1}))
+    made = []
+    for ranks in (SingleRank(), Second()):
         engine = Engine()
-        assert sender.send(calls(engine), 1) is None
-        assert bool(engine.names) == (rank == 0), "rank 0 sends, and it alone"
+        assert WeightSender(learner, ranks, transport).send(calls(engine), 1) is None
+        assert bool(engine.names) == (ranks.rank == 0), "rank 0 sends, and it alone"
+        made.append([*gathered])
+        gathered.clear()
     assert made[0] == made[1] and len(made[0]) > 20
 
 
-def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner):
+def test_ranks_gather_all_tensors_even_when_an_engine_is_lost(learner, gathered):
     """The other ranks wait for this one in every gather."""
-    made = []
-    sender = WeightSender(learner, SingleRank(), sync_config(**{"distributed.sync_bucket_mb": 1}))
-    stream = sender._weights.next()
-    sender._weights.next = lambda: replace(stream, make=lambda name: made.append(name) or stream.make(name))
-    assert sender.send(calls(Engine("raise")), 1) == "engine 0"
-    assert made == list(stream.shapes)
+    transport = transport_of(sync_config(**{"distributed.sync_bucket_mb": 1}))
+    assert WeightSender(learner, SingleRank(), transport).send(calls(Engine("raise")), 1) == "engine 0"
+    assert gathered == list(weights_to_send(learner).shapes)
+
+
+def test_adapters_are_not_sent_between_gpus(learner):
+    class Adapted:
+        has_adapter = True
+
+    transport = replace(transport_of(sync_config()), backend="nccl")
+    with pytest.raises(UsageError, match="vllm.sync_backend = 'nccl': the policy is an adapter"):
+        WeightSender(Adapted(), SingleRank(), transport)
 
 
 def test_shapes_that_do_not_fit_end_the_run_and_no_engine_is_replaced_for_it():
     other = init_tiny("parallel", seed=1)
     other.model.projector.fc9 = torch.nn.Linear(2, 2)
-    sender = WeightSender(other, SingleRank(), sync_config())
+    sender = WeightSender(other, SingleRank(), transport_of(sync_config()))
     with pytest.raises(UsageError, match="the weight sync is refused and nothing was changed"):
         sender.send(calls(Engine()), 1)
 
@@ -442,7 +457,7 @@ def test_engines_lost_in_a_sync_are_replaced_and_the_version_is_what_the_ranks_s
     group = LearnerGroup([worker("learner 0", lambda: rank)], config, None)
     built = []
     engines = EngineGroup([worker("engine 0", lambda: built.append(1) or Sampler(5))])
-    group.publish(engines)
+    group.send_weights(engines)
     assert engines.version == 5 and len(built) == 2 and rank.num_calls == 2
     assert engines.generate(rows(1), Sampling(1.0), [1]).version.tolist() == [5]
 
@@ -452,5 +467,5 @@ def test_an_engine_that_is_lost_in_every_sync_ends_the_run():
     group = LearnerGroup([worker("learner 0", lambda: rank)], sync_config(), None)
     engines = EngineGroup([worker("engine 0", lambda: Sampler(0))])
     with pytest.raises(ClusterError, match="engine 0 could not be brought to the learners' weights, 3 times over"):
-        group.publish(engines)
+        group.send_weights(engines)
     assert rank.num_calls == 3 and engines.version == 0

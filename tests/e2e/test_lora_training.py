@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import vlarl
 from vlarl.cli import main
 from vlarl.export.merge import merge
-from vlarl.policies.openvla.adapters import fingerprint
+from vlarl.policies.adapters import fingerprint
 from vlarl.policies.tiny import init_tiny
 from vlarl.run.session import RunSummary
 

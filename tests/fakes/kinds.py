@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.envs.base import Actions, LockstepPool, SuiteSpec, TaskSpec
 from vlarl.policies.base import Evaluation, Level, Policy
@@ -58,6 +59,9 @@ class TablePolicy(Policy):
         return TaskInputs(torch.tensor([int(o.proprio[0]) for o in observations]))
 
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
+        pass
+
+    def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
         pass
 
     def freeze(self, part: Literal["vision", "backbone"]) -> None:

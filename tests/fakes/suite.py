@@ -19,9 +19,9 @@ SLOW_FOLDERS = ("distributed", "e2e", "faults", "fsdp", "vllm")  # processes, cl
 SLOW_FIXTURES = ("libero_assets",)  # its simulator takes seconds to build a scene
 SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas that quicker tests cover, too
     "unit/data/test_rlds_demos.py::test_a_policy_is_trained_on_a_recording",
-    "unit/data/test_sft.py::test_adapters_can_be_trained",
-    "unit/data/test_sft.py::test_the_autoregressive_recipe_learns_too",
-    "unit/data/test_sft.py::test_the_regression_head_learns_and_its_checkpoint_acts",
+    "unit/data/test_finetune.py::test_adapters_can_be_trained",
+    "unit/data/test_finetune.py::test_the_autoregressive_recipe_learns_too",
+    "unit/data/test_finetune.py::test_the_regression_head_learns_and_its_checkpoint_acts",
     "unit/data/test_simulator_demos.py::test_a_fresh_policy_is_trained_by_processes",
     "unit/data/test_tabletop_demos.py::test_equal_seeds_give_equal_demonstrations",
     "unit/envs/test_metaworld_env.py::",

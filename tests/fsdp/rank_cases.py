@@ -31,7 +31,7 @@ from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.checkpoint import CheckpointStore, policy_folder, restore
-from vlarl.training.fsdp import Sharding
+from vlarl.training.fsdp import Sharding, whole
 from vlarl.training.learner import Learner
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
@@ -166,7 +166,7 @@ def episode(
         rewards, executed = np.zeros(policy.num_steps, dtype=np.float32), policy.num_steps
         if t == len(seen) - 2 and number % 2:
             rewards[0], executed = 1.0, 1
-        transitions.append(Transition(seen[t], inputs.row(t), decisions.row(t), rewards, executed))
+        transitions.append(Transition(seen[t], inputs.split()[t], decisions.split()[t], rewards, executed))
     success = bool(number % 2)
     task = Task("tabletop_spatial", number % 3, 0, number, number // 2)
     return Trajectory(task, tuple(transitions), seen[-1], success, not success, success, 0)
@@ -212,7 +212,7 @@ def run(
             name = "step_000001" if iteration == 1 else "final"
             store.save(name, learner, TrainerState(iteration=iteration))
     outcome.seconds = time.perf_counter() - started
-    outcome.weights = {name: weight.clone() for name, weight in learner.named_weights()}
+    outcome.weights = {name: whole(weight.detach()).clone() for name, weight in learner.policy.named_parameters()}
     parts = (getattr(p, "_local_tensor", p) for p in learner.policy.parameters())
     outcome.num_local = sum(part.numel() for part in parts)
     return outcome

@@ -183,7 +183,7 @@ def test_two_ranks_learn_what_one_process_learns(alone, two, allowed, name):
     assert_near(first, expected, allowed[name])
     assert repr(first.metrics) == repr(second.metrics)  # bit for bit, NaN included
     assert first.steps == second.steps == expected.steps
-    assert second.weights == {}, "rank 0 alone is given the weights"
+    assert furthest(first.weights, second.weights) == 0.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])

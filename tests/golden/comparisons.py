@@ -13,9 +13,10 @@ from fakes.golden_folder import golden_folder
 
 from vlarl.envs.libero.env import LiberoEnv
 from vlarl.policies import distribution
+from vlarl.policies.checkpoint_json import read_json
 from vlarl.policies.openvla.actions import Normalizer
 from vlarl.policies.openvla.checkpoint import read_policy
-from vlarl.policies.openvla.config import OpenVLAConfig, read_config, read_json
+from vlarl.policies.openvla.config import OpenVLAConfig, read_config
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy

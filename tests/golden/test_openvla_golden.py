@@ -6,7 +6,7 @@ import pytest
 from comparisons import OPENVLA, OPENVLA_CHECKS, Model, load_openvla
 from fakes.golden_arrays import load_arrays, unnoticed
 
-from vlarl.policies.openvla.config import read_json
+from vlarl.policies.checkpoint_json import read_json
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 import vlarl
 import vlarl.api
-import vlarl.data.sft
+import vlarl.data.finetune
 import vlarl.evaluation.run
 import vlarl.loop
 from vlarl.config.finetune import FinetuneConfig
@@ -360,7 +360,7 @@ def test_an_environment_as_a_callable(evaluated):
         ({"videos": "some"}, "videos = 'some': must be all, failures, none or a count"),
         ({"videos": 2}, "videos = 2: name the new folder"),
         ({"suite": "tabletop_gaol"}, "tabletop_goal"),
-        ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, policy only"),
+        ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, prompts, policy only"),
     ],
 )
 def test_wrong_arguments_of_evaluate(evaluated, arguments, said):
@@ -395,7 +395,7 @@ def test_a_callback_that_fails_names_itself():
 
 def test_finetune_takes_presets_and_options(monkeypatch):
     configs = []
-    monkeypatch.setattr(vlarl.data.sft, "finetune", configs.append)
+    monkeypatch.setattr(vlarl.data.finetune, "finetune", configs.append)
     vlarl.finetune("tabletop_base_openvla", {"optim.steps": 300})
     vlarl.finetune()
     assert configs[0].optim.steps == 300 and configs[0].policy.path != configs[1].policy.path

@@ -51,7 +51,7 @@ def test_rows_by_index_and_by_slice():
 def test_a_row_has_memory_of_its_own():
     """A transition is kept for long: it must not keep the whole batch of an engine in memory, nor change with it."""
     batch = pages([1, 2], [3, 4])
-    one = batch.row(1)
+    one = batch.split()[1]
     assert (one.words.ids.tolist(), one.number.tolist()) == ([[3, 4]], [1])
     batch.words.ids.zero_()
     assert one.words.ids.tolist() == [[3, 4]]
@@ -134,7 +134,7 @@ def test_arrays_of_an_object_store_are_read_without_a_copy_or_a_warning():
         warnings.simplefilter("error")
         back.__setstate__(state)
     assert back.ids.tolist() == [[1, 2]] and back.ids.data_ptr() == ids.ctypes.data
-    assert back.row(0).ids.add_(1).tolist() == [[2, 3]], "a row is writable"
+    assert back.split()[0].ids.add_(1).tolist() == [[2, 3]], "a row is writable"
     assert ids.tolist() == [[1, 2]]
 
 
@@ -162,13 +162,13 @@ def test_a_version_is_that_of_all_rows_and_changes_nothing_else():
     after = before.of_version(4)
     assert after.version.tolist() == [4, 4] and after.version.dtype == torch.int64 and before.version.tolist() == [0, 0]
     assert after.sample is before.sample and after.engine_logprobs is before.engine_logprobs
-    mixed = Decisions.cat([before.row(0), after.row(1)])
+    mixed = Decisions.cat([before.split()[0], after.split()[1]])
     assert mixed.version.tolist() == [0, 4]
 
 
 def test_decisions_of_unequal_length_are_padded_and_padding_does_not_count():
     short = token_decisions(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]), 1)
-    joined = Decisions.cat([short, decided().row(1)])
+    joined = Decisions.cat([short, decided().split()[1]])
     assert joined.sample.tensors()[0].tolist() == [[7, 8, 0, 0, 0, 0], [6, 7, 8, 9, 10, 11]]
     assert joined.mask.tolist() == [[True] * 2 + [False] * 4, [True] * 6]
     assert joined.engine_logprobs[0].tolist() == [-1, -2, 0, 0, 0, 0]
@@ -205,10 +205,10 @@ def test_rows_leave_out_prompt_columns_that_none_of_them_uses():
     chosen = batch.rows(torch.tensor([2, 0]))
     assert chosen.input_ids.tolist() == [[3, 3, 3], [2, 2, 0]] and chosen.attention_mask.shape == (2, 3)
     assert chosen.pixels.shape == (2, 1, 3, 2, 2) and chosen.proprio is not None and chosen.proprio.shape == (2, 8)
-    assert batch.row(0).input_ids.tolist() == [[2, 2]] and not batch.row(0).ragged
+    assert batch.split()[0].input_ids.tolist() == [[2, 2]] and not batch.split()[0].ragged
     assert batch.rows(slice(0, 0)).input_ids.shape == (0, 6)
     assert batch.lengths.tolist() == [2, 5, 3]
-    assert prompts(2, width=2, proprio=False).row(0).proprio is None
+    assert prompts(2, width=2, proprio=False).split()[0].proprio is None
 
 
 def test_rows_of_a_training_batch_choose_and_move_their_inputs_in_the_inputs_own_way():

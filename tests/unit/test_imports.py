@@ -12,7 +12,7 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "json_files", "deadline", "devices", "config"}
+BASE = {"types", "errors", "json_files", "deadline", "devices", "solutions", "config"}
 PARTS = BASE | {
     "algorithms",
     "decisions",
@@ -25,7 +25,7 @@ PARTS = BASE | {
     "weights",
 }
 
-# decisions <- types <- config, images, weights <- envs, policies, rewards, observability <- algorithms, rollout
+# decisions <- types <- config, images <- envs, policies, rewards, observability <- algorithms, weights <- rollout
 #           <- training <- run, evaluation, data <- loop <- cli
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -35,16 +35,17 @@ ALLOWED: dict[str, set[str]] = {
     "devices": {"errors", "config"},
     "interrupt": {"errors"},
     "json_files": set(),
+    "solutions": set(),
     "config": {"types", "errors", "json_files"},
     "images": {"types"},
-    "weights": {"errors"},
     "envs": BASE,
-    "policies": BASE | {"decisions", "images", "weights"},
+    "policies": BASE | {"decisions", "images"},
+    "weights": {"errors", "policies"},  # the contract of policies/base.py
     "rewards": BASE,
     "observability": BASE,
     "algorithms": BASE | {"decisions", "policies"},  # the contract of policies/base.py
     "rollout": BASE | {"decisions", "envs", "policies", "rewards", "observability", "weights", "interrupt"},
-    "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout"},
+    "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout", "weights"},
     "callbacks": {"types", "errors", "interrupt"},
     "run": PARTS | {"interrupt", "callbacks", "distributed"},
     "distributed": PARTS,
@@ -69,20 +70,21 @@ def modules() -> list[tuple[str, Path]]:
     return found
 
 
-def imported_parts(path: Path) -> set[str]:
-    """First parts of all vlarl modules that a file imports, at any depth."""
-    parts: set[str] = set()
+def imported_names(path: Path) -> set[str]:
+    """Dotted names of all that a file imports from vlarl, at any depth of its code."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            names = [
-                f"{node.module}.{alias.name}" if node.module == "vlarl" else str(node.module) for alias in node.names
-            ]
-        else:
-            continue
-        parts |= {name.split(".")[1] for name in names if name.startswith("vlarl.")}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("vlarl.")}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First parts of all vlarl modules that a file imports, at any depth."""
+    parts = {name.split(".")[1] for name in imported_names(path)}
     return {part for part in parts if (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()}
 
 
@@ -96,35 +98,25 @@ def test_imports_point_one_way(part, path):
     assert imported_parts(path) - allowed == set()
 
 
-KNOW_OPENVLA = {
-    "rollout/engines/vllm.py",  # its model in vLLM
-    "rollout/engines/replica.py",
-    "training/fsdp.py",  # the layers that are sharded
-    "training/reference.py",
-    "run/parts.py",
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "policies").glob("*/__init__.py"))
+KNOW_A_FAMILY = {
+    "policies/load.py",  # the table of families
+    "policies/fresh.py",  # the model that is made here
+    "policies/tiny.py",
 }
 
 
-def test_training_knows_no_family_of_policies():
-    """Whatever else is in these parts works with any policy of the contract in policies/base.py."""
-    general = {
-        "decisions",
-        "types",
-        "envs",
-        "rewards",
-        "algorithms",
-        "observability",
-        "rollout",
-        "training",
-        "run",
-        "loop",
-    }
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for part, path in modules()
-        if part in general and "vlarl.policies.openvla" in path.read_text(encoding="utf-8")
-    }
-    assert found <= KNOW_OPENVLA
+def test_only_policies_know_a_family_of_policies():
+    """Whatever else there is works with any policy of the contracts in policies/base.py and policies/family.py."""
+    assert "openvla" in FAMILIES
+    found = set()
+    for _, path in modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        own = {family for family in FAMILIES if name.startswith(f"policies/{family}/")}
+        known = {name.split(".")[2] for name in imported_names(path) if name.startswith("vlarl.policies.")}
+        if known & (set(FAMILIES) - own):
+            found.add(name)
+    assert found == KNOW_A_FAMILY
 
 
 def test_the_table_itself_has_no_circle():
@@ -137,6 +129,7 @@ def test_the_parser_of_this_test_sees_imports_inside_functions(tmp_path):
         "from vlarl import loop, __version__\ndef f():\n    import vlarl.envs.base\n    from vlarl.types import Task\n"
     )
     assert imported_parts(file) == {"loop", "envs", "types"}
+    assert imported_names(file) == {"vlarl.loop", "vlarl.__version__", "vlarl.envs.base", "vlarl.types.Task"}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +144,7 @@ def test_the_parser_of_this_test_sees_imports_inside_functions(tmp_path):
         ("from vlarl.cli import main; main(['finetune', '--dry-run'])", ("torch", "numpy", "transformers")),
         ("from vlarl.cli import main; main(['status', '--run.root', 'nowhere'])", ("torch", "numpy", "transformers")),
         ("import vlarl.cli.detach", ("torch", "numpy", "transformers")),
+        ("import vlarl.policies.load", ("transformers", "vlarl.policies.openvla.policy", "vlarl.policies.tiny")),
     ],
 )
 def test_the_command_line_loads_only_what_it_needs(code, absent):

@@ -306,7 +306,6 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
     reward = Looking(fails=False)
     reward.reads_images = reads_images
     results, episodes = evaluated(trajectory, 6)
-    monkeypatch.setattr(vlarl.loop, "evaluated_weights", lambda learner, engine: nullcontext())
     ended = [(index, results[index], episodes[index]) for index in (5, 0, 2, 1, 4, 3)]
     monkeypatch.setattr(vlarl.loop, "evaluate_policy", lambda *arguments: iter(ended))
     session = SimpleNamespace(
@@ -318,7 +317,8 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
         progress=SimpleNamespace(evaluating=lambda done, total: shown.append((done, total))),
         record_evaluation=lambda result: recorded.append(result) or {},
     )
-    parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[0] * 6, collector=None, learner=None, engine=None)
+    weights = SimpleNamespace(for_evaluation=nullcontext)
+    parts = SimpleNamespace(reward=SafeReward(reward), eval_tasks=[0] * 6, collector=None, weights=weights)
     vlarl.loop.evaluate(parts, session)
     assert seen == ([[1] * 4, [1] * 2] if reads_images else [[0] * 4, [0] * 2])
     assert ended_by_then == ([3, 6] if reads_images else [6, 6]), "a batch with images is scored as soon as it is full"

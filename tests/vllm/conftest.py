@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_process import BUILTIN, FLOAT32, EngineProcess, RemoteEngine
+from fakes.syncing import all_weights, sync
 
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.policies.load import load_policy
@@ -22,16 +23,15 @@ def engines() -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="session")
 def shared_engine(engines: EngineProcess) -> RemoteEngine:
-    """The built-in policy; with both caches in use, and buckets so small that a sync takes many."""
-    options = {**FLOAT32, "prefix_caching": True, "bucket_bytes": 1 << 20, "checksum": True}
-    return engines.start("builtin", BUILTIN, options)
+    """The built-in policy, with both caches in use."""
+    return engines.start("builtin", BUILTIN, {**FLOAT32, "prefix_caching": True})
 
 
 @pytest.fixture
 def engine(shared_engine: RemoteEngine) -> RemoteEngine:
     """The engine with the checkpoint's own weights, whatever a test before did to it."""
     if shared_engine.version != 0:
-        shared_engine.load_weights(load_policy(BUILTIN).named_parameters(), 0)
+        sync(shared_engine, all_weights(load_policy(BUILTIN)), 0)
     return shared_engine
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from fakes.float_error import check_logprobs
 
+from vlarl.config.schema import LoraConfig, ModelConfig, VllmConfig
 from vlarl.decisions import Sampling
+from vlarl.policies.load import DTYPES, load_policy
 
 BUILTIN = "builtin:tiny-openvla"
-FLOAT32 = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+FLOAT32 = {"enforce_eager": True, "max_num_seqs": 32}
 DEADLINE_S = 300.0
 
 
@@ -32,8 +34,11 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(there,), daemon=True)
         self._process.start()
 
-    def start(self, name: str, path: str, options: dict[str, Any], **settings: Any) -> "RemoteEngine":
-        self.call(name, "start", path, options, settings)
+    def start(
+        self, name: str, path: str, options: dict[str, Any], lora: dict[str, Any] | None = None, dtype: str = "float32"
+    ) -> "RemoteEngine":
+        """An engine of the policy at the path, with new adapters as given."""
+        self.call(name, "start", path, options, lora or {}, dtype)
         return RemoteEngine(self, name)
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
@@ -65,22 +70,20 @@ class RemoteEngine:
     def version(self) -> int:
         return int(self.process.call(self.name, "version"))
 
-    def load_weights(self, weights: Any, version: int) -> None:
-        """Tensors by name, all of them in one message."""
-        self.process.call(self.name, "load_weights", [(n, t.detach().contiguous()) for n, t in weights], version)
-
 
 def _serve(connection: Connection) -> None:
     """The engines' process: one call after the other, until the other side closes the pipe."""
-    from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
+    from vlarl.rollout.engines.vllm import VllmEngine
 
     torch.set_num_threads(1)
     engines: dict[str, VllmEngine] = {}
 
     def handle(name: str, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "start":
-            path, options, settings = arguments
-            engines[name] = VllmEngine(path, VllmOptions(**options), **settings)
+            path, options, lora, dtype = arguments
+            policy = load_policy(path, device="meta")
+            policy.adapt(ModelConfig(), LoraConfig(**lora), seed=0)
+            engines[name] = VllmEngine(policy, VllmConfig(**options), DTYPES[dtype])
             return None
         if method == "tamper_with_version":
             engines[name]._llm.update_weight_version(arguments[0])

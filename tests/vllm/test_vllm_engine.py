@@ -7,16 +7,17 @@ import pytest
 import torch
 from engine_process import BUILTIN, FLOAT32, assert_agrees
 
+from vlarl.config.schema import LoraConfig, ModelConfig, VllmConfig
 from vlarl.decisions import Sampling
 from vlarl.errors import UsageError
+from vlarl.policies.checkpoint_json import read_json, write_json
 from vlarl.policies.load import load_policy
-from vlarl.policies.openvla.config import parse_config, read_json
+from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import write_json
 from vlarl.policies.tiny import init_tiny, initialize
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
+from vlarl.rollout.engines.vllm import VllmEngine
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "openvla-tiny"
 LLAMA_EMPTY_TOKEN = 29871
@@ -54,7 +55,7 @@ def test_an_original_checkpoint_with_another_vocabulary(engines, tmp_path):
 
 def test_heads_that_vllm_does_not_support_are_refused():
     with pytest.raises(UsageError, match="heads of size 8; vLLM on a CPU supports 32, 64.*vllm.num_engines 0"):
-        VllmEngine(GOLDEN)
+        VllmEngine(load_policy(GOLDEN, device="meta"), VllmConfig(), torch.float32)
 
 
 def test_two_images_and_no_proprio(engines, observations, tmp_path):
@@ -116,14 +117,50 @@ def test_a_prompt_that_is_too_long_is_refused(engine, policy, observations):
 
 def test_parallel_decoding_is_refused():
     with pytest.raises(UsageError, match=r"builtin:tiny-oft decodes in parallel .*vllm.num_engines 0"):
-        VllmEngine("builtin:tiny-oft")
+        VllmEngine(load_policy("builtin:tiny-oft", device="meta"), VllmConfig(), torch.float32)
 
 
 def test_vllms_own_class_is_for_the_original_model_alone():
     with pytest.raises(UsageError, match="not the original OpenVLA .*model_class 'vlarl'"):
-        VllmEngine(BUILTIN, VllmOptions(model_class="vllm"))
+        VllmEngine(load_policy(BUILTIN, device="meta"), VllmConfig(model_class="vllm"), torch.float32)
 
 
 def test_engine_subprocesses_find_the_model_by_an_entry_point():
-    (plugin,) = entry_points(group="vllm.general_plugins", name="vlarl")
-    assert plugin.value == "vlarl.policies.openvla.vllm.plugin:register"
+    plugins = {plugin.name: plugin.value for plugin in entry_points(group="vllm.general_plugins")}
+    assert plugins["vlarl_openvla"] == "vlarl.policies.openvla.vllm.plugin:register"
+    assert plugins["vlarl_weights"] == "vlarl.weights.vllm_plugin:register"
+
+
+def test_an_adapter_that_vllm_would_ignore_is_refused():
+    """vLLM's head computes logits without calling its forward."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    from vlarl.weights.vllm_adapters import attach
+
+    model = torch.nn.Module()
+    model.lm_head = ParallelLMHead.__new__(ParallelLMHead)
+    with pytest.raises(UsageError, match=r"an adapter on lm_head can't run in vLLM.*lora.target_modules"):
+        attach(model, {"lm_head": (4, 1.0)})
+    with pytest.raises(UsageError, match=r"an adapter on towers\.qkv can't run in vLLM"):
+        attach(model, {"towers.qkv": (4, 1.0)})
+
+
+def test_compiled_graphs_are_told_apart_by_their_adapters(monkeypatch):
+    """vLLM keeps compiled graphs on disk, by a hash of its configuration, and runs them without looking at the model."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    hashes = []
+
+    def hashed(**arguments):
+        del arguments["weight_transfer_config"]
+        hashes.append(EngineArgs(**arguments).create_engine_config().compute_hash())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vllm, "LLM", hashed)
+    for lora in ({}, {"rank": 8}, {"rank": 32}, {"rank": 8, "target_modules": ("q_proj",)}, {"rank": 8}):
+        policy = load_policy(BUILTIN, device="meta")
+        policy.adapt(ModelConfig(), LoraConfig(enabled=bool(lora), **lora), seed=0)
+        with pytest.raises(KeyboardInterrupt):
+            VllmEngine(policy, VllmConfig(), torch.float32)
+    assert len(set(hashes)) == 4 and hashes[1] == hashes[4]

@@ -35,7 +35,7 @@ from vlarl.observability.run_dir import RunDirectory
 from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
 
 if TYPE_CHECKING:
-    from vlarl.data.sft import FinetuneSummary
+    from vlarl.data.finetune import FinetuneSummary
     from vlarl.run.session import RunSummary
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
@@ -80,7 +80,7 @@ def _loop(config: Config, resume: Path | None, checkpoint: Path | None = None) -
 
 
 def _supervised(config: FinetuneConfig) -> FinetuneSummary:
-    from vlarl.data.sft import finetune
+    from vlarl.data.finetune import finetune
 
     return finetune(config)
 
@@ -282,7 +282,7 @@ def _seen(run: Path, config: Config) -> SeenStates:
 
     env, facts = config.env, suite_facts(config.env, config.gym)
     assert facts is not None, "a run has trained on it"
-    states = SuiteStates.of(facts).evaluated(env.protocol)[: config.eval.states_per_task]
+    states = SuiteStates.of(facts).evaluated(env.protocol)[: config.eval.states_per_task]  # none of unread data
     episodes = [(task, state) for task in env.task_ids or range(facts.num_tasks) for state in states]
     return seen_by_run(newest_training_data(run / "checkpoints"), env.suite, config.gym.env, env.protocol, episodes)
 

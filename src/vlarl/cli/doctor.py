@@ -21,8 +21,7 @@ from vlarl.errors import UsageError
 from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
-    from vlarl.policies.openvla.description import Description
-    from vlarl.policies.openvla.memory import MemoryEstimate
+    from vlarl.policies.family import Description, MemoryEstimate
 
 GIB = 2**30
 MIB = 2**20
@@ -30,8 +29,6 @@ CARDS = (24, 40, 48, 80)  # nominal GB, which are nearly GiB in the driver
 CONTEXT_BYTES = GIB  # memory of CUDA itself and of fragmentation
 SHOWN_NAMES = 300  # characters of a list of tensors
 PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "cache")
-NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
-NO_STATISTICS = "missing: add dataset_statistics.json, or actions can't be converted to the robot's units"
 NOTES = (
     "checkpointed    with policy.gradient_checkpointing: layers are recomputed in the backward pass",
     "training run    the update, or the rollout with adapters, gradients and optimizer, whichever is larger",
@@ -101,7 +98,7 @@ def _machine_text(checks: Sequence[Check]) -> str:
 def _describe_model(given: Any) -> int:
     from huggingface_hub.errors import StrictDataclassError
 
-    from vlarl.policies.openvla.description import describe_checkpoint
+    from vlarl.policies.load import describe_checkpoint
 
     options = _train_options(given)
     config = load_config(None, options | {"lora.enabled": True})
@@ -153,8 +150,6 @@ def _rollout_batch(config: Config) -> int:
 
 def _title(options: dict[str, Any], config: Config, description: Description, rank: int) -> list[str]:
     """The command and the settings that the estimate is for."""
-    from vlarl.policies.openvla.memory import PROMPT_LENGTH
-
     policy, start = config.policy, start_of(None, options)
     is_adapted = description.adapter is not None or load_config(start.source).lora.enabled
     path = brief(options["policy.path"])
@@ -164,8 +159,8 @@ def _title(options: dict[str, Any], config: Config, description: Description, ra
     update = COLUMNS["update_checkpointed" if policy.gradient_checkpointing else "update"][1]
     return [
         f"Memory of `{command}`, which starts from the {start.label}:",
-        f"{base}, LoRA of rank {rank} on all linear layers, prompts of {PROMPT_LENGTH} tokens; its update is the "
-        f"column '{update}'.",
+        f"{base}, LoRA of rank {rank} on all linear layers, prompts of {description.prompt_length} tokens; "
+        f"its update is the column '{update}'.",
     ]
 
 
@@ -173,16 +168,12 @@ def _estimate(
     trained: Config, description: Description, batch_size: int, rank: int
 ) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
     """Memory by column, and the bytes that a card needs: for rollouts alone, or for training (rollouts and updates)."""
-    from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
-
-    config, dtype, quantize = description.config, trained.policy.dtype, trained.policy.quantize
-    microbatch_size = trained.optim.microbatch_size
-    sizes = (batch_size, PROMPT_LENGTH)
-    rollout = estimate_rollout(config, *sizes, dtype, quantize)
+    dtype, quantize, microbatch_size = trained.policy.dtype, trained.policy.quantize, trained.optim.microbatch_size
+    rollout = description.estimate_rollout(batch_size, dtype, quantize)
     # Adapters of a quantised base are trained in float32, so rollouts between updates are float32, too.
-    between = estimate_rollout(config, *sizes, "float32", quantize) if quantize else rollout
+    between = description.estimate_rollout(batch_size, "float32", quantize) if quantize else rollout
     updates = [
-        estimate_lora_update(config, microbatch_size, PROMPT_LENGTH, dtype, rank, recompute, quantize)
+        description.estimate_lora_update(microbatch_size, dtype, rank, recompute, quantize)
         for recompute in (True, False)
     ]
     needs = [rollout.total, *(max(update.total, between.total + update.lasting) for update in updates)]
@@ -198,39 +189,19 @@ def _capacities(gpus: Sequence[Gpu]) -> dict[str, int]:
 
 def _facts_lines(description: Description, num_images: int | None) -> list[str]:
     """The facts about the checkpoint, one per line."""
-    config, stored, language = description.config, description.stored, description.language
-    images = f"{config.num_images} of {config.image_size} px, {config.towers[0].num_patches} tokens each"
-    if num_images is None and not description.says_num_images:
-        images += " (the folder does not say how many: add --num-images 2 for LIBERO's)"
-    kind = description.kind
+    stored, kind = description.stored, description.kind
     if (adapter := description.adapter) is not None:
         kind += f" of {adapter.base}, rank {adapter.rank}, alpha {adapter.alpha}"
     files = counted(stored.num_files, "file")
-    rows = f"{config.padded_vocab_size} rows, action ids {config.first_action_id}..{config.vocab_size - 1}"
     facts = {
         "checkpoint": [description.path],
         "kind": [kind],
-        "decoder": [f"{config.decoder}, {config.chunk_length} x {config.action_dim} action tokens per decision"],
-        "images": [images],
-        "proprio": [f"{config.proprio_dim} values, one token" if config.use_proprio else "not read"],
-        "FiLM": ["yes" if config.use_film else "no"],
-        "heads": [", ".join(description.heads) or "none"],
-        "vision": [", ".join(tower.timm_id for tower in config.towers)],
-        "language": [f"{language.kind}, {language.num_layers} layers of width {language.width}, {rows}"],
+        **{title: [line] for title, line in description.model_facts(num_images).items()},
         "parameters": [f"{stored.num_parameters:,} in {stored.dtype}, {_size(stored.num_bytes)} in {files}"],
         "weights": [f"problem: {_short(problem)}" for problem in description.problems] or ["fit the config"],
-        "tokenizer": ["there" if description.has_tokenizer else NO_TOKENIZER],
-        "unnorm_key": _key_lines(description) or [NO_STATISTICS],
+        **description.file_facts(),
     }
     return [f"{name if row == 0 else '':<12}{text}" for name, texts in facts.items() for row, text in enumerate(texts)]
-
-
-def _key_lines(description: Description) -> list[str]:
-    width = max((len(entry.key) for entry in description.statistics), default=0)
-    return [
-        f"{entry.key:<{width}}  {entry.action_dim} action dims, {'with' if entry.has_proprio else 'without'} proprio"
-        for entry in description.statistics
-    ]
 
 
 def _memory_lines(

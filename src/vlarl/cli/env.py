@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
-from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, SUITES
+from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, PROMPTS, SUITES, is_prompts
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
 from vlarl.config.source.flags import parse_flags
@@ -60,6 +60,7 @@ def list_suites(arguments: Sequence[str]) -> int:
         install = "built in" if facts.extra is None else install_command(facts.extra)
         rows.append((name, str(facts.num_tasks), str(facts.max_steps), install))
     rows.append((GYM, "", "", "any Gymnasium environment; see docs/adding-an-env.md"))
+    rows.append((PROMPTS, "", "1", "prompts of your own data; see docs/prompts.md"))
     print("\n".join(f"{name:<20} {tasks:>5}  {steps:>5}  {text}".rstrip() for name, tasks, steps, text in rows))
     return 0
 
@@ -71,6 +72,8 @@ def list_tasks(arguments: Sequence[str]) -> int:
     suite = parser.parse_args(arguments).suite
     if suite == GYM:
         raise UsageError("the tasks of gym are those of gym.instructions in your configuration")
+    if suite == PROMPTS:
+        raise UsageError("prompts has one task: the data that prompts.path names in your configuration")
     print("\n".join(f"{task.task_id:>3}  {task.instruction}" for task in _spec(suite).tasks))
     return 0
 
@@ -144,10 +147,11 @@ def _subject(config: Config) -> Iterator[Subject]:
     size = config.env.image_size or (BUILTIN_IMAGE_SIZE if is_tabletop else IMAGE_SIZE)
     if facts is not None and not facts.in_processes:
         num_views = len(config.gym.images if config.env.suite == GYM else cameras_of(config.env))
-        pool = build_pool(config.env, config.gym, 2, size, reward)
+        shape = (0, 1, 1, 3) if is_prompts(config.env.suite) else (num_views, size, size, 3)
+        pool = build_pool(config.env, config.gym, 2, size, reward, config.prompts)
         try:
             expert = SlotExpert(pool.world, 0) if isinstance(pool, TabletopPool) else None
-            yield Subject(SlotEnv(pool, 0), pool.spec, (num_views, size, size, 3), SlotEnv(pool, 1), expert)
+            yield Subject(SlotEnv(pool, 0), pool.spec, shape, SlotEnv(pool, 1), expert)
         finally:
             pool.close()
         return
@@ -177,7 +181,9 @@ def _write_images(subject: Subject, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     subject.env.reset(subject.task())
-    images = {f"view_{index}.png": view for index, view in enumerate(subject.env.observe().images)}
+    seen = subject.env.observe()
+    shown = [*seen.images, *(seen.prompt.images if seen.prompt is not None else ())]
+    images = {f"view_{index}.png": view for index, view in enumerate(shown)}
     images["frame.png"] = subject.env.frame()
     for name, image in images.items():
         Image.fromarray(image).save(folder / name)
@@ -194,6 +200,10 @@ def _spec(suite: str) -> SuiteSpec:
         from vlarl.envs.metaworld.suites import metaworld_spec
 
         return metaworld_spec(suite)
+    if is_prompts(suite):
+        from vlarl.envs.build import NO_DATA, build_prompts
+
+        return build_prompts(suite, NO_DATA).spec
     from vlarl.envs.tabletop.tasks import get_suite
 
     return get_suite(suite).spec

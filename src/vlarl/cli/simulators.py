@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vlarl.cli.installation import Check
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.versions import mujoco_problem
+from vlarl.envs.mujoco import opengl_variables
 from vlarl.errors import UsageError, install_command
 
 BACKENDS = {
@@ -56,7 +57,7 @@ def _version(package: str) -> str | None:
 
 def _backend(name: str, remedy: str) -> Check:
     """Whether MuJoCo renders an image with this backend, and by which driver."""
-    environment = {**os.environ, "MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
+    environment = {**os.environ, **opengl_variables(name, pyopengl=True)}
     try:
         probe = subprocess.run(
             [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=PROBE_S, check=False

@@ -7,7 +7,7 @@ from typing import Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.runs import LISTED, find_run
-from vlarl.config.known import KNOWN_SUITES, SUITES
+from vlarl.config.known import KNOWN_SUITES, SUITES, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import list_runs
 from vlarl.config.words import counted
@@ -32,8 +32,9 @@ def bench(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if given.what is None:
         raise UsageError("say what to measure: `vlarl bench env` measures the speed of an environment (--suite S)")
-    if given.suite not in SUITES:
-        raise UsageError(f"--suite {given.suite}: `vlarl env check` times a Gymnasium environment")
+    if given.suite not in SUITES or is_prompts(given.suite):
+        kind = "prompts" if is_prompts(given.suite) else "a Gymnasium environment"
+        raise UsageError(f"--suite {given.suite}: `vlarl env check` times {kind}")
     facts = SUITES[given.suite]
     print("\n".join(_simulator_speed(given) if facts.in_processes else _tabletop_speed(given)))
     return 0

@@ -124,6 +124,11 @@ def num_engines(config: Config) -> int:
     return config.vllm.num_engines or config.distributed.torch_num_engines
 
 
+def engine_dtype(config: Config) -> Literal["float32", "bfloat16"]:
+    """The precision of engines on a cluster: the same as of the learners' passes."""
+    return config.distributed.compute_dtype or config.policy.dtype
+
+
 def engine_memory_fraction(config: Config) -> float:
     """The fraction of a GPU's memory for a vLLM engine: as configured, or nine tenths of its engine_gpus."""
     return config.vllm.gpu_memory_utilization or 0.9 * (config.distributed.engine_gpus or 1.0)

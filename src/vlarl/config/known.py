@@ -22,6 +22,7 @@ class SuiteFacts:
     in_processes: bool = True  # each environment is its own process
     has_dense_reward: bool = False
     process_mib: int | None = None  # memory of one process, as measured; None: no process, or not known
+    are_states_known: bool = True  # False: the states are the rows of the user's data, counted when they are read
 
 
 _TABLETOP = {"tabletop_spatial": 32, "tabletop_object": 32, "tabletop_goal": 32, "tabletop_long": 64}
@@ -37,6 +38,7 @@ _METAWORLD = {
     "metaworld_ml45": 45,
     "metaworld_ml45_test": 5,
 }
+_PROMPTS = {"prompts_arithmetic": (4, 300, 100), "prompts_shapes": (5, 1000, 200)}  # tasks, states to train, evaluate
 
 SUITES: dict[str, SuiteFacts] = (
     {
@@ -53,15 +55,26 @@ SUITES: dict[str, SuiteFacts] = (
         name: SuiteFacts(num_tasks, 500, extra="metaworld", has_dense_reward=True, process_mib=500)
         for name, num_tasks in _METAWORLD.items()
     }
+    | {
+        name: SuiteFacts(num_tasks, 1, train, held_out, held_out, in_processes=False)
+        for name, (num_tasks, train, held_out) in _PROMPTS.items()
+    }
 )
-"""The suites that vlarl knows by name. `gym` is described by the configuration itself."""
+"""The suites that vlarl knows by name. `gym` and `prompts` are described by the configuration itself."""
 
 
 BATCHED_ENVS = 64
 """Default of env.num_envs for environments that don't run in processes: tabletops, batched ones."""
 
 GYM = "gym"
-KNOWN_SUITES = (*SUITES, GYM)
+PROMPTS = "prompts"
+KNOWN_SUITES = (*SUITES, GYM, PROMPTS)
+
+
+def is_prompts(suite: str) -> bool:
+    """Whether a suite consists of prompts, which are responded to with a text."""
+    return suite == PROMPTS or suite in _PROMPTS
+
 
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 """Sizes of the built-in policy and how each decodes; `builtin:` is the shipped checkpoint, `init:` fresh weights."""
@@ -75,7 +88,10 @@ BUILTIN_IMAGE_SIZE = 56
 BUILTIN_CAMERAS = 1
 """Views that the built-in policies read."""
 
-KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", "combined")
+TEXT_REWARDS = ("exact_match", "number_match", "choice", "format", "length", "overlong")
+"""Rewards that score a text."""
+
+KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", *TEXT_REWARDS, "combined")
 
 GROUP_METHODS = ("grpo", "rloo", "group_norm", "cpgd")
 """Algorithms that compare the episodes of a group with each other."""

@@ -12,8 +12,8 @@ from vlarl.config.schema import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
 
-PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path")
-"""Options that are always a path."""
+PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path", "prompts.path", "prompts.eval_path")
+"""Options that are always a path, or a list of paths."""
 
 FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model")
 """Options that are a folder if it exists; else the name of a built-in policy or of a model on the hub."""
@@ -64,5 +64,6 @@ def _changed(config: AnyConfig, paths: Sequence[str], change: Callable[[str], st
         values = sections.get(section, getattr(config, section, None))
         text = getattr(values, name, None)
         if values is not None and text is not None:
-            sections[section] = values.model_copy(update={name: change(text)})
+            changed = tuple(change(each) for each in text) if isinstance(text, tuple) else change(text)
+            sections[section] = values.model_copy(update={name: changed})
     return config.model_copy(update=sections)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -16,9 +17,10 @@ class RecipeRule:
     label: str
     weights: dict[str, float]
 
-    def fits(self, suite: str, task_id: int, instruction: str) -> bool:
-        """Whether the label is this task's suite, its `suite/task`, or a pattern of its instruction."""
-        names = (suite, f"{suite}/{task_id}", instruction)
+    def fits(self, suite: str, task_id: int, instruction: str, labels: Sequence[str] = ()) -> bool:
+        """Whether the label is this task's suite, its `suite/task`, one of its own labels, or a pattern of its
+        instruction."""
+        names = (suite, f"{suite}/{task_id}", instruction, *labels)
         return any(fnmatchcase(name.lower(), self.label.lower()) for name in names)
 
 

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from vlarl.config.problems import nearest
 from vlarl.errors import UsageError, describe_error, raised_in
 
 LISTED = 10  # functions that a message lists
+
+FunctionStyle = Literal["trajectory", "trl", "verl"]
+"""How a reward function is called: with an episode, as TRL calls it, or as verl does."""
 
 
 def import_function(source: str) -> Callable[..., float]:
@@ -34,8 +38,22 @@ def import_function(source: str) -> Callable[..., float]:
     return function  # type: ignore[no-any-return]
 
 
+def style_of(function: Callable[..., object]) -> FunctionStyle:
+    """How a reward function wants to be called, by the names of its parameters."""
+    try:
+        names = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # some compiled functions have none
+        return "trajectory"
+    if "completions" in names:
+        return "trl"
+    return "verl" if {"solution_str", "ground_truth"} <= names else "trajectory"
+
+
 def refuse_arguments(subject: str, function: Callable[..., object]) -> None:
-    """Refuse a reward that can't be called with one argument, if its signature is known."""
+    """Refuse a reward that can't be called with one argument, if its signature is known; those that score texts are
+    called by the names of their parameters."""
+    if style_of(function) != "trajectory":
+        return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some compiled functions have none
@@ -44,7 +62,7 @@ def refuse_arguments(subject: str, function: Callable[..., object]) -> None:
         signature.bind(None)
     except TypeError as error:
         remedy = "give it one parameter, and defaults for any others"
-        called = "is called with one argument, the trajectory"
+        called = "is called with one argument, the trajectory (or, for texts, with prompts and completions as in TRL)"
         raise UsageError(f"{subject} takes {signature}, but {called}; {remedy}.") from error
 
 

@@ -81,7 +81,8 @@ class EnvConfig(Section):
     """The tasks and how they are simulated."""
 
     suite: str = "tabletop_spatial"
-    """Task suite: tabletop_*, libero_*, metaworld_*, or gym for the environment that section gym describes."""
+    """Task suite: tabletop_*, libero_*, metaworld_*, prompts_* for built-in prompts, gym for the environment that
+    section gym describes, or prompts for the data that section prompts names."""
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Train and evaluate on these tasks only; by default on all tasks of the suite."""
     num_envs: Annotated[int, Field(gt=0, le=100_000)] | None = None
@@ -144,6 +145,38 @@ class GymConfig(Section):
     """Initial states per task, which are seeds of reset; the last two fifths are for evaluation."""
     batched: bool = False
     """The environment is a vector of num_envs environments, as GPU simulators are; its factory takes num_envs."""
+
+
+class PromptsConfig(Section):
+    """Data as the suite (env.suite prompts): a prompt, images and a solution in each row."""
+
+    path: tuple[str, ...] = ()
+    """Files or folders to train on: .jsonl, .parquet (extra `data`), or a folder that `save_to_disk` of Hugging Face
+    datasets wrote (extra `data`)."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """How often an epoch has each row of each of prompts.path, such as 2 or 0.5; by default once."""
+    eval_path: tuple[str, ...] = ()
+    """Files or folders to evaluate on; by default a part of prompts.path is held out."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Fraction of the rows of prompts.path that is held out for evaluation, if there is no prompts.eval_path."""
+    split_seed: NonNegativeInt = 0
+    """Seed of which rows are held out; it does not depend on run.seed, so that runs with other seeds hold out the same
+    rows."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, or a list of messages with role and content."""
+    solution_column: str | None = None
+    """Column with the solution; by default the first of solution, answer, ground_truth and reward_model.ground_truth
+    that a row has. A row without one can be trained on with your own reward, and never counts as a success."""
+    match: Literal["exact", "number", "choice"] = "exact"
+    """When a response counts as a success: it has the words of the solution, its number, or its letter. What is
+    compared is the last `<answer>…</answer>`, `\\boxed{…}` or `#### …` of a text, else all of it."""
+    system: str | None = None
+    """System message put before each prompt that has none."""
+    video_frames: Annotated[int, Field(gt=0, le=1024)] = 8
+    """Frames taken of each video, at equal distances."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What happens to a row that can't be used, such as one with a missing or corrupt image or an empty prompt: it ends
+    the run with its file and row (stop), or it is left out and counted (skip)."""
 
 
 class ModelConfig(Section):
@@ -267,15 +300,16 @@ class RewardConfig(Section):
 
     source: str = "sparse"
     """`sparse` (1 on success), `dense` (the environment's own), `shaped` (success and potential-based progress),
-    `rules`, `model`, `remote`, `combined`, or `module:function` for your own function."""
+    `rules`, `model`, `remote`, `combined`, or `module:function` for your own function. For texts also `exact_match`,
+    `number_match`, `choice`, `format`, `length` and `overlong`."""
     sources: tuple[str, ...] = ()
     """combined: the rewards to add up, by the names above."""
     weights: tuple[float, ...] = ()
     """combined: weight of each of reward.sources; by default 1 each."""
     recipe: tuple[str, ...] = ()
     """combined: weights for some tasks, as `LABEL -> NAME=WEIGHT NAME=WEIGHT`. The label is a suite, a task such as
-    tabletop_goal/3, or a pattern of instructions such as *drawer*; the first label that matches applies, else
-    reward.weights."""
+    tabletop_goal/3, a pattern of instructions such as *drawer*, or the data_source or label of a prompt; the first
+    label that matches applies, else reward.weights."""
     shaping_gamma: UnitInterval | None = None
     """shaped: discount of the potential; by default the algorithm's, which keeps the optimal policy the same."""
     shaping_scale: PositiveFloat = 1.0
@@ -285,9 +319,16 @@ class RewardConfig(Section):
     failure_value: float = 0.0
     """rules: reward of failure; below 0 it is a penalty."""
     length_penalty: NonNegativeFloat = 0.0
-    """rules: subtracted for each environment step above reward.length_limit."""
+    """rules, length: subtracted for each environment step, or token of a text, above reward.length_limit."""
     length_limit: NonNegativeInt = 0
-    """rules: environment steps without a length penalty."""
+    """rules, length: environment steps or tokens without a length penalty."""
+    pattern: str = r"<think>.*</think>\s*<answer>.*</answer>"
+    """format: regular expression that the whole text must match for a reward of 1; the dot matches line breaks, too."""
+    max_tokens: PositiveInt | None = None
+    """overlong: tokens that a text may have (DAPO's maximum length); at this length the penalty is 1."""
+    overlong_buffer: PositiveInt | None = None
+    """overlong: tokens before reward.max_tokens over which the penalty rises from 0 to 1; by default a fifth of
+    reward.max_tokens."""
     idle_penalty: NonNegativeFloat = 0.0
     """rules: subtracted for each decision that leaves the robot where it was."""
     idle_tolerance: NonNegativeFloat = 1e-3
@@ -601,6 +642,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     env: EnvConfig = EnvConfig()
     gym: GymConfig = GymConfig()
+    prompts: PromptsConfig = PromptsConfig()
     policy: PolicyConfig = PolicyConfig()
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from vlarl.config.known import PROMPTS
 from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
 from vlarl.config.words import counted, plural
@@ -109,7 +110,12 @@ def state_warnings(
         )
     tasks = {task_id for task_id, _ in episodes}
     runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]
-    if vague := sorted({run.suite for run in runs if run.states is None}):
+    if any(run.suite == PROMPTS for run in runs):
+        warnings.append(
+            f"{who} was trained on rows of data (prompts.path) that are not listed with it: make sure that those of "
+            "this evaluation are not among them."
+        )
+    if vague := sorted({run.suite for run in runs if run.states is None and run.suite != PROMPTS}):
         warnings.append(
             f"{who} was trained on demonstrations of {', '.join(vague)} whose initial states are not known: they may "
             "be those of this evaluation."

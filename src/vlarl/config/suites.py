@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vlarl.config.known import GYM, SUITES, SuiteFacts
+from vlarl.config.known import GYM, PROMPTS, SUITES, SuiteFacts
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
 
 StateProtocol = Literal["disjoint", "benchmark"]
@@ -26,6 +26,8 @@ def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
             in_processes=not gym.batched,
             has_dense_reward=True,
         )
+    if env.suite == PROMPTS:
+        return SuiteFacts(1, 1, 0, 0, 0, in_processes=False, are_states_known=False)
     facts = SUITES.get(env.suite)
     return facts if facts is None or env.max_steps is None else replace(facts, max_steps=env.max_steps)
 

@@ -115,7 +115,7 @@ class TrainingData:
 def by_training(env: EnvConfig, gym: GymConfig) -> TrainedOn:
     """What a run of `vlarl train` trains on."""
     facts = suite_facts(env, gym)
-    if facts is None:
+    if facts is None or not facts.are_states_known:
         return TrainedOn(by="train", suite=env.suite, protocol=env.protocol)
     return TrainedOn(
         by="train",

@@ -145,12 +145,4 @@ class TabletopExperts:
             reward, won, truncated = self._pool.step(row, expert.shake(row, actions[-1][None]))
             rewards.append(float(reward[0]))
             success, ended = bool(won[0]), bool(won[0] or truncated[0])
-        return Demonstration(
-            task=task,
-            instruction=seen[0].instruction,
-            images=np.stack([observation.images for observation in seen]),
-            proprio=np.stack([observation.proprio for observation in seen]),
-            actions=np.stack(actions),
-            rewards=np.array(rewards, np.float32),
-            success=success,
-        )
+        return Demonstration.of_steps(task, seen, actions, rewards, success)

@@ -1,4 +1,7 @@
-"""Whether a Ray cluster responds at an address: checked first, since Ray itself would wait for many minutes."""
+"""Addresses: whether a Ray cluster responds at one, and one of this machine at which ranks can meet.
+
+An address is checked before Ray is given it, since Ray itself would wait for many minutes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import socket
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import ray
 
 from vlarl.deadline import call_in_time
 from vlarl.errors import UsageError
@@ -78,3 +83,11 @@ def _refused(address: str, host: str, port: int, what: str) -> UsageError:
         "machine, check that its port can be reached from here, or leave distributed.address out: then a cluster is "
         "started here."
     )
+
+
+def free_address() -> tuple[str, int]:
+    """Address of this machine in the cluster, and a port that is free now."""
+    address: str = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return address, int(probe.getsockname()[1])

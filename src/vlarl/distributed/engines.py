@@ -1,7 +1,7 @@
 """Engines as workers of a cluster, behind the contract of one engine.
 
     Collector ── generate(rows) ──► EngineGroup ──► engine 0 (the first rows), engine 1 (the next) …
-    LearnerGroup ── weights ──────────────────────► all of them, by `Rank.send_weights`
+    Rank 0 ── weights, EngineCalls ───────────────► all of them (weights/sender.py)
 
 A generation and a sync never overlap: the second one waits. An engine that is lost is replaced, brought to the
 learners' weights, and called again: each row has its own seed, so the result is the same.
@@ -12,57 +12,50 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray import exceptions
 
-from vlarl.config.derive import engine_memory_fraction
+from vlarl.config.derive import engine_dtype, engine_memory_fraction
 from vlarl.config.schema import Config
 from vlarl.decisions import Decisions, Sampling, TensorRows
-from vlarl.distributed.actor import Worker, get_all
-from vlarl.distributed.weights import engine_dtype
-from vlarl.errors import VlarlError, WorkerLostError
-from vlarl.policies.load import load_acting_policy
+from vlarl.distributed.actor import DIED, Result, Worker, get_all, put
+from vlarl.errors import UsageError, VlarlError, WorkerLostError
+from vlarl.policies.load import DTYPES
 from vlarl.rollout.engines.replica import ReplicaEngine
+from vlarl.training.prepare import load_engine_policy
+from vlarl.weights.sender import EngineLostError
 
 log = logging.getLogger(__name__)
 
+LOST = (*DIED, exceptions.GetTimeoutError)
 ATTEMPTS = 3  # losses of one engine in a batch that end the run
 
 
-def build_torch_engine(config: Config, checkpoint: Path | None, on_gpu: bool) -> ReplicaEngine:
-    """A PyTorch engine; called in the worker's process."""
+def build_torch_engine(config: Config, on_gpu: bool) -> ReplicaEngine:
+    """A PyTorch engine; called in the worker's process.
+
+    It starts from `policy.path`, also in a run that is resumed: the first sync brings all that was trained, and the
+    checkpoint that the run resumed from may be gone when an engine is replaced.
+    """
     device = torch.device("cuda" if on_gpu else "cpu")
-    settings = config.policy.model_copy(update={"dtype": engine_dtype(config)})
-    policy = load_acting_policy(config.model_copy(update={"policy": settings}), checkpoint, device)
+    policy = load_engine_policy(config, device)
     return ReplicaEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
 
 
-def build_vllm_engine(config: Config, checkpoint: Path | None) -> object:
-    """A vLLM engine; called in the worker's process."""
-    from vlarl.policies.fresh import FRESH, fresh_checkpoint
-    from vlarl.rollout.engines.vllm import VllmEngine, VllmOptions
+def build_vllm_engine(config: Config) -> object:
+    """A vLLM engine, likewise."""
+    from vlarl.rollout.engines.vllm import VllmEngine
 
-    settings, vllm = config.policy, config.vllm
-    path: str | Path = checkpoint or settings.path
-    if str(path) in FRESH:
-        path = fresh_checkpoint(str(path), settings.chunk_length, settings.num_images, settings.use_proprio)
-    options = VllmOptions(
-        model_class=vllm.model_class,
-        dtype=engine_dtype(config),
-        enforce_eager=vllm.enforce_eager,
-        gpu_memory_utilization=engine_memory_fraction(config),
-        tensor_parallel_size=vllm.tensor_parallel_size,
-        max_num_seqs=vllm.max_num_seqs,
-        max_model_len=vllm.max_model_len,
-        prefix_caching=vllm.prefix_caching,
-        sync_backend="bytes" if vllm.sync_backend == "object_store" else vllm.sync_backend,
-    )
-    return VllmEngine(
-        path, options, num_images=settings.num_images, use_proprio=settings.use_proprio, base=settings.base
-    )
+    policy = load_engine_policy(config, torch.device("meta"))
+    options = config.vllm.model_copy(update={"gpu_memory_utilization": engine_memory_fraction(config)})
+    return VllmEngine(policy, options, DTYPES[engine_dtype(config)])
 
 
 class EngineGroup:
@@ -113,10 +106,88 @@ class EngineGroup:
         worker = next(worker for worker in self.workers if worker.name == name)
         worker.replace()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Weights come from learners on the cluster, by `LearnerGroup.publish`."""
-        raise NotImplementedError("engines of a cluster take weights from its learners: use LearnerGroup.publish")
-
 
 def _no_learners() -> None:
     raise VlarlError("there are no learners that could send the engines their weights")
+
+
+@dataclass
+class EngineCalls:
+    """Weight syncs of all engines at once, called by rank 0 (`weights.sender.Engines`).
+
+    One bucket is loaded by the engines while rank 0 fills the next.
+    """
+
+    names: list[str]
+    actors: list[Any]
+    timeout_s: float
+    ranks_each: int = 1  # processes of each engine, where weights go by NCCL
+    loading: list[Any] = field(default_factory=list)  # calls that load the previous bucket
+
+    @classmethod
+    def to(cls, workers: Sequence[Worker], config: Config) -> EngineCalls:
+        """The calls, in a form that can be sent to rank 0."""
+        size = config.vllm.tensor_parallel_size
+        return cls([w.name for w in workers], [w.actor for w in workers], config.distributed.timeout_s, size)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of all engines together."""
+        return len(self.actors) * self.ranks_each
+
+    @property
+    def processes(self) -> Sequence[object]:
+        """What a connection is to."""
+        return self.actors
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Open the connection of all engines, each with ranks of its own."""
+        offsets = [1 + index * self.ranks_each for index in range(len(self.actors))]
+        infos = [init_info | ({"rank_offset": o} if "rank_offset" in init_info else {}) for o in offsets]
+        pairs = zip(self.actors, infos, strict=True)
+        self._wait([actor.call.remote("init_weight_transfer_engine", info) for actor, info in pairs])
+
+    def start_sync(self, shapes: Mapping[str, tuple[int, ...]], version: int) -> None:
+        """Start a sync."""
+        self.loading = []
+        self.call("start_sync", dict(shapes), version)
+
+    def update_weights(self, message: dict[str, Any]) -> None:
+        """Load a message, and wait until it is loaded."""
+        self.call("update_weights", message)
+
+    def update_weights_later(self, message: dict[str, Any]) -> None:
+        """Load a message, which all engines read from the object store, once the one before is loaded."""
+        shared = put(message)
+        self._wait(self.loading)
+        self.loading = self._send("update_weights", shared)
+
+    def finish_sync(self, version: int) -> None:
+        """Finish the sync: the engines act with the new weights."""
+        self._wait(self.loading)
+        self.call("finish_sync", version)
+
+    def abandon(self, lost: str) -> None:
+        """Make all but the lost one abandon the current sync."""
+        others = [actor for name, actor in zip(self.names, self.actors, strict=True) if name != lost]
+        for reference in [actor.call.remote("abandon_sync") for actor in others]:
+            with suppress(*LOST):
+                ray.get(reference, timeout=self.timeout_s)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call all engines, and wait."""
+        self._wait(self._send(method, *arguments))
+
+    def _send(self, method: str, *arguments: Any) -> list[Any]:
+        return [actor.call.remote(method, *arguments) for actor in self.actors]
+
+    def _wait(self, references: Sequence[Any]) -> None:
+        for name, reference in zip(self.names, references, strict=False):
+            try:
+                result: Result = ray.get(reference, timeout=self.timeout_s)
+            except LOST as error:
+                raise EngineLostError(name, f"did not reply in a sync ({type(error).__name__})") from None
+            if isinstance(result.error, UsageError):
+                raise result.error  # engine and learners don't fit: a new engine would not fit either
+            if (reason := result.error or result.defect) is not None:
+                raise EngineLostError(name, f"failed in a sync:\n{reason}")

@@ -20,11 +20,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 import ray
 
-from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.config.schema import EnvConfig, GymConfig, PromptsConfig
 from vlarl.config.suites import suite_facts
 from vlarl.distributed.actor import Request, Worker
 from vlarl.envs.base import Actions, AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, as_chunks, started
-from vlarl.envs.build import build_factory, build_pool
+from vlarl.envs.build import NO_DATA, build_factory, build_pool
 from vlarl.envs.env_process import Chunk, EnvRunner, Reset
 from vlarl.envs.guardian import Guardian
 from vlarl.errors import WorkerLostError
@@ -46,8 +46,16 @@ class Environments(Protocol):
 class PoolPart:
     """Slots of a pool that steps them together."""
 
-    def __init__(self, env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode) -> None:
-        self._pool: EnvPool = build_pool(env, gym, num_envs, image_size, reward)
+    def __init__(
+        self,
+        env: EnvConfig,
+        gym: GymConfig,
+        num_envs: int,
+        image_size: int,
+        reward: RewardMode,
+        prompts: PromptsConfig = NO_DATA,
+    ) -> None:
+        self._pool: EnvPool = build_pool(env, gym, num_envs, image_size, reward, prompts)
 
     def spec(self) -> SuiteSpec:
         """The suite."""
@@ -128,14 +136,19 @@ def part_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) 
 
 
 def pool_parts(
-    env: EnvConfig, gym: GymConfig, sizes: Sequence[int], image_size: int, reward: RewardMode
+    env: EnvConfig,
+    gym: GymConfig,
+    sizes: Sequence[int],
+    image_size: int,
+    reward: RewardMode,
+    prompts: PromptsConfig = NO_DATA,
 ) -> list[EnvWorkerSpec]:
     """What each worker runs: a part of the pool, or a simulator."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
         factory = build_factory(env, gym, image_size, reward)
         return [EnvWorkerSpec(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
-    return [EnvWorkerSpec(PoolPart, (env, gym, size, image_size, reward), {}) for size in sizes]
+    return [EnvWorkerSpec(PoolPart, (env, gym, size, image_size, reward, prompts), {}) for size in sizes]
 
 
 class PoolGroup(AsyncPool):

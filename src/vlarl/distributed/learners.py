@@ -26,15 +26,15 @@ import ray
 import torch
 
 from vlarl.algorithms import build_algorithm
+from vlarl.config.derive import engine_dtype
 from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.distributed.actor import Worker, get_all, put
-from vlarl.distributed.engines import EngineGroup
-from vlarl.distributed.weights import EngineCalls, WeightSender, free_address
+from vlarl.distributed.address import free_address
+from vlarl.distributed.engines import EngineCalls, EngineGroup
 from vlarl.errors import ClusterError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import DTYPES
-from vlarl.rollout.engines.base import Engine
 from vlarl.training.annotate import Annotations
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.fsdp import Sharding
@@ -43,10 +43,23 @@ from vlarl.training.prepare import load_trained_policy
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
 from vlarl.types import UpdateResult
+from vlarl.weights.sender import Transport, WeightSender
 
 log = logging.getLogger(__name__)
 
+MB = 10**6
 ENGINE_ATTEMPTS = 3  # to send an engine the learners' weights, replacing it after each failure
+
+
+def transport_of(config: Config) -> Transport:
+    """How weights travel to the engines, as configured."""
+    return Transport(
+        backend=config.vllm.sync_backend,
+        dtype=DTYPES[engine_dtype(config)],
+        bucket_bytes=config.distributed.sync_bucket_mb * MB,
+        checksum=config.distributed.sync_checksum,
+        meeting_point=free_address,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Rank:
         policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, device)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
-        self.sender = WeightSender(policy, ranks, self.config)
+        self.sender = WeightSender(policy, ranks, transport_of(self.config))
 
     def open_store(self, folder: Path) -> None:
         """Keep checkpoints in this folder."""
@@ -206,10 +219,8 @@ class LearnerGroup:
         kept, self._annotated = self._annotated, None
         return replace(batch, inputs=batch.inputs.empty()) if batch.inputs is kept else batch
 
-    def publish(self, engine: Engine) -> None:
-        """Send the engines the current weights; one that is lost in the sync is replaced."""
-        if not isinstance(engine, EngineGroup):
-            raise TypeError(f"learners of a cluster publish to its engines, not to {type(engine).__name__}")
+    def send_weights(self, engine: EngineGroup) -> None:
+        """Bring the engines to the current weights; one that is lost in the sync is replaced."""
         with engine.lock:
             losses: Counter[str] = Counter()
             while True:

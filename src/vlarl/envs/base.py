@@ -1,6 +1,7 @@
 """The environment contracts: what the collector calls, and what a simulator has to implement.
 
     Collector ── EnvPool ─┬─ TabletopPool           all slots in one process, as arrays
+                          ├─ PromptPool             prompts of a dataset: an episode is one text
                           ├─ GymVectorPool          all slots in one batched Gymnasium environment
                           └─ WorkerPool ── SingleEnv   a process for each slot (LIBERO, Meta-World, Gymnasium)
 
@@ -47,6 +48,8 @@ class SuiteSpec:
     action_dim: int = 7
     proprio_dim: int = 8
     first_fresh_state: int | None = None  # every index from here on is a different state, for demonstrations
+    in_epochs: bool = False  # states are samples of a dataset: training takes each once an epoch, in a shuffled order
+    repeats: tuple[float, ...] = ()  # how often an epoch has each of train_states; empty: once
 
 
 class EnvPool(Protocol):
@@ -241,6 +244,26 @@ class Demonstration:
     actions: FloatArray  # [T, D] as the expert intended them; those executed may have noise added
     rewards: FloatArray  # [T]
     success: bool
+
+    @classmethod
+    def of_steps(
+        cls,
+        task: Task,
+        seen: Sequence[Observation],
+        actions: Sequence[FloatArray],
+        rewards: Sequence[float],
+        success: bool,
+    ) -> Demonstration:
+        """The episode of T observations, each with the action [D] and the reward that follow it."""
+        return cls(
+            task=task,
+            instruction=seen[0].instruction,
+            images=np.stack([observation.images for observation in seen]),
+            proprio=np.stack([observation.proprio for observation in seen]),
+            actions=np.stack(actions),
+            rewards=np.array(rewards, np.float32),
+            success=success,
+        )
 
 
 class EnvFactory(Protocol):

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from vlarl.config.known import GYM, KNOWN_SUITES
-from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.config.known import GYM, KNOWN_SUITES, PROMPTS, is_prompts
+from vlarl.config.schema import EnvConfig, GymConfig, PromptsConfig
 from vlarl.config.suites import cameras_of
 from vlarl.envs.base import EnvFactory, EnvPool, RewardMode
 from vlarl.envs.process_pool import WorkerPool
+from vlarl.envs.prompts.arithmetic import ArithmeticPrompts
+from vlarl.envs.prompts.pool import PromptPool
+from vlarl.envs.prompts.shapes import ShapePrompts
+from vlarl.envs.prompts.source import PromptSource
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 
+NO_DATA = PromptsConfig()
 
-def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, reward: RewardMode) -> EnvPool:
-    """Parallel environments of the configured suite."""
+BUILTIN_PROMPTS: dict[str, type[ArithmeticPrompts] | type[ShapePrompts]] = {
+    "prompts_arithmetic": ArithmeticPrompts,
+    "prompts_shapes": ShapePrompts,
+}
+
+
+def build_pool(
+    env: EnvConfig,
+    gym: GymConfig,
+    num_envs: int,
+    image_size: int,
+    reward: RewardMode,
+    prompts: PromptsConfig = NO_DATA,
+) -> EnvPool:
+    """Parallel environments of the configured suite; `prompts` is read by the suite of that name."""
+    if is_prompts(env.suite):
+        return PromptPool(build_prompts(env.suite, prompts), num_envs)
     if env.suite.startswith("tabletop_"):
         return TabletopPool(env.suite, num_envs, image_size, cameras_of(env), reward, max_steps=env.max_steps)
     if env.suite == GYM and gym.batched:
@@ -20,6 +40,15 @@ def build_pool(env: EnvConfig, gym: GymConfig, num_envs: int, image_size: int, r
 
         return GymVectorPool(gym, env, num_envs, image_size, reward)
     return WorkerPool(build_factory(env, gym, image_size, reward), num_envs, env.timeout_s, env.lockstep)
+
+
+def build_prompts(suite: str, prompts: PromptsConfig) -> PromptSource:
+    """The prompts of a suite: the user's data, or a built-in one."""
+    if suite == PROMPTS:
+        from vlarl.envs.prompts.dataset import PromptDataset
+
+        return PromptDataset(prompts)
+    return BUILTIN_PROMPTS[suite]()
 
 
 def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: RewardMode) -> EnvFactory:
@@ -36,7 +65,7 @@ def build_factory(env: EnvConfig, gym: GymConfig, image_size: int, reward: Rewar
         from vlarl.envs.metaworld import metaworld_factory
 
         return metaworld_factory(env, image_size, reward)
-    suites = [suite for suite in KNOWN_SUITES if not suite.startswith("tabletop_")]
+    suites = [suite for suite in KNOWN_SUITES if not suite.startswith(("tabletop_", PROMPTS))]
     raise UsageError(f"env.suite: {env.suite!r} does not run in processes; those that do: {', '.join(suites)}.")
 
 

@@ -211,15 +211,7 @@ class EnvRunner:
             reward, terminated, truncated, success = self._step(action + noise)
             rewards.append(reward)
             ended = terminated or truncated
-        return Demonstration(
-            task=task,
-            instruction=seen[0].instruction,
-            images=np.stack([observation.images for observation in seen]),
-            proprio=np.stack([observation.proprio for observation in seen]),
-            actions=np.stack(actions),
-            rewards=np.array(rewards, np.float32),
-            success=success,
-        )
+        return Demonstration.of_steps(task, seen, actions, rewards, success)
 
     def close(self) -> None:
         """Close the environment."""

@@ -14,17 +14,22 @@ def render_backend(render: str) -> str:
     return os.environ.get("MUJOCO_GL", "egl") if render == "auto" else render
 
 
-def render_variables(backend: str, gpu: int | None, pyopengl: bool) -> dict[str, str]:
-    """Environment variables of a process: how MuJoCo (and PyOpenGL, if used) renders, and one thread per process.
-
-    There are as many processes as cores, so more threads would compete.
-    """
-    variables = {"MUJOCO_GL": backend, "OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
+def opengl_variables(backend: str, gpu: int | None = None, *, pyopengl: bool = False) -> dict[str, str]:
+    """Environment variables of a process: how MuJoCo, and PyOpenGL where it is used, renders; `disabled`: it can't."""
+    variables = {"MUJOCO_GL": backend}
     if pyopengl:
         variables["PYOPENGL_PLATFORM"] = backend
     if gpu is not None:
         variables["MUJOCO_EGL_DEVICE_ID"] = str(gpu)
     return variables
+
+
+def render_variables(backend: str, gpu: int | None, pyopengl: bool) -> dict[str, str]:
+    """Environment variables of a simulator's process: how it renders, and one thread per process.
+
+    There are as many processes as cores, so more threads would compete.
+    """
+    return opengl_variables(backend, gpu, pyopengl=pyopengl) | {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
 
 
 def log_warnings() -> None:

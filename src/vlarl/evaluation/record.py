@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class EvalSettings:
     init_states: tuple[int, ...] = ()  # of each task
     training_data_from: str | None = None  # the file that says what was trained on; None: not known
     warnings: tuple[str, ...] = ()  # that qualify the success rate
+    prompts: dict[str, Any] = field(default_factory=dict)  # empty for any other suite
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ _KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # types of the setti
     int: ("states_per_task", "max_steps", "seed"),
     (int, float): ("temperature",),
     (int, type(None)): ("num_trained_states",),
-    dict: ("env", "gym", "policy"),
+    dict: ("env", "gym", "policy", "prompts"),
     tuple: ("task_ids", "init_states", "warnings"),
 }
 
@@ -222,8 +223,9 @@ def _check_kinds(values: Mapping[str, Any]) -> None:
 
 
 def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
-    known = (field for field in fields(EvalSettings) if field.name in content or field.default is MISSING)
-    values = {field.name: content[field.name] for field in known}
+    required = [each.name for each in fields(EvalSettings) if each.default is each.default_factory is MISSING]
+    known = (each.name for each in fields(EvalSettings) if each.name in content or each.name in required)
+    values = {name: content[name] for name in known}
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     _check_kinds(values | lists)
     settings = EvalSettings(**(values | lists))

@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from vlarl.config.describe import options
-from vlarl.config.known import GYM
+from vlarl.config.known import GYM, PROMPTS
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.rules.effects import without_effect
-from vlarl.config.rules.env import check_gym, check_suite, check_task_ids
+from vlarl.config.rules.env import check_gym, check_prompts, check_suite, check_task_ids
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, Section
+from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, PromptsConfig, Section
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import UsedStates, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -36,6 +36,7 @@ class EvalOptions(Section):
 
     env: EnvConfig = EnvConfig()
     gym: GymConfig = GymConfig()
+    prompts: PromptsConfig = PromptsConfig()
     policy: PolicyConfig = PolicyConfig()
 
 
@@ -65,6 +66,7 @@ class EvalRequest:
     videos: Videos = 0
     device: str = "auto"
     replay: Task | None = None  # the one episode to run, which need not be one of the protocol's
+    prompts: PromptsConfig = PromptsConfig()
 
 
 def eval_request(
@@ -117,8 +119,11 @@ def eval_request(
         videos=videos,
         device=device,
         replay=replay,
+        prompts=_validated(
+            PromptsConfig, "prompts", {**(run["prompts"] if suite == PROMPTS else {}), **requested["prompts"]}
+        ),
     )
-    unread = without_effect(Config(env=request.env, gym=request.gym), given)
+    unread = without_effect(Config(env=request.env, gym=request.gym, prompts=request.prompts), given)
     if problems := list(_problems(request)) or list(unread):
         raise ConfigError(problems)
     if folder is not None and not trust:
@@ -138,6 +143,8 @@ def same_episodes(request: EvalRequest) -> dict[str, object]:
     shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
     if request.env.suite == GYM:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
+    if request.env.suite == PROMPTS:
+        shared |= {f"prompts.{name}": value for name, value in request.prompts.model_dump().items()}
     return shared
 
 
@@ -156,9 +163,10 @@ def _problems(request: EvalRequest) -> Iterator[Problem]:
     env, gym = request.env, request.gym
     yield from check_suite(env.suite, "--suite")
     yield from check_gym(Config(env=env, gym=gym))
+    yield from check_prompts(Config(env=env, prompts=request.prompts))
     facts = suite_facts(env, gym)
     yield from check_task_ids(env.task_ids, facts, "--tasks")
-    if facts is not None and request.states_per_task is not None:
+    if facts is not None and facts.are_states_known and request.states_per_task is not None:
         states = facts.num_eval_states, facts.num_benchmark_states
         if message := missing_states(request.states_per_task, env.suite, env.protocol, *states):
             yield Problem(f"--episodes = {request.states_per_task}", message)
@@ -169,7 +177,7 @@ def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int,
     env, gym = request.env, request.gym
     facts = suite_facts(env, gym)
     assert facts is not None, "a checked request names a suite that exists"
-    states = SuiteStates.of(facts)
+    states = SuiteStates.of(facts) if facts.are_states_known else _states_of_data(request)
     candidates = states.evaluated(env.protocol)
     used = _used(compared, range(facts.num_tasks), env.task_ids or range(facts.num_tasks), candidates)
     count, as_published = request.states_per_task, request.as_published
@@ -177,6 +185,14 @@ def _states(request: EvalRequest, compared: Sequence[EvalRequest]) -> tuple[int,
     if message is not None:
         raise ConfigError([Problem("--protocol" if count is None else f"--episodes = {count}", message)])
     return choose_states(states, env.protocol, used.states, count, as_published)
+
+
+def _states_of_data(request: EvalRequest) -> SuiteStates:
+    """The rows of the user's data, which has to be read."""
+    from vlarl.envs.build import build_prompts  # loads numpy
+
+    spec = build_prompts(request.env.suite, request.prompts).spec
+    return SuiteStates(spec.train_states, spec.eval_states, spec.benchmark_states)
 
 
 def _used(

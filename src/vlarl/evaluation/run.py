@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vlarl import __version__
-from vlarl.config.known import GYM
+from vlarl.config.known import GYM, PROMPTS
 from vlarl.config.state_choice import state_warnings
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.decisions import Sampling
@@ -57,7 +57,8 @@ def run_evaluation(
     policy.use_statistics(settings.unnorm_key, request.env.suite)
     policy.eval()
     env = request.env.model_copy(update={"cameras": cameras_of(request.env, policy.num_images)})
-    pool = build_pool(env, request.gym, _pool_size(request), env.image_size or policy.image_size, "sparse")
+    image_size = env.image_size or policy.image_size
+    pool = build_pool(env, request.gym, _pool_size(request), image_size, "sparse", request.prompts)
     with closing(pool):
         tasks = requested_tasks(request, pool.spec)
         check_fit(policy, pool, tasks[0])
@@ -97,7 +98,7 @@ def evaluate_policy(
 
 def without_images(trajectory: Trajectory) -> Trajectory:
     """The episode without what was seen and read, which takes most of its memory."""
-    last = replace(trajectory.final_observation, images=trajectory.final_observation.images[:0].copy())
+    last = trajectory.final_observation.without_images()
     return replace(trajectory.without_images().without_inputs(), final_observation=last)
 
 
@@ -216,6 +217,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         replay_of=None if request.replay is None else request.replay.episode_id,
         env=request.env.model_dump(mode="json"),
         gym=request.gym.model_dump(mode="json") if spec.name == GYM else {},
+        prompts=request.prompts.model_dump(mode="json") if spec.name == PROMPTS else {},
         policy=request.policy.model_dump(mode="json", exclude={"path"}),
         vlarl=__version__,
         machine=describe_machine(),

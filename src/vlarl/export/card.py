@@ -25,8 +25,8 @@ from vlarl.evaluation.record import EvalRecord
 from vlarl.json_files import read_object
 from vlarl.observability.report.data import Evaluation, RunData, load_run
 from vlarl.observability.significance import wilson_interval
+from vlarl.policies.adapters import base_of, is_adapter
 from vlarl.policies.locate import BUILTIN
-from vlarl.policies.openvla.adapters import base_of, is_adapter
 
 AVERAGE, BEST = "ema", "best_return"  # checkpoints of the averaged weights, and of the best training return
 LEFT_OUT = ("logging", "distributed")  # sections about where a run ran, not about what was trained

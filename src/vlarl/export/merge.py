@@ -7,7 +7,6 @@ adapter + base, float32 ──► logits ─┐
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -19,12 +18,11 @@ import torch
 from vlarl import __version__
 from vlarl.config.run_checkpoints import HUB_ID, locate_checkpoint
 from vlarl.errors import UsageError, VlarlError
+from vlarl.policies import adapters
+from vlarl.policies.base import Policy
+from vlarl.policies.checkpoint_json import read_json, write_json
 from vlarl.policies.load import DTYPES, checkpoint_folder, load_policy
-from vlarl.policies.openvla import adapters
-from vlarl.policies.openvla.config import read_json
-from vlarl.policies.openvla.inputs import OpenVLAInputs
-from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, has_component, read_component, stored_dtype, write_json
+from vlarl.policies.weight_files import MAX_SHARD_BYTES, stored_dtype
 
 METADATA = "merge_metadata.json"
 ENOUGH_KEPT = 0.95  # of an adapter; below that a merge warns
@@ -32,7 +30,7 @@ TOLERANCE = 1e-4  # of a float32 logit, between adapter and merged model
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 # Files of a base that belong to its model and contain no weights, including the original's code.
-COPIED = ("*.json", "*.py", "*.txt", "*.jinja", "tokenizer.model", "action_head--*.pt", "proprio_projector--*.pt")
+COPIED = ("*.json", "*.py", "*.txt", "*.jinja", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -79,29 +77,27 @@ def merge(
             f"{adapter} holds no adapter (adapter_config.json), so there is nothing to merge: it is a whole checkpoint "
             f"already, which can be used as it is, such as by: vlarl eval {adapter}"
         )
-    policy = load_policy(adapter, base=base, device=device).eval()
+    policy = load_policy(adapter, base=base, device=device)
     assert policy.base is not None
     origin, chosen = policy.base, DTYPES[dtype] if dtype else stored_dtype(policy.base.folder)
     lora = adapters.settings(policy.model)
-    probe, tokens = probe_input(policy)
-    before = logits_of(policy, probe, tokens)
+    before = policy.probe_logits()
     kept = adapters.fraction_kept(policy.model, chosen)
     policy.fold_adapter()
-    merged = logits_of(policy, probe, tokens)
+    merged = policy.probe_logits()
     error = check_equal(before, merged, f"folding {adapter} into {origin.path}", TOLERANCE)
     fresh = target.with_name(f".new-{target.name}")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:
         copy_files(origin.folder, fresh)
-        policy.save(fresh, chosen, max_shard_bytes=max_shard_bytes)
-        write_heads((folder, origin.folder), fresh)
+        policy.save_merged(fresh, folder, chosen, max_shard_bytes)
         update_config(fresh, origin.path, _name(chosen))
         round_weights(policy, chosen)
-        stored = logits_of(policy, probe, tokens)
+        stored = policy.probe_logits()
         del policy  # two float32 models may not fit in memory
-        reread = load_policy(fresh, device=device).eval()
-        check_equal(stored, logits_of(reread, probe, tokens), f"reading back {target}", TOLERANCE)
+        reread = load_policy(fresh, device=device)
+        check_equal(stored, reread.probe_logits(), f"reading back {target}", TOLERANCE)
         rounding = float((stored - merged).abs().max())
         result = MergeResult(target, origin.path, _name(chosen), error, rounding, kept)
         write_json(fresh / METADATA, metadata(result, adapter, lora))
@@ -120,27 +116,7 @@ def refuse_used(folder: Path) -> None:
         raise UsageError(f"{folder} is not empty, and nothing is overwritten: name a new folder.")
 
 
-def probe_input(policy: OpenVLAPolicy) -> tuple[OpenVLAInputs, torch.Tensor]:
-    """Two synthetic decisions, the same for all models of a size: ragged prompts, noise for pixels, any tokens."""
-    config, generator = policy.config, torch.Generator().manual_seed(0)
-    size, length = config.image_size, 12
-    ids = torch.randint(10, config.first_action_id, (2, length), generator=generator)
-    mask = torch.ones(ids.shape, dtype=torch.bool)
-    mask[1, length - 3 :] = False
-    pixels = torch.randint(0, 256, (2, config.num_images, 3, size, size), generator=generator).to(torch.uint8)
-    proprio = torch.rand(2, config.proprio_dim, generator=generator) * 2 - 1 if config.use_proprio else None
-    shape = (2, config.num_action_tokens)
-    tokens = torch.randint(config.first_action_id, config.vocab_size, shape, generator=generator)
-    return OpenVLAInputs(ids, mask, pixels, proprio), tokens
-
-
-@torch.no_grad()
-def logits_of(policy: OpenVLAPolicy, probe: OpenVLAInputs, tokens: torch.Tensor) -> torch.Tensor:
-    """[2, K*D, num_bins] the model's logits for the probe, on the host."""
-    return policy.score(probe, tokens).logits.cpu()
-
-
-def round_weights(policy: OpenVLAPolicy, dtype: torch.dtype) -> None:
+def round_weights(policy: Policy, dtype: torch.dtype) -> None:
     """Round the model's weights to the values that they have when stored in this type."""
     for parameter in policy.model.parameters():
         parameter.data = parameter.data.to(dtype).float()
@@ -158,27 +134,12 @@ def check_equal(before: torch.Tensor, after: torch.Tensor, what: str, tolerance:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the base's processor, tokenizer, statistics, code and heads, but not its weights, which the merge writes."""
+    """Copy the base's processor, tokenizer, statistics and code, but not its weights, which the merge writes."""
     skipped = {METADATA, "model.safetensors.index.json", "trainer.json", "metadata.json"}
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.name not in skipped:
                 shutil.copyfile(path, target / path.name)
-
-
-def write_heads(folders: Sequence[Path], target: Path) -> None:
-    """Write the heads to OFT's own files, from the first folder that has them: other programs treat every safetensors
-    file as a part of the model. The critic, which belongs to training, is not copied."""
-    for name in ("proprio_projector", "action_head"):
-        holder = next((folder for folder in folders if has_component(folder, name)), None)
-        if holder is None or (holder == folders[-1] and any(target.glob(f"{name}--*_checkpoint.pt"))):
-            continue  # none, or copied with the base's other files
-        for stale in target.glob(f"{name}--*_checkpoint.pt"):
-            stale.unlink()
-        state = {f"module.{key}": value for key, value in (read_component(holder, name) or {}).items()}
-        torch.save(state, target / f"{name}--0_checkpoint.pt")
-    for name in ("proprio_projector", "action_head", "value_head"):
-        (target / f"{name}.safetensors").unlink(missing_ok=True)
 
 
 def update_config(folder: Path, base: str, dtype: str) -> None:

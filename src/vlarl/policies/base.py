@@ -7,17 +7,30 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
 
+from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.config.training_data import TrainingData
 from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.errors import UsageError
+from vlarl.policies import adapters
+from vlarl.policies.weight_files import MAX_SHARD_BYTES
 from vlarl.types import Action, Observation
 
 Level = Literal["chunk", "step", "token"]
 """What has a value of its own: a decision, each of its environment steps, each of its elements."""
+
+
+@dataclass(frozen=True)
+class BaseCheckpoint:
+    """Where a model's own weights were read from; adapters refer to it."""
+
+    path: str  # as a user names it: a built-in model, a folder, a hub id
+    folder: Path
+    fingerprint: str  # of the weights, as they were when they were read
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,35 @@ class Evaluation:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [B, L] what else was asked for
 
 
+class VllmModel(Protocol):
+    """What vLLM has to be told to run a policy's model, and how observations get in and decisions out."""
+
+    folder: Path  # of the checkpoint that vLLM loads; adapters are sent to it
+    max_positions: int  # tokens of the longest sequence that the model reads
+    head_size: int  # of an attention head
+    values_per_token: int  # that the cache holds for each token: keys and values of all layers
+
+    def register(self) -> None:
+        """Make the model's class known to vLLM in this process, where it is not one of vLLM's own."""
+        ...
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` that the model needs."""
+        ...
+
+    def prompt(self, inputs: TensorRows, row: int, longest: int) -> Any:
+        """One row as vLLM reads it; UsageError if it is longer than the engine supports."""
+        ...
+
+    def sampling_arguments(self, sampling: Sampling) -> dict[str, Any]:
+        """Arguments of `vllm.SamplingParams`, besides temperature and seed."""
+        ...
+
+    def decisions(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Decisions:
+        """The decisions that were generated as these tokens, with the log-prob of each."""
+        ...
+
+
 class Policy(nn.Module, ABC):
     """A module that samples decisions and evaluates them. Parameters under `value_head.` are the critic's."""
 
@@ -38,6 +80,8 @@ class Policy(nn.Module, ABC):
     extras: ClassVar[frozenset[str]] = frozenset()  # names that `evaluate` can be asked for
     num_steps: int  # environment steps of a decision: the actions of a chunk
     action_dim: int  # dimensions of an action
+    model: nn.Module  # what the checkpoint's weight files hold, and what adapters are added to
+    base: BaseCheckpoint | None = None  # None: not loaded from a checkpoint
     has_adapter: bool = False  # trained in place of the model's own weights
     training_data: TrainingData = TrainingData()  # what it was trained on; `save` writes it beside the weights
 
@@ -95,6 +139,10 @@ class Policy(nn.Module, ABC):
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
         """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
 
+    @abstractmethod
+    def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Set up freezing, adapters and gradient checkpointing as configured; loaded adapters are trained further."""
+
     @property
     def recordable(self) -> bool:
         """Whether `sample` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
@@ -102,15 +150,61 @@ class Policy(nn.Module, ABC):
 
     def weights_changed(self) -> None:
         """Called after weights were changed in place: whatever is kept beside them is brought up to date."""
-        return None
+        if self.has_adapter:
+            from vlarl.policies import lora  # it loads peft
+
+            lora.refresh_operands(self.model)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside the block the policy samples and evaluates as if it had no adapters."""
-        return nullcontext()
+        return adapters.without_adapters(self.model) if self.has_adapter else nullcontext()
 
     def reset_adapters(self, seed: int) -> None:
         """Start the adapters again, where there are some: they change nothing yet."""
+        if self.has_adapter:
+            adapters.reset(self.model, seed)
+
+    def fold_adapter(self) -> None:
+        """Merge the adapters, where there are some, into the model's own weights; the policy then has none."""
+        if self.has_adapter:
+            adapters.fold(self.model)
+            self.has_adapter = False
+
+    def probe_logits(self) -> torch.Tensor:
+        """[B, L, …] the model's logits for synthetic decisions, the same for all models of a size, on the host: a merge
+        compares them before and after."""
+        raise UsageError("adapters of this kind of policy can't be merged: use the adapter as it is.")
+
+    def adapt(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Freeze parts and add adapters as `prepare_training` does, for an engine that is sent trained weights."""
         return None
+
+    @property
+    def fsdp_units(self) -> tuple[type[nn.Module], ...]:
+        """Modules whose weights are gathered together for a pass; what is in none of them is gathered with the root."""
+        return ()
+
+    @property
+    def float32_units(self) -> tuple[type[nn.Module], ...]:
+        """Those of the units that compute in their own type, whatever the policy's."""
+        return ()
+
+    def engine_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that engines have, by the checkpoint's names, adapters among them; critics stay with learners."""
+        return {
+            name.removeprefix("model.").replace(".base_layer.", ".").replace(".default.weight", ".weight"): parameter
+            for name, parameter in self.named_parameters()
+            if not name.startswith("value_head.")
+        }
+
+    def adapter_sizes(self) -> dict[str, tuple[int, float]]:
+        """(rank, scale) of each adapter, by the layer's name as in `engine_weights`."""
+        found = adapters.lora_layers(self.model) if self.has_adapter else {}
+        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in found.items()}
+
+    def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
+        """How vLLM runs the model; UsageError if it can't."""
+        raise UsageError(f"{type(self).__name__} does not run in vLLM: use the torch engine (vllm.num_engines 0).")
 
     @abstractmethod
     def freeze(self, part: Literal["vision", "backbone"]) -> None:
@@ -126,6 +220,11 @@ class Policy(nn.Module, ABC):
         """Remove the critic, where there is one."""
 
     @abstractmethod
-    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the checkpoint in the original layout, or the adapters alone where it has some; `dtype` rounds weights,
         which otherwise stay as they are."""
+
+    def save_merged(self, folder: Path, adapter: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        """Write the model that the folder `adapter` was folded into, for other programs: without what only training
+        reads."""
+        self.save(folder, dtype, max_shard_bytes=max_shard_bytes)

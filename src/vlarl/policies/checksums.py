@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vlarl.json_files import read_json
 
+TRAINER_FILE = "trainer.safetensors"  # beside a policy whose training can be resumed; read and checked by the trainer
 FILE_NAME = "checksums.json"
 SUFFIXES = (".safetensors", ".distcp")
 READ_BYTES = 1 << 22  # at a time

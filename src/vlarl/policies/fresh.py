@@ -10,13 +10,14 @@ import os
 from pathlib import Path
 
 from vlarl.policies.openvla.config import DecoderName
-from vlarl.policies.tiny import init_tiny
 
 FRESH: dict[str, DecoderName] = {"init:tiny-oft": "parallel", "init:tiny-openvla": "autoregressive"}
 
 
 def fresh_checkpoint(path: str, chunk_length: int | None, num_images: int | None, use_proprio: bool | None) -> Path:
     """The folder of a fresh model with these sizes; the same sizes always give the same model."""
+    from vlarl.policies.tiny import init_tiny  # imported here: it loads the model
+
     sizes = (chunk_length, num_images or 1, use_proprio is not False)
     policy = init_tiny(FRESH[path], 0, chunk_length=sizes[0], num_images=sizes[1], use_proprio=sizes[2])
     first = next(policy.parameters()).detach().flatten()[:64]

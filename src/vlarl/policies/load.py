@@ -1,4 +1,7 @@
-"""Load a policy from a checkpoint: a path, a run, a built-in name or a hub id."""
+"""Load a policy from a checkpoint: a path, a run, a built-in name or a hub id.
+
+The checkpoint's own config.json says which family of policies reads it.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,61 @@ from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 
 from vlarl.config.describe import options
+from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, ModelConfig, PolicyConfig
 from vlarl.config.training_data import TrainingData
 from vlarl.devices import usable_device
 from vlarl.errors import UsageError
+from vlarl.policies import adapters
+from vlarl.policies.base import Policy
+from vlarl.policies.checkpoint_json import read_json
+from vlarl.policies.family import Description, Family, LoadOptions
 from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
-from vlarl.policies.openvla.checkpoint import read_policy
-from vlarl.policies.openvla.images import ImagePipeline
-from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.family import OpenVLAFamily
+from vlarl.policies.supervised import SupervisedPolicy
 
 __all__ = ["BUILTIN", "DTYPES", "checkpoint_folder", "load_configured", "load_policy"]
 
+FAMILIES: dict[str, Family] = {"openvla": OpenVLAFamily()}
+"""The families of policies, by the model type that config.json names."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def family_of(folder: Path, base: str | None = None) -> Family:
+    """The family of a checkpoint folder; an adapter folder without a config.json belongs to its base's."""
+    path = folder / "config.json"
+    if adapters.is_adapter(folder) and not path.is_file():
+        path = adapters.find_base(folder, base)[1] / "config.json"
+    config = read_json(path)
+    kind = config.get("model_type") or config.get("type")  # transformers' name of it, lerobot's
+    found = FAMILIES.get(str(kind)) or next((f for f in FAMILIES.values() if f.recognizes(config)), None)
+    if found is None:
+        supported = "; ".join(family.supported for family in FAMILIES.values())
+        raise ValueError(f"model type {kind} is not supported; supported are {supported}")
+    return found
+
+
+def describe_checkpoint(
+    path: str | Path,
+    decoder: Literal["autoregressive", "parallel"] | None = None,
+    num_images: int | None = None,
+) -> Description:
+    """Describe a checkpoint or adapter folder, a built-in model or a hub id, read as `load_policy` would read it."""
+    name = locate_checkpoint(path).path
+    folder = checkpoint_folder(name)
+    return family_of(folder).describe(name, folder, decoder, num_images)
+
+
+def training_warning(path: str, base: str | None = None) -> str | None:
+    """What a user should know before RL starts from a checkpoint; None: nothing. A fresh model needs no warning."""
+    if path in FRESH:
+        return None
+    folder = checkpoint_folder(path)
+    return family_of(folder, base).training_warning(path, folder)
 
 
 def load_policy(
@@ -43,7 +86,7 @@ def load_policy(
     quantize: Literal[4, 8] | None = None,
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     base: str | None = None,
-) -> OpenVLAPolicy:
+) -> Policy:
     """Load a checkpoint or adapter folder, a run, a built-in or fresh model, or a hub id; None: the checkpoint's value.
 
     A run's name or folder means its `checkpoints/final`, or its newest checkpoint if there is no final.
@@ -75,26 +118,27 @@ def load_policy(
         path = fresh_checkpoint(str(path), chunk_length, num_images, use_proprio)
     path = locate_checkpoint(path).path
     base = None if base is None else locate_checkpoint(base).path
+    wanted = LoadOptions(
+        dtype=DTYPES[dtype],
+        device=device,
+        decoder=None if decoder == "auto" else decoder,
+        chunk_length=chunk_length,
+        num_images=num_images,
+        use_proprio=use_proprio,
+        actions=actions,
+        resize=resize,
+        center_crop=center_crop,
+        heads_device=heads_device,
+        quantize=quantize,
+        attention=attention,
+        base=base,
+    )
     try:
-        policy = read_policy(
-            path,
-            decoder=None if decoder == "auto" else decoder,
-            chunk_length=chunk_length,
-            num_images=num_images,
-            use_proprio=use_proprio,
-            images=ImagePipeline(jpeg=resize == "lanczos3", resize=resize, center_crop=center_crop),
-            dtype=DTYPES[dtype],
-            device=device,
-            heads_device=heads_device,
-            l1_head=actions != "tokens",
-            quantize=quantize,
-            attention=attention,
-            base=base,
-        )
+        folder = checkpoint_folder(path)
+        policy = family_of(folder, base).read(path, folder, wanted)
     except (OSError, ValueError, StrictDataclassError) as error:  # the last one: sizes that transformers refuses
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {path} can't be loaded: {reason}") from error
-    policy.acts_by_regression = actions == "l1"
     if is_fresh:
         policy.training_data = TrainingData()
     if torch.device(device).type == "meta":
@@ -127,7 +171,7 @@ def load_configured(
     device: torch.device | str,
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto",
     actions: Literal["tokens", "hybrid", "l1"] = "tokens",
-) -> OpenVLAPolicy:
+) -> Policy:
     """Load a policy with the options of a configuration."""
     return load_policy(
         path,
@@ -147,7 +191,21 @@ def load_configured(
     )
 
 
-def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device) -> OpenVLAPolicy:
+def load_supervised(settings: FinetunePolicyConfig, device: torch.device) -> SupervisedPolicy:
+    """The policy that supervised training starts from: with its regression head if that is trained and the checkpoint
+    has one."""
+    folder = checkpoint_folder(settings.path)
+    try:
+        has_head = settings.actions == "l1" and family_of(folder, settings.base).has_regression_head(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the policy {settings.path} can't be loaded: {error}") from error
+    policy = load_configured(settings, settings.path, device, actions="l1" if has_head else "tokens")
+    if not isinstance(policy, SupervisedPolicy):
+        raise UsageError(f"policy.path = {settings.path!r}: this kind of policy can't be trained on demonstrations.")
+    return policy
+
+
+def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
     """The configured policy, for acting; on the device `meta` it has no weights and only processes observations."""
     settings = config.policy
     path = checkpoint or settings.path

@@ -29,7 +29,7 @@ BUILTIN = {f"builtin:{name}": name for name in BUILTIN_DECODERS}
 """Checkpoints that ship with vlarl, and their folders in the package."""
 
 # The files of a checkpoint. Neither pickled weights nor the repository's code is ever downloaded.
-WANTED = ["*.json", "*.safetensors", "*_checkpoint.pt", "tokenizer.model", "*.txt"]
+WANTED = ["*.json", "*.safetensors", "*_checkpoint.pt", "*.model", "*.txt", "*.jinja"]
 UNWANTED = ["*/*"]  # subfolders: other formats, adapters that are merged already, logs
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN"

@@ -58,6 +58,7 @@ class _Running:
     version: int  # of the weights that decided last; of the engine at its start, before any have
     observation: Observation | None = None
     decided: tuple[TensorRows, Decisions] | None = None  # inputs and decision, one row each
+    text: str | None = None  # that the decision became
     transitions: list[Transition] = field(default_factory=list)
     frames: list[UInt8Array] = field(default_factory=list)
 
@@ -65,7 +66,7 @@ class _Running:
         """Take in what the environment returned."""
         self.frames.extend(outcome.frames)
         if self.observation is not None and self.decided is not None:
-            transition = Transition(self.observation, *self.decided, outcome.rewards, outcome.num_executed)
+            transition = Transition(self.observation, *self.decided, outcome.rewards, outcome.num_executed, self.text)
             self.transitions.append(transition)
         self.observation = outcome.observation
 
@@ -179,10 +180,11 @@ class Collector:
         inputs = self.policy.process([episode.observation for episode in episodes if episode.observation is not None])
         seeds = [derive_seed(episode.started.task.seed, len(episode.transitions)) for episode in episodes]
         decisions = self.engine.generate(inputs, sampling, seeds).to("cpu")
-        for row, episode in enumerate(episodes):
-            episode.decided = inputs.row(row), decisions.row(row)
-            episode.version = int(decisions.version[row])
-        self.pool.send_chunk(slots, self.policy.act(decisions), self._recorded(slots, running, record))
+        actions = self.policy.act(decisions)
+        for episode, seen, decision, action in zip(episodes, inputs.split(), decisions.split(), actions, strict=True):
+            episode.decided, episode.version = (seen, decision), int(decision.version)
+            episode.text = action if isinstance(action, str) else None
+        self.pool.send_chunk(slots, actions, self._recorded(slots, running, record))
 
     def _recorded(self, slots: list[int], running: dict[int, _Running], record: frozenset[int]) -> frozenset[int]:
         return frozenset(slot for slot in slots if running[slot].started.index in record)

@@ -32,11 +32,13 @@ from vlarl.run.parts import (
     build_sampler,
     check_fit,
     env_with_cameras,
+    evaluated_average,
+    log_training_warning,
     num_envs,
     reward_context,
-    warn_of_untrained_tokens,
 )
 from vlarl.training.checkpoint import policy_folder
+from vlarl.weights.sync import WeightSync
 
 SMALL = Resources(0.0, 0.0)  # what the curriculum takes
 
@@ -49,7 +51,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = load_acting_policy(config, folder, torch.device("meta"))
     if folder is None:
-        warn_of_untrained_tokens(config)
+        log_training_warning(config)
     env = env_with_cameras(config, policy)
     slots = num_envs(env, config.gym)
     if config.distributed.address is None:  # the cluster is this machine
@@ -61,7 +63,8 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         sizes = part_sizes(env, config.gym, slots, config.distributed.num_env_workers)
         reward = None if config.distributed.num_reward_workers else _reward_here(config)
         # What can't be built is refused before anything starts. A reward worker may say later what environments give.
-        shares = pool_parts(env, config.gym, sizes, image_size, reward.env_reward if reward else "sparse")
+        env_reward = reward.env_reward if reward else "sparse"
+        shares = pool_parts(env, config.gym, sizes, image_size, env_reward, config.prompts)
         cluster.connect(Demand.of(config, len(sizes), on_gpus=False).total("CPU"))
         on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
         demand = Demand.of(config, len(sizes), on_gpus)
@@ -73,9 +76,9 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
             for rank, place in enumerate(cluster.learner_placements(demand))
         ]
         build_engine = (
-            partial(build_vllm_engine, config, folder)
+            partial(build_vllm_engine, config)
             if config.vllm.num_engines
-            else partial(build_torch_engine, config, folder, demand.engine.gpus > 0)
+            else partial(build_torch_engine, config, demand.engine.gpus > 0)
         )
         engines = [
             cluster.worker(f"engine {index}", build_engine, demand.engine, place)
@@ -83,7 +86,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         ]
         if reward is None:
             reward = _reward_there(config, cluster, demand, reward_placements)
-            shares = pool_parts(env, config.gym, sizes, image_size, reward.env_reward)
+            shares = pool_parts(env, config.gym, sizes, image_size, reward.env_reward, config.prompts)
         envs = [
             cluster.worker(
                 f"environments {index}", share.build, demand.env, place, share.variables, timeout_s=config.env.timeout_s
@@ -102,7 +105,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         group.join(checkpoint)
         wait_started([curriculum, *engines])
         engine = EngineGroup(engines)
-        engine.refresh = partial(group.publish, engine)
+        engine.refresh = partial(group.send_weights, engine)
         parts = Parts(
             policy=policy,
             pool=pool,
@@ -112,6 +115,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
             reward=reward,
             algorithm=build_algorithm(config.algorithm, config.rollout.temperature, config.kl),
             learner=group,
+            weights=WeightSync(group, engine, engine.refresh, evaluated_average(group)),
             eval_tasks=eval_tasks,
             open_store=partial(RankStore, group),
             close=cluster.close,

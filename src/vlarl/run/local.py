@@ -20,13 +20,15 @@ from vlarl.run.parts import (
     build_sampler,
     check_fit,
     env_with_cameras,
+    evaluated_average,
+    log_training_warning,
     num_envs,
     reward_context,
-    warn_of_untrained_tokens,
 )
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.learner import Learner
 from vlarl.training.prepare import load_trained_policy
+from vlarl.weights.sync import WeightSync
 
 
 def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
@@ -36,19 +38,20 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     reward = build_reward(config.reward, reward_context(config, device))
     policy = load_trained_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
     if checkpoint is None:
-        warn_of_untrained_tokens(config)
+        log_training_warning(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     with ExitStack() as stack:
         env = env_with_cameras(config, policy)
-        pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward)
+        pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward, config.prompts)
         stack.callback(pool.close)  # its processes must not outlive a run that is refused
         eval_tasks = evaluation_tasks(
             pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
         check_fit(policy, pool, eval_tasks[0])
+        learner = Learner(policy, algorithm, config, device)
         parts = Parts(
             policy=policy,
             pool=pool,
@@ -57,7 +60,11 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
             sampler=build_sampler(config, pool.spec, is_new=checkpoint is None),
             reward=reward,
             algorithm=algorithm,
-            learner=Learner(policy, algorithm, config, device),
+            learner=learner,
+            # The engine runs the learner's own policy: a sync copies nothing.
+            weights=WeightSync(
+                learner, engine, lambda: engine.weights_changed(learner.version), evaluated_average(learner)
+            ),
             eval_tasks=eval_tasks,
             open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
             close=pool.close,

@@ -22,15 +22,12 @@ from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace, Trace
 from vlarl.rollout.tasks import Sampler
 from vlarl.run.local import launch_here
-from vlarl.run.parts import (
-    Parts,
-)
+from vlarl.run.parts import Parts
 from vlarl.run.preflight import refuse_unready
 from vlarl.run.session import Session
 from vlarl.training.checkpoint import CheckpointStore, damaged
 from vlarl.training.rewind import SET_ASIDE, set_later_aside
 from vlarl.training.state import TrainerState
-from vlarl.training.weight_sync import publish_weights
 
 
 def launch(config: Config, directory: RunDirectory, trace: NoTrace, checkpoint: Path | None = None) -> Parts:
@@ -79,7 +76,7 @@ def open_run(
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing trained: evaluate again
-        publish_weights(parts.learner, parts.engine)
+        parts.weights.publish()
         directory.write_config(to_yaml(located(config)))
         stack.pop_all()
     is_new, learner = resume is None, parts.learner

@@ -21,17 +21,17 @@ from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import default_processes
 from vlarl.policies.base import Policy
-from vlarl.policies.fresh import FRESH
-from vlarl.policies.load import checkpoint_folder
-from vlarl.policies.openvla.checkpoint import has_untrained_tokens
+from vlarl.policies.load import training_warning
 from vlarl.rewards import RewardContext
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engines.base import Engine
+from vlarl.rollout.epochs import build_task_sampler
 from vlarl.rollout.tasks import Sampler, TaskSampler
 from vlarl.training.base import Store, Trainer
 from vlarl.types import Task
+from vlarl.weights.sync import Average, WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class Parts:
     reward: SafeReward
     algorithm: Algorithm
     learner: Trainer
+    weights: WeightSync  # keeps the engine at the learner's weights
     eval_tasks: list[Task]
     open_store: Callable[[Path], Store]  # of the folder for checkpoints
     close: Callable[[], None]  # ends everything that was started
@@ -74,23 +75,21 @@ def reward_context(config: Config, device: torch.device) -> RewardContext:
     return RewardContext(device, kind.discount(config.algorithm), bootstraps=kind.needs_critic)
 
 
-def warn_of_untrained_tokens(config: Config) -> None:
-    """Say that RL would start from action tokens that were never trained: those of a checkpoint with an L1 head."""
+def log_training_warning(config: Config) -> None:
+    """Say what the family of the initial policy knows to be wrong with it as a start of RL."""
     path = config.policy.path
-    if path in FRESH or not has_untrained_tokens(checkpoint_folder(path)):
-        return
-    log.warning(
-        "policy.path = %r: its regression head was trained and its action tokens were not. RL samples action tokens, "
-        "so it hardly ever succeeds at first. Take a checkpoint that was fine-tuned with action tokens, "
-        "or train them first: vlarl finetune --policy.path %s --policy.actions tokens",
-        path,
-        path,
-    )
+    if (warning := training_warning(path, config.policy.base)) is not None:
+        log.warning("policy.path = %r: %s", path, warning)
+
+
+def evaluated_average(learner: Trainer) -> Average | None:
+    """The average of the weights that evaluations use; None where they use the newest weights."""
+    return learner.average if learner.config.eval.use_ema else None
 
 
 def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
     """The task sampler as configured; a new run may begin with what an earlier one found about the tasks."""
-    sampler = TaskSampler(config, spec)
+    sampler = build_task_sampler(config, spec)
     if is_new and config.curriculum.start_from is not None:
         sampler.restore(read_curriculum(Path(config.curriculum.start_from), spec.name))
     return sampler

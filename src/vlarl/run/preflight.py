@@ -15,12 +15,12 @@ from pathlib import Path
 from vlarl.config.callables import is_given
 from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import KNOWN_REWARDS
+from vlarl.config.known import KNOWN_REWARDS, PROMPTS
 from vlarl.config.reward_module import import_function, refuse_missing_module
 from vlarl.config.rules.reward import used_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
 from vlarl.config.schema import Config
-from vlarl.errors import MissingExtraError
+from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.capacity import check_memory_for_config
 from vlarl.observability.run_dir import RunDirectory
 
@@ -41,6 +41,7 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
         if config.demos.path is not None:
             find_dataset(Path(config.demos.path))
         return
+    _refuse_missing_prompts(config)
     check_memory_for_config(config)
     for source in _own_rewards(config):
         refuse_missing_module(source)
@@ -58,6 +59,7 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     for package, extra, is_needed in (
         ("ray", "cluster", config.distributed.backend == "ray"),
         ("wandb", "wandb", config.logging.wandb),
+        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _prompt_files(config))),
     ):
         if is_needed and importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra)
@@ -78,6 +80,17 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
         from vlarl.devices import usable_device  # loads torch, which takes seconds
 
         usable_device("run.device", config.run.device)
+
+
+def _refuse_missing_prompts(config: Config) -> None:
+    for path in _prompt_files(config):
+        if not Path(path).exists():
+            raise UsageError(f"prompts.path: there is no file {path}.")
+
+
+def _prompt_files(config: Config) -> tuple[str, ...]:
+    """The data that the suite of prompts is read from."""
+    return (*config.prompts.path, *config.prompts.eval_path) if config.env.suite == PROMPTS else ()
 
 
 def _own_rewards(config: Config) -> list[str]:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.policies.base import Policy
-from vlarl.rollout.engines.base import Engine
 from vlarl.training.annotate import Annotations
 from vlarl.training.state import TrainerState
 from vlarl.types import UpdateResult
-
-
-class Average(Protocol):
-    """The moving average of the weights."""
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Inside the block the policy has the averages for its weights."""
-        ...
+from vlarl.weights.sync import Average
 
 
 class Trainer(Protocol):
@@ -56,10 +47,6 @@ class Trainer(Protocol):
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
         """Log-probs and values of a batch before its first step; `last` are the inputs of last observations."""
-        ...
-
-    def publish(self, engine: Engine) -> None:
-        """Bring the engine to the weights as they are now."""
         ...
 
 

@@ -36,15 +36,8 @@ from torch.utils import _pytree
 
 from vlarl.errors import UsageError
 from vlarl.policies.base import Evaluation, Policy
-from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
-from vlarl.policies.openvla.model import Projector
-from vlarl.policies.openvla.vision import Block, VisionTower
 from vlarl.training.ranks import Ranks
 
-# Units that are gathered at once. The embedding, the last norm and the head are used outside the language model's own
-# forward, so they stay with the root. The language model's layers are added later: their module imports transformers.
-UNITS = (Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
-FLOAT32_HEADS = (ValueHead, L1ActionHead)  # computed in their own type, whatever the policy's
 PASSES = ("evaluate", "values", "sample")  # a policy's entry points; FSDP hooks only `forward`
 BUCKET_BYTES = 64 << 20  # gradients that are summed in one call
 
@@ -77,17 +70,15 @@ class Sharding:
 
 def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard a policy over the mesh, in place; it may be on the host, and is moved to the mesh's device in parts."""
-    from vlarl.policies.openvla.layers import DecoderLayer
-
     _refuse_quantized(policy)
     _part_from_others(policy)
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if sharding.cpu_offload else OffloadPolicy()
     adapted = MixedPrecisionPolicy(_compute_dtype(policy, sharding), torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    units = (DecoderLayer, *UNITS)
+    units, in_float32 = policy.fsdp_units, policy.float32_units
     for unit in [m for m in reversed(list(policy.modules())) if isinstance(m, units)]:  # a tower after its blocks
-        kind = exact if isinstance(unit, FLOAT32_HEADS) else adapted
+        kind = exact if isinstance(unit, in_float32) else adapted
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=kind, offload_policy=offload)
     fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=adapted, offload_policy=offload)
     for module in policy.modules():

@@ -29,7 +29,6 @@ from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.errors import UsageError
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Evaluation, Policy
-from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.tasks import derive_seed
 from vlarl.training.annotate import Annotations, Needs
 from vlarl.training.batch import (
@@ -44,7 +43,7 @@ from vlarl.training.batch import (
 from vlarl.training.critic import build_critic
 from vlarl.training.dropout import remove_dropout
 from vlarl.training.ema import WeightAverage
-from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients, whole
+from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.ranks import Ranks, SingleRank, distribute
@@ -107,21 +106,6 @@ class Learner:
         valuing = valuing if self.critic is None else list(self.critic.parameters())
         self.critic_optimizer = build_adamw(valuing, config.critic.lr, 0.0, betas) if valuing else None
         policy.eval()
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights by name, as engines take them.
-
-        All ranks must go through them, and only rank 0 is given some: sharded ones are put together on its host, one
-        after the other, so that no more than one is whole at a time.
-        """
-        for name, parameter in self.policy.named_parameters():
-            weight = whole(parameter.detach())
-            if self.ranks.rank == 0:
-                yield name, weight.cpu() if self.sharded else weight
-
-    def publish(self, engine: Engine) -> None:
-        """Bring the engine to the weights as they are now; one that runs on them already copies nothing."""
-        engine.load_weights(self.named_weights(), self.version)
 
     @property
     def kl_coef(self) -> float:

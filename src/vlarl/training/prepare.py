@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from vlarl.config.derive import engine_dtype
 from vlarl.config.schema import Config
 from vlarl.config.training_data import by_training
 from vlarl.errors import UsageError
@@ -28,6 +29,15 @@ def load_trained_policy(config: Config, checkpoint: Path | None, device: torch.d
     if settings.actions == "hybrid":
         log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
     refuse_untrainable(policy, config)
+    return policy
+
+
+def load_engine_policy(config: Config, device: torch.device) -> Policy:
+    """The configured policy for an engine of its own, with the adapters that the learner's has; on the device `meta` it
+    has no weights."""
+    settings = config.policy.model_copy(update={"dtype": engine_dtype(config)})
+    policy = load_acting_policy(config.model_copy(update={"policy": settings}), None, device)
+    policy.adapt(settings, config.lora, config.run.seed)
     return policy
 
 

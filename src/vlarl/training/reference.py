@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from vlarl.config.schema import Config
+from vlarl.policies.adapters import is_adapter
 from vlarl.policies.base import Policy
 from vlarl.policies.load import checkpoint_folder, load_configured
-from vlarl.policies.openvla.adapters import is_adapter
 from vlarl.training.fsdp import part_like
 from vlarl.training.swap import swapped, trained_weights
 

@@ -10,8 +10,7 @@ broadcast run at the same time, each waiting for the other inside NCCL.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -25,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from vlarl.errors import VlarlError
-from vlarl.weights.stream import WeightStream, unpacked
+from vlarl.weights.buckets import unpacked
+from vlarl.weights.stream import WeightStream
 
 
 @dataclass
@@ -39,7 +38,6 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Some of the weights."""
 
     payload: bytes  # safetensors
-    checksum: int | None = None  # CRC-32 of the payload, if it is to be verified
 
 
 class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # type: ignore[misc]
@@ -64,11 +62,6 @@ class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # typ
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Load one bucket."""
-        if update_info.checksum is not None and zlib.crc32(update_info.payload) != update_info.checksum:
-            raise VlarlError(
-                f"a bucket of {len(update_info.payload)} bytes arrived damaged (CRC-32 is not {update_info.checksum}): "
-                "sync again"
-            )
         # Copied one at a time: vLLM keeps tensors of incomplete layers, and a view would keep its bucket alive.
         self.model.load_weights((name, view.clone()) for name, view in unpacked(update_info.payload).items())
 
@@ -85,8 +78,8 @@ class SyncClient(Protocol):
     """What a learner calls on an engine, directly or through an actor handle; `VllmEngine` has these methods."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...  # noqa: D102
-    def start_sync(self, shapes: dict[str, tuple[int, ...]], version: int) -> None: ...  # noqa: D102
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...  # noqa: D102
+    def start_sync(self, shapes: Mapping[str, tuple[int, ...]], version: int) -> None: ...  # noqa: D102
+    def update_weights(self, message: dict[str, Any]) -> None: ...  # noqa: D102
     def finish_sync(self, version: int) -> None: ...  # noqa: D102
 
 

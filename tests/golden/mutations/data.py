@@ -161,8 +161,8 @@ PROMPT = [
         ("lower case", Processor, "_prompt_ids", prompt_ids(lower=False)),
         ("BOS first", Processor, "_prompt_ids", prompt_ids(bos=False)),
         ("the empty token last", Processor, "_prompt_ids", prompt_ids(suffix=False)),
-        ("the mask includes the empty token", Processor, "_prompts", result(short_mask)),
-        ("the empty token stands before the padding", Processor, "_prompts", method_result(suffix_after_padding)),
+        ("the mask includes the empty token", Processor, "prompts", result(short_mask)),
+        ("the empty token stands before the padding", Processor, "prompts", method_result(suffix_after_padding)),
     )
 ]
 

@@ -89,6 +89,8 @@ def test_what_is_not_known_is_said():
     )
     (warning,) = state_warnings(trained(states=None), "s", None, EPISODES)
     assert warning.startswith("this checkpoint was trained on demonstrations of s whose initial states are not known")
+    (warning,) = state_warnings(trained(suite="prompts", states=None), "prompts", None, EPISODES)
+    assert warning.startswith("this checkpoint was trained on rows of data (prompts.path) that are not listed with it")
     (warning,) = state_warnings(TrainingData(unknown=("a/b", "c")), "s", None, EPISODES)
     assert warning.startswith("this checkpoint comes from a/b, c, and it is not known which initial states")
 

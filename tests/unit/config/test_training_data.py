@@ -8,7 +8,7 @@ import pytest
 
 from vlarl.config import load_config, to_yaml
 from vlarl.config.finetune import DemoConfig
-from vlarl.config.known import SUITES
+from vlarl.config.known import SUITES, is_prompts
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.training_data import (
@@ -23,6 +23,7 @@ from vlarl.config.training_data import (
 )
 from vlarl.data.demos import demonstration_tasks
 from vlarl.envs.base import SuiteSpec
+from vlarl.envs.build import NO_DATA, build_prompts
 from vlarl.envs.libero.suites import libero_spec, task_names
 from vlarl.envs.metaworld.suites import metaworld_spec
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
@@ -37,6 +38,8 @@ DEMOS = TrainedOn(by="finetune", suite="libero_goal", task_ids=TEN, states=(0, 1
 def spec_of(suite: str) -> SuiteSpec:
     if suite in TABLETOP_SUITES:
         return TABLETOP_SUITES[suite].spec
+    if is_prompts(suite):
+        return build_prompts(suite, NO_DATA).spec
     return libero_spec(suite, None) if suite.startswith("libero_") else metaworld_spec(suite)
 
 
@@ -46,6 +49,8 @@ def test_the_states_of_a_suite_are_known_without_its_simulator(suite):
     for protocol in ("disjoint", "benchmark"):
         assert states.trained(protocol) == training_states(spec, protocol)
         assert states.evaluated(protocol) == evaluation_states(spec, protocol)
+    if is_prompts(suite):  # which has no demonstrations
+        return
     demonstrated = {task.init_state for task in demonstration_tasks(spec, (0,), 45, seed=0)}
     (run,) = by_demonstrations(DemoConfig(suites=(suite,), episodes_per_task=45)).runs
     if suite not in TABLETOP_SUITES:  # whose demonstrations tabletop_demos.py makes, from fresh states alone

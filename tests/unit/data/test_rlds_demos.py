@@ -11,9 +11,9 @@ from vlarl.config.finetune import DemoConfig, FinetuneConfig
 from vlarl.data.batches import DemoBatches, Frames
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
+from vlarl.data.finetune import demo_statistics, finetune
 from vlarl.data.recording import open_experts, record
 from vlarl.data.rlds.demos import RldsSource
-from vlarl.data.sft import add_statistics, finetune
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.images import ImagePipeline
@@ -52,7 +52,7 @@ def test_frames_of_failures_are_left_out_without_reading_them(golden):
 
 def test_batches_are_the_same_kept_and_read_each_time(golden):
     policy = init_tiny("parallel", seed=0, num_images=2, norm_stats={})
-    add_statistics(policy, [golden])
+    policy.add_statistics(golden.name, demo_statistics(golden))
     policy.use_statistics(None, "libero_spatial")
     rows = torch.tensor([3, 77, 125, 3])
     kept, read = Frames([golden], policy, CPU), Frames([golden], policy, CPU, max_bytes=0)
@@ -67,7 +67,7 @@ def test_batches_are_the_same_kept_and_read_each_time(golden):
 def test_frames_go_through_the_policys_own_pipeline(golden, rendered):
     """A checkpoint that reads cropped images is trained on cropped images, even if they have its size already."""
     policy = init_tiny("parallel", seed=0, norm_stats={})
-    add_statistics(policy, [golden])
+    policy.add_statistics(golden.name, demo_statistics(golden))
     policy.use_statistics(None, "libero_spatial")
     demos = golden
     if rendered:
@@ -120,11 +120,11 @@ def test_views_that_were_not_recorded_are_refused_before_anything_starts(tmp_pat
 
 def test_the_batches_of_a_recording_hold_what_was_done(golden):
     policy = init_tiny("parallel", seed=0, num_images=2, norm_stats={})
-    add_statistics(policy, [golden])
+    policy.add_statistics(golden.name, demo_statistics(golden))
     made = DemoBatches([golden], policy, CPU)
     batch = made.sample(6, torch.Generator().manual_seed(3))
     rows = torch.randint(len(golden), (6,), generator=torch.Generator().manual_seed(3)).numpy()
-    actions = policy.normalizer.unnormalize(batch.actions.numpy())
+    actions = policy.normalizer.unnormalize(batch.rows.actions.numpy())
     wanted = golden.chunks(rows, policy.chunk_length)
     statistics = policy.config.norm_stats["libero_spatial"]["action"]
     assert statistics["mask"] == [True] * 6 + [False]

@@ -11,10 +11,11 @@ from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConf
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet, from_demonstrations
 from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, play_tasks
-from vlarl.data.sft import add_statistics, fresh_policy, imitate, refuse_other_robot
+from vlarl.data.finetune import demo_statistics, fresh_policy, refuse_other_robot
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
+from vlarl.training.sft import imitate
 from vlarl.types import Task
 
 
@@ -123,19 +124,21 @@ def test_a_chunk_past_the_end_stands_still_and_keeps_the_gripper():
 def test_sets_are_normalised_each_by_its_own_statistics():
     policy = fresh_policy(FinetunePolicyConfig(chunk_length=1), 0, FakeSource(made([0]), True))
     one, other = made([0]), replace(made([0]), name="other", actions=10 * made([0]).actions)
-    add_statistics(policy, [one, other])
+    for part in (one, other):
+        policy.add_statistics(part.name, demo_statistics(part))
     assert set(policy.config.norm_stats) == {"counting", "other"}
     apart = [DemoBatches([part], policy, torch.device("cpu")) for part in (one, other)]
     both = DemoBatches([one, other], policy, torch.device("cpu"))
-    torch.testing.assert_close(apart[0]._actions, apart[1]._actions)
-    torch.testing.assert_close(both._actions, torch.cat([apart[0]._actions, apart[1]._actions]))
+    first, second = (batches._rows.actions for batches in apart)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(both._rows.actions, torch.cat([first, second]))
 
 
 def test_statistics_of_a_checkpoint_stay():
     policy = fresh_policy(FinetunePolicyConfig(), 0, FakeSource(made([0]), True))
     own = {"action": {"q01": [0.0] * 2, "q99": [1.0] * 2}, "proprio": {"q01": [0.0] * 3, "q99": [1.0] * 3}}
     policy.config.norm_stats["counting_no_noops"] = own
-    add_statistics(policy, [made([0])])
+    policy.add_statistics("counting", demo_statistics(made([0])))
     assert policy.config.norm_stats == {"counting_no_noops": own}
 
 
@@ -160,7 +163,7 @@ def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(t
     demos, share = collect_demos([source], note=lambda text: None)
     assert share == 1.0 and len(demos[0]) == 3 * 5 + 3 * 6
     np.testing.assert_array_equal(np.unique(demos[0].actions, axis=0), [[1, 0], [1, 1], [1, 2]])
-    add_statistics(policy, demos)
+    policy.add_statistics(demos[0].name, demo_statistics(demos[0]))
     statistics = policy.config.norm_stats["counting"]
     assert statistics["action"]["q01"] == [1.0, 0.0] and statistics["action"]["q99"] == [1.0, 2.0]
     assert statistics["num_trajectories"] == 6 and statistics["num_transitions"] == 33
@@ -168,9 +171,8 @@ def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(t
         {"optim": {"steps": 30, "batch_size": 16, "lr": 2e-3, "warmup_steps": 3, "log_interval": 10}}
     )
     rows: list[dict[str, float]] = []
-    first, last = imitate(
-        policy, DemoBatches(demos, policy, torch.device("cpu")), train, lambda step, row: rows.append(row)
-    )
+    batches = DemoBatches(demos, policy, torch.device("cpu"))
+    first, last = imitate(policy, batches, train.optim, train.run.seed, lambda step, row: rows.append(row))
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
     policy.save(tmp_path / "trained")
     again = load_policy(tmp_path / "trained")

@@ -189,7 +189,7 @@ class WatchedPool(TabletopPool):
 def pools(monkeypatch) -> list[WatchedPool]:
     monkeypatch.setattr(WatchedPool, "made", [])
 
-    def build(env, gym, num_envs, image_size, reward):
+    def build(env, gym, num_envs, image_size, reward, prompts):
         return WatchedPool(env.suite, num_envs, image_size, env.cameras, reward)
 
     monkeypatch.setattr(vlarl.evaluation.run, "build_pool", build)

@@ -11,11 +11,12 @@ from fakes.float_error import logit_judge
 from vlarl.cli import main
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError, VlarlError
-from vlarl.export.merge import logits_of, merge, probe_input, update_config
+from vlarl.export.merge import merge, update_config
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.checkpoint import has_untrained_tokens
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import stored_dtype
+from vlarl.policies.openvla.probe import probe_input
+from vlarl.policies.weight_files import stored_dtype
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -40,13 +41,12 @@ def adapter(tmp_path) -> Path:
 def test_merged_logits_equal_the_adapters(adapter, tmp_path):
     result = merge(adapter, tmp_path / "out", dtype="float32")
     merged, adapted = load_policy(tmp_path / "out"), load_policy(adapter).eval()
-    probe, tokens = probe_input(adapted)
-    judge = logit_judge(adapted, probe, tokens)
-    judge.check(logits_of(merged, probe, tokens))
+    judge = logit_judge(adapted, *probe_input(adapted.config))
+    judge.check(merged.probe_logits())
     assert result.logit_error <= 8 * judge.worst, "the two passes' own errors, each at most four times float32's"
     assert result.rounding_error == 0
-    plain = logits_of(load_policy(GOLDEN / "openvla-tiny"), probe, tokens)
-    assert (plain - logits_of(adapted, probe, tokens)).abs().max() > 1e-2, "the adapter does something"
+    plain = load_policy(GOLDEN / "openvla-tiny").probe_logits()
+    assert (plain - adapted.probe_logits()).abs().max() > 1e-2, "the adapter does something"
 
 
 def test_precision_is_the_bases_unless_given(adapter, tmp_path):
@@ -88,8 +88,7 @@ def test_heads_are_kept_in_the_originals_files(tmp_path):
     merged = load_policy(tmp_path / "out", actions="l1")
     assert merged.config.num_images == 2
     assert merged.config.use_proprio
-    probe, tokens = probe_input(policy)
-    logit_judge(policy, probe, tokens).check(logits_of(merged, probe, tokens))
+    logit_judge(policy, *probe_input(policy.config)).check(merged.probe_logits())
 
 
 def test_heads_of_our_own_become_the_originals_files(tmp_path):

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, JpegImagePlugin
 
 from vlarl.images.jpeg import decode_image, encode_jpeg
 
@@ -22,11 +22,23 @@ def test_any_size_comes_back_nearly(size):
     assert np.abs(decoded.astype(int) - smooth(*size)).max() <= 8
 
 
-@pytest.mark.parametrize("options", [{"subsampling": "4:4:4"}, {"subsampling": "4:2:2"}])
-def test_other_chroma_is_read_as_pillow_does(options):
+def test_whole_chroma_is_read_with_the_fast_transform():
+    """Where there is nothing to interpolate, Pillow's draft mode is the fast transform alone."""
     file = io.BytesIO()
-    Image.fromarray(smooth(24, 24)).save(file, "JPEG", quality=95, **options)
-    np.testing.assert_array_equal(decode_image(file.getvalue()), np.asarray(Image.open(file)))
+    noise = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file, "JPEG", quality=95, subsampling="4:4:4")
+    draft = JpegImagePlugin.JpegImageFile(io.BytesIO(file.getvalue()))
+    draft.decoderconfig = (1, 1)
+    decoded = decode_image(file.getvalue())
+    np.testing.assert_array_equal(decoded, np.asarray(draft))
+    assert (decoded != np.asarray(Image.open(file))).any(), "the exact transform gives other values"
+
+
+def test_damaged_images_are_refused():
+    data = encode_jpeg(smooth(32, 48))
+    for damaged in (data[: len(data) // 2], data[:20], b"\xff\xd8" + bytes(40), b"no image"):
+        with pytest.raises((ValueError, OSError)):
+            decode_image(damaged)
 
 
 def test_other_formats_and_greys_are_read_too():

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.errors import UsageError
+from vlarl.policies import adapters
 from vlarl.policies.load import load_policy
-from vlarl.policies.openvla import adapters
+from vlarl.policies.lora import LoraLinear
 from vlarl.policies.openvla.inputs import OpenVLAInputs
-from vlarl.policies.openvla.lora import LoraLinear
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vlarl.errors import UsageError
+from vlarl.policies.checkpoint_json import whole
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.actions import Normalizer
+from vlarl.policies.openvla.components import read_component
 from vlarl.policies.openvla.config import read_config
-from vlarl.policies.openvla.limits import whole
-from vlarl.policies.openvla.weights import INDEX_NAME, read_component, weight_files
 from vlarl.policies.tiny import init_tiny, tiny_config
+from vlarl.policies.weight_files import INDEX_NAME, weight_files
 
 
 @pytest.fixture(scope="module")

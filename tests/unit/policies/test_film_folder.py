@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlarl.policies.load import load_policy
-from vlarl.policies.openvla.description import describe_checkpoint
+from vlarl.policies.load import describe_checkpoint, load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
 

@@ -13,10 +13,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from vlarl.cli import main
 from vlarl.errors import UsageError
-from vlarl.policies.load import load_policy
+from vlarl.policies.load import describe_checkpoint, load_policy
 from vlarl.policies.openvla.checkpoint import read_policy
-from vlarl.policies.openvla.description import describe_checkpoint
-from vlarl.policies.openvla.weights import read_component
+from vlarl.policies.openvla.components import read_component
 from vlarl.policies.tiny import init_tiny
 from vlarl.rewards.model import load_reward_model
 

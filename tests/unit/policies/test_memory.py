@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlarl.config.schema import LoraConfig, ModelConfig
+from vlarl.policies.base import BaseCheckpoint
+from vlarl.policies.family import MemoryEstimate
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import OpenVLAConfig, parse_config
 from vlarl.policies.openvla.inputs import OpenVLAInputs
-from vlarl.policies.openvla.memory import MemoryEstimate, Sizes, estimate_lora_update, estimate_rollout
-from vlarl.policies.openvla.policy import BaseCheckpoint, OpenVLAPolicy
+from vlarl.policies.openvla.memory import Sizes, estimate_lora_update, estimate_rollout
+from vlarl.policies.openvla.policy import OpenVLAPolicy
 
 PROMPT = 12
 RANK = 4

@@ -46,13 +46,13 @@ def test_whether_rows_are_ragged_is_found_before_they_leave_the_host():
 
 def test_shorter_prompts_are_padded_where_rows_are_joined():
     whole = ragged()
-    joined = OpenVLAInputs.cat([whole.row(index) for index in range(3)])
+    joined = OpenVLAInputs.cat(whole.split())
     assert torch.equal(joined.input_ids, whole.input_ids) and torch.equal(joined.attention_mask, whole.attention_mask)
 
 
 def test_a_row_has_memory_of_its_own():
     whole = ragged()
-    row = whole.row(1)
+    row = whole.split()[1]
     whole.input_ids.zero_()
     assert row.input_ids.tolist() == [[6, 7, 8, 9, 10]]
 

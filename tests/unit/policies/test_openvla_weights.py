@@ -18,10 +18,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from vlarl.policies.distribution import greedy
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.config import parse_config, read_config
-from vlarl.policies.openvla.families import PLAIN_PROMPT
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import load_model, opened, save_module, save_weights, weight_files
+from vlarl.policies.openvla.text_families import PLAIN_PROMPT
 from vlarl.policies.tiny import init_tiny, tiny_config
+from vlarl.policies.weight_files import load_model, opened, save_module, save_weights, weight_files
 
 
 @pytest.fixture(params=["parallel", "autoregressive"])
@@ -373,7 +373,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vlarl.policies.openvla.weights import load_model
+from vlarl.policies.weight_files import load_model
 
 
 def megabytes(field):

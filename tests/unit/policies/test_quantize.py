@@ -11,14 +11,14 @@ from bitsandbytes.functional import dequantize_4bit
 from torch import nn
 
 from vlarl.errors import MissingExtraError
-from vlarl.policies.openvla import weights
+from vlarl.policies import weight_files
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.config import parse_config
-from vlarl.policies.openvla.model import OpenVLAModel
+from vlarl.policies.openvla.model import QUANTIZED, OpenVLAModel
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.quantize import quantize_linears
-from vlarl.policies.openvla.weights import save_module, save_weights
+from vlarl.policies.quantize import quantize_linears
 from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.weight_files import save_module, save_weights
 
 BITS = (4, 8)
 KINDS = {4: bnb.nn.Linear4bit, 8: bnb.nn.Linear8bitLt}
@@ -127,14 +127,14 @@ def test_rows_that_are_no_whole_blocks_stay_in_full_precision(checkpoint):
 
 def test_one_weight_at_a_time_is_in_full_precision(folder, bits, monkeypatch):
     seen: list[weakref.ref] = []
-    convert = weights.quantized
+    convert = weight_files.quantized
 
     def watched(empty, weight, device):
         assert not [ref for ref in seen if ref() is not None]
         seen.append(weakref.ref(weight))
         return convert(empty, weight, device)
 
-    monkeypatch.setattr(weights, "quantized", watched)
+    monkeypatch.setattr(weight_files, "quantized", watched)
     policy = read_policy(folder, quantize=bits, dtype=torch.bfloat16)
     assert len(seen) == len(quantized_layers(policy))
 
@@ -183,8 +183,8 @@ def test_a_missing_package_and_other_bits_are_told(monkeypatch):
     with torch.device("meta"):
         model = OpenVLAModel(tiny_config())
     with pytest.raises(ValueError, match="a base in 3 bits is not possible: use 4 or 8"):
-        quantize_linears(model, 3)
+        quantize_linears(model, 3, QUANTIZED)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     with pytest.raises(MissingExtraError, match=r"pip install -c constraints.txt -e '\.\[quant\]'"):
-        quantize_linears(model, 4)
+        quantize_linears(model, 4, QUANTIZED)

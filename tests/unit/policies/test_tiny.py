@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vlarl.policies.openvla.families import PLAIN_PROMPT
+from vlarl.policies.openvla.text_families import PLAIN_PROMPT
 from vlarl.policies.tiny import NUM_ACTION_BINS, TEXT_VOCAB_SIZE, build_tiny_tokenizer, init_tiny, tiny_config
 
 

@@ -12,7 +12,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.schema import Config, EnvConfig, GymConfig, LoraConfig, ModelConfig
 from vlarl.config.training_data import FILE_NAME, TrainedOn, TrainingData, by_training, read_training_data
 from vlarl.config.training_data import write_training_data as write
-from vlarl.data.sft import start
+from vlarl.data.finetune import start
 from vlarl.export.merge import merge
 from vlarl.policies.load import load_policy
 from vlarl.policies.locate import hub_training_data

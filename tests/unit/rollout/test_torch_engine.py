@@ -8,27 +8,8 @@ from vlarl.decisions import Sampling
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.training.weight_sync import publish_weights
 
 CPU = torch.device("cpu")
-
-
-def test_a_weight_sync_to_another_copy_makes_it_act_alike(observation):
-    ours, theirs = init_tiny("parallel", seed=1), init_tiny("parallel", seed=2)
-    inputs = ours.process([observation(0)])
-    engine = TorchEngine(theirs, CPU)
-    before = engine.generate(inputs, Sampling(1.0), [5])
-    engine.load_weights(((n, p.detach()) for n, p in ours.named_parameters()), version=4)
-    after = engine.generate(inputs, Sampling(1.0), [5])
-    expected = TorchEngine(ours, CPU).generate(inputs, Sampling(1.0), [5])
-    assert (before.version.tolist(), after.version.tolist()) == ([0], [4])
-    assert torch.equal(after.engine_logprobs, expected.engine_logprobs) and torch.equal(
-        after.sample.ids, expected.sample.ids
-    )
-    assert not torch.equal(before.engine_logprobs, after.engine_logprobs)
-    with torch.no_grad():
-        next(iter(ours.parameters())).add_(1.0)  # copied, not shared
-    assert torch.equal(engine.generate(inputs, Sampling(1.0), [5]).engine_logprobs, after.engine_logprobs)
 
 
 def test_rows_are_the_same_however_few_are_decoded_at_a_time(observation):
@@ -41,21 +22,6 @@ def test_rows_are_the_same_however_few_are_decoded_at_a_time(observation):
         apart = TorchEngine(policy, CPU, batch_size=size).generate(inputs, Sampling(1.0), seeds)
         assert torch.equal(apart.sample.ids, together.sample.ids)
         assert apart.engine_logprobs.shape == together.engine_logprobs.shape
-
-
-def test_shared_weights_are_not_copied():
-    policy = init_tiny("parallel", seed=1)
-    engine = TorchEngine(policy, CPU)
-    versions = [p._version for p in policy.parameters()]
-
-    class Stub:
-        version = 3
-
-        def publish(self, engine):
-            engine.load_weights(((n, p.detach()) for n, p in policy.named_parameters()), self.version)
-
-    publish_weights(Stub(), engine)
-    assert engine.version == 3 and [p._version for p in policy.parameters()] == versions
 
 
 def test_greedy_ignores_the_seed_and_reports_probabilities_at_temperature_one(observation):

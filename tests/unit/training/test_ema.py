@@ -7,9 +7,10 @@ from fakes.decisions import annotated_update
 from vlarl.decisions import Sampling
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.run.parts import evaluated_average
 from vlarl.training.ema import WeightAverage
 from vlarl.training.swap import trained_weights
-from vlarl.training.weight_sync import evaluated_weights
+from vlarl.weights.sync import WeightSync
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
@@ -83,6 +84,12 @@ def test_a_learner_averages_after_every_step_that_it_takes(policy, act, learner_
         torch.testing.assert_close(average.double(), expected, atol=1e-6, rtol=1e-6)
 
 
+def evaluation(learner, engine):
+    """The pair as a run makes it."""
+    average = evaluated_average(learner)
+    return WeightSync(learner, engine, lambda: engine.weights_changed(learner.version), average).for_evaluation()
+
+
 def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observation, configure, build):
     learner = build(policy, configure(ema={"beta": 0.9}, eval={"use_ema": True}))
     engine = TorchEngine(policy, torch.device("cpu"))
@@ -92,7 +99,7 @@ def test_evaluating_the_average_leaves_the_weights_as_they_were(policy, observat
     averages = {name: average.clone() for name, average in learner.average.weights.items()}
     before, places = weights(policy), {n: p.data_ptr() for n, p in policy.named_parameters()}
     newest = engine.generate(inputs, Sampling(1.0), [3]).engine_logprobs
-    with evaluated_weights(learner, engine):
+    with evaluation(learner, engine):
         for name, parameter in trained_weights(policy).items():
             assert torch.equal(parameter, averages[name])
         assert not torch.equal(engine.generate(inputs, Sampling(1.0), [3]).engine_logprobs, newest)
@@ -107,7 +114,7 @@ def test_by_default_the_newest_weights_are_evaluated(configure, build):
     for average in learner.average.weights.values():
         average.zero_()
     before = weights(policy)
-    with evaluated_weights(learner, TorchEngine(policy, torch.device("cpu"))):
+    with evaluation(learner, TorchEngine(policy, torch.device("cpu"))):
         assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
 
 
@@ -119,7 +126,7 @@ def test_a_failed_evaluation_brings_the_weights_back(configure, build):
     before = weights(policy)
     with (
         pytest.raises(RuntimeError, match="simulator"),
-        evaluated_weights(learner, TorchEngine(policy, torch.device("cpu"))),
+        evaluation(learner, TorchEngine(policy, torch.device("cpu"))),
     ):
         raise RuntimeError("the simulator went away")
     assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())

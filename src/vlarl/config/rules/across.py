@@ -14,7 +14,7 @@ from vlarl.config.known import (
 )
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.distributed import check_distributed
-from vlarl.config.rules.env import check_cameras, check_env, check_gym
+from vlarl.config.rules.env import check_cameras, check_env, check_gym, check_prompts
 from vlarl.config.rules.finetune import check_demos, check_fresh_images, check_warmup
 from vlarl.config.rules.learning import check_critic, check_ema, check_updates
 from vlarl.config.rules.reward import check_reward
@@ -262,6 +262,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_env,
     check_cameras,
     check_gym,
+    check_prompts,
     _policy_name,
     _decoder,
     _trained_weights,

@@ -133,6 +133,10 @@ def _vllm_policy(config: Config) -> Problems:
             "vllm.model_class to vlarl"
         )
         yield _clash(config, remedy, "vllm.model_class", path)
+    if config.vllm.model_class == "vllm" and (config.lora.enabled or config.lora.adapter is not None):
+        path = "lora.enabled" if config.lora.enabled else "lora.adapter"
+        remedy = "vLLM's own class has other names for its layers; set vllm.model_class to vlarl"
+        yield _clash(config, remedy, "vllm.model_class", path)
 
 
 def _engine_options(config: Config) -> Problems:
@@ -153,13 +157,17 @@ def _engine_options(config: Config) -> Problems:
 
 
 def _sync(config: Config) -> Problems:
-    """nccl needs two GPUs, ipc one shared GPU."""
+    """nccl needs two GPUs, ipc one shared GPU; both are for weights of the model, not for adapters."""
     backend, paths = config.vllm.sync_backend, ("vllm.sync_backend", "distributed.colocate")
     if config.vllm.num_engines == 0 or backend == "object_store":
         return
     if config.run.device == "cpu":
         remedy = f"{backend} moves weights between processes on GPUs; set vllm.sync_backend to object_store"
         yield _clash(config, remedy, "vllm.sync_backend", "run.device")
+    if config.lora.enabled or config.lora.adapter is not None:
+        path = "lora.enabled" if config.lora.enabled else "lora.adapter"
+        remedy = "only adapters are sent, through the object store; leave vllm.sync_backend out"
+        yield _clash(config, remedy, "vllm.sync_backend", path)
     if backend == "ipc" and not config.distributed.colocate:
         remedy = "handles are read on the GPU they come from; set distributed.colocate, or use nccl or object_store"
         yield _clash(config, remedy, *paths)

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import GROUP_METHODS, GYM
+from vlarl.config.known import GROUP_METHODS, GYM, PROMPTS, is_prompts
 from vlarl.config.rules.reward import READ_BY, used_kinds
 from vlarl.config.run_checkpoints import ADAPTER
 from vlarl.config.schema import Config
@@ -153,7 +153,7 @@ TRAIN: tuple[Condition[Config], ...] = (
     Condition(
         ("env.retries",),  # a batched Gymnasium environment fails by slots, whose episodes are retried
         ("env.suite", "distributed.backend"),
-        lambda c: _in_processes(c) or c.env.suite == GYM or c.distributed.backend == "ray",
+        lambda c: _in_processes(c) or c.env.suite in (GYM, PROMPTS) or c.distributed.backend == "ray",
         INSIDE_TRAINER,
     ),
     Condition(
@@ -176,6 +176,19 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("env.assets",), ("env.suite",), lambda c: c.env.suite.startswith("libero_"), "without a suite of LIBERO"
     ),
     Condition(("gym.*",), ("env.suite",), lambda c: c.env.suite == GYM, "without env.suite gym"),
+    Condition(("prompts.*",), ("env.suite",), lambda c: c.env.suite == PROMPTS, "without env.suite prompts"),
+    Condition(
+        ("prompts.eval_fraction", "prompts.split_seed"),
+        ("prompts.eval_path",),
+        lambda c: not c.prompts.eval_path,
+        "with prompts.eval_path, which is evaluated on as a whole",
+    ),
+    Condition(
+        ("env.cameras", "env.image_size", "env.max_steps"),
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, which are one step with the images of their own rows",
+    ),
     # policy, lora
     Condition(
         ("policy.heads_device",),
@@ -343,7 +356,7 @@ TRAIN: tuple[Condition[Config], ...] = (
 ALWAYS_TRAIN = _paths(
     {
         "run": "name root seed device num_threads iterations total_env_steps",
-        "env": "suite task_ids num_envs image_size max_steps protocol lockstep",
+        "env": "suite task_ids num_envs protocol lockstep",
         "policy": (
             "path decoder unnorm_key actions chunk_length num_images use_proprio resize center_crop dtype "
             "quantize attention gradient_checkpointing freeze"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vlarl.config.callables import is_given
-from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, SuiteFacts
+from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, PROMPTS, TEXT_REWARDS, SuiteFacts, is_prompts
 from vlarl.config.problems import Problem, as_module, shown, unknown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
@@ -49,10 +49,23 @@ def check_env(config: Config) -> Problems:
         return
     states = config.eval.states_per_task
     num_states = facts.num_eval_states if env.protocol == "disjoint" else facts.num_benchmark_states
-    if states > num_states:
+    if facts.are_states_known and states > num_states:
         message = f"a task has {num_states} evaluation states with env.protocol {env.protocol}; use that many or fewer"
         yield Problem(f"eval.states_per_task = {states}", message, ("eval.states_per_task", "env.protocol"))
-    needs_dense = {"dense", "shaped"} & {config.reward.source, *config.reward.sources}
+    if is_prompts(env.suite) and env.protocol == "benchmark":
+        remedy = "prompts have no benchmark's states, and training would use the rows of evaluations; leave it out"
+        yield Problem(
+            f"env.protocol = 'benchmark' with env.suite = '{env.suite}'", remedy, ("env.protocol", "env.suite")
+        )
+    used = {config.reward.source, *config.reward.sources}
+    if is_prompts(env.suite) and "model" in used:
+        remedy = "it scores episodes of a robot; use a reward for texts, such as exact_match, or your own function"
+        yield Problem(f"reward.source = 'model' with env.suite = '{env.suite}'", remedy, ("reward.source", "env.suite"))
+    if not is_prompts(env.suite) and (texts := sorted(used.intersection(TEXT_REWARDS))):
+        subject = f"reward.source = {shown(texts[0])} with env.suite = '{env.suite}'"
+        remedy = "it scores texts, and this suite takes actions of a robot; use a suite of prompts, or another reward"
+        yield Problem(subject, remedy, ("reward.source", "env.suite"))
+    needs_dense = {"dense", "shaped"} & used
     if needs_dense and not facts.has_dense_reward:
         subject = f"reward.source = {shown(config.reward.source)} with env.suite = '{env.suite}'"
         remedy = "this suite rewards success only; use sparse or rules, or your own reward"
@@ -100,6 +113,20 @@ def check_gym(config: Config) -> Problems:
     if len(gym.instructions) > 1 and gym.task_option is None:
         remedy = "several instructions are several tasks; name the reset option that chooses the task"
         yield Problem("gym.task_option = null", remedy, ("gym.task_option", "gym.instructions"))
+
+
+def check_prompts(config: Config) -> Problems:
+    """The suite prompts names its data, with a weight for each part of it."""
+    prompts = config.prompts
+    if config.env.suite != PROMPTS:
+        return
+    if not prompts.path:
+        remedy = "name the data, such as --prompts.path train.jsonl; docs/prompts.md says what a row holds"
+        yield Problem("prompts.path = []", remedy, ("prompts.path",))
+    elif prompts.weights and len(prompts.weights) != len(prompts.path):
+        subject = f"prompts.weights = {shown(prompts.weights)}"
+        remedy = f"give {len(prompts.path)}, one for each of prompts.path, or none for once an epoch each"
+        yield Problem(subject, remedy, ("prompts.weights", "prompts.path"))
 
 
 def _and(values: list[int]) -> str:

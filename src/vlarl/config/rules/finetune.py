@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import GYM, KNOWN_SUITES, SUITES
+from vlarl.config.known import GYM, KNOWN_SUITES, SUITES, is_prompts
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.env import check_suite, check_task_ids
 
@@ -27,10 +27,13 @@ def check_demos(config: FinetuneConfig) -> Problems:
         if suite == GYM:
             remedy = "your environment has no scripted expert; give demos.path, a folder of recorded episodes"
             yield Problem(f"demos.suites = {shown(demos.suites)}", remedy, ("demos.suites", "demos.path"))
-        if suite in SUITES:
+        if is_prompts(suite):
+            remedy = "prompts have no demonstrations of a robot; name a suite of the tabletop or of a simulator"
+            yield Problem(f"demos.suites = {shown(demos.suites)}", remedy, ("demos.suites",))
+        elif suite in SUITES:
             yield from check_task_ids(demos.task_ids, SUITES[suite], "demos.task_ids")
     if not demos.suites or len(set(demos.suites)) < len(demos.suites):
-        known = ", ".join(suite for suite in KNOWN_SUITES if suite != GYM)
+        known = ", ".join(suite for suite in KNOWN_SUITES if suite != GYM and not is_prompts(suite))
         yield Problem(
             f"demos.suites = {shown(demos.suites)}", f"name each suite once; known suites: {known}", ("demos.suites",)
         )

@@ -26,8 +26,11 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "shaping_scale": ("shaped",),
     "success_value": ("rules",),
     "failure_value": ("rules",),
-    "length_penalty": ("rules",),
-    "length_limit": ("rules",),
+    "length_penalty": ("rules", "length"),
+    "length_limit": ("rules", "length"),
+    "pattern": ("format",),
+    "max_tokens": ("overlong",),
+    "overlong_buffer": ("overlong",),
     "idle_penalty": ("rules",),
     "idle_tolerance": ("rules",),
     "model": ("model",),
@@ -66,6 +69,7 @@ def check_reward(config: Config) -> Problems:
         yield from _combination(reward)
         yield from _needs(reward)
         yield from _rule_values(config)
+        yield from _text_values(reward)
         yield from _shaping(config)
 
 
@@ -182,6 +186,26 @@ def _rule_values(config: Config) -> Problems:
     if reward.length_penalty and longest is not None and limit >= longest:
         remedy = f"no episode of {config.env.suite} is longer than {longest} steps; set it lower"
         yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "env.suite"))
+
+
+def _text_values(reward: RewardConfig) -> Problems:
+    """What the rewards for texts need."""
+    used = used_rewards(reward)
+    if "format" in used:
+        try:
+            re.compile(reward.pattern)
+        except re.error as error:
+            message = f"is not a regular expression: {error}"
+            yield Problem(f"reward.pattern = {shown(reward.pattern)}", message, ("reward.pattern",))
+    if "length" in used and reward.length_penalty == 0:
+        remedy = "set what each token above reward.length_limit costs, such as 0.01"
+        yield Problem("reward.length_penalty = 0 with the reward length", remedy, ("reward.length_penalty",))
+    if "overlong" in used and reward.max_tokens is None:
+        remedy = "set the number of tokens that a text may have, such as 1024"
+        yield Problem("reward.max_tokens = null with the reward overlong", remedy, ("reward.max_tokens",))
+    elif "overlong" in used and (reward.overlong_buffer or 0) > (reward.max_tokens or 0):
+        remedy = f"must not be larger than reward.max_tokens = {reward.max_tokens}"
+        yield Problem(f"reward.overlong_buffer = {reward.overlong_buffer}", remedy, ("reward.overlong_buffer",))
 
 
 def _shaping(config: Config) -> Problems:

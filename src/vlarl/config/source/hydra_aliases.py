@@ -16,6 +16,9 @@ ALIASES: dict[str, str] = {
     # verl and SimpleVLA-RL
     "data.task_suite_name": "env.suite",
     "data.n_samples": "rollout.group_size",
+    "data.train_files": "prompts.path",
+    "data.val_files": "prompts.eval_path",
+    "data.prompt_key": "prompts.prompt_column",
     "data.filter_accuracy": "rollout.refill",
     "data.oversample_factor": "rollout.oversample",
     "data.train_batch_size": "rollout.num_groups",

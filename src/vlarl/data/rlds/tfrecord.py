@@ -10,48 +10,20 @@ from __future__ import annotations
 
 import mmap
 import struct
-from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
+import google_crc32c
 
 from vlarl.errors import UsageError
 
-UInt32Array = NDArray[np.uint32]
-
-POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 MASK_DELTA = 0xA282EAD8
-BLOCK = 512  # bytes whose checksums are computed together
 HEADER, FOOTER = 12, 4
-
-
-def crc32c(data: bytes | memoryview) -> int:
-    """The CRC-32C of some bytes.
-
-    A CRC is linear: each byte adds a table's entry for its value and its position. A block's bytes are looked up all at
-    once, and blocks are joined by shifting the checksum so far past the next block.
-    """
-    values = np.frombuffer(data, np.uint8)
-    whole = len(values) // BLOCK * BLOCK
-    positions, shift = _block_tables()
-    crc = 0xFFFFFFFF
-    if whole:
-        rows = 256 * np.arange(BLOCK, dtype=np.int32)
-        found = positions.take(rows + values[:whole].reshape(-1, BLOCK))
-        one, two, three, four = shift
-        for block in np.bitwise_xor.reduce(found, axis=1).tolist():
-            crc = one[crc & 255] ^ two[crc >> 8 & 255] ^ three[crc >> 16 & 255] ^ four[crc >> 24] ^ block
-    table = _byte_list()
-    for value in values[whole:].tolist():
-        crc = table[(crc ^ value) & 255] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
 
 
 def masked_crc(data: bytes | memoryview) -> int:
     """The checksum as TFRecord stores it."""
-    crc = crc32c(data)
+    crc: int = google_crc32c.value(bytes(data))
     return ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF
 
 
@@ -109,33 +81,3 @@ class TFRecordFile:
         return UsageError(
             f"{self.path}: record {index} at byte {position:,} is damaged ({reason}): copy or download the file again."
         )
-
-
-@lru_cache(maxsize=1)
-def _byte_table() -> UInt32Array:
-    """[256] the CRC of each byte."""
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, table >> 1 ^ np.uint32(POLYNOMIAL), table >> 1)
-    return table
-
-
-@lru_cache(maxsize=1)
-def _byte_list() -> list[int]:
-    table: list[int] = _byte_table().tolist()
-    return table
-
-
-@lru_cache(maxsize=1)
-def _block_tables() -> tuple[UInt32Array, tuple[list[int], list[int], list[int], list[int]]]:
-    """[BLOCK * 256] what each byte value adds to a block's checksum at each position; and for each of the four bytes of
-    a checksum, its value after a block of zeros."""
-    table = _byte_table()
-    row = table  # of the last byte; one position earlier means one more zero byte after it
-    rows = [row]
-    for _ in range(BLOCK - 1):
-        row = table[row & 255] ^ row >> 8
-        rows.append(row)
-    # A checksum is added to the first four bytes of the next block.
-    one, two, three, four = (rows[BLOCK - 1 - position].tolist() for position in range(4))
-    return np.concatenate(rows[::-1]), (one, two, three, four)

@@ -13,7 +13,7 @@ from vlarl.config.words import counted
 from vlarl.envs.base import SingleEnv, StepOutcome
 from vlarl.envs.check.findings import Finding, Findings, Subject, breach, note, passed
 from vlarl.errors import UsageError
-from vlarl.types import FloatArray, Task, UInt8Array
+from vlarl.types import FloatArray, Prompt, Task, UInt8Array
 
 NUM_STEPS = 24  # of an episode that is played twice
 LOOK_EVERY = 6  # steps between its observations
@@ -96,6 +96,7 @@ class _Snapshot(NamedTuple):
     images: UInt8Array
     proprio: FloatArray
     total_reward: float  # so far
+    prompt: Prompt | None
 
 
 def _play(env: SingleEnv, task: Task, actions: FloatArray) -> list[_Snapshot]:
@@ -103,7 +104,7 @@ def _play(env: SingleEnv, task: Task, actions: FloatArray) -> list[_Snapshot]:
 
     def look(num_steps: int) -> _Snapshot:
         seen = env.observe()
-        return _Snapshot(num_steps, seen.images.copy(), seen.proprio.copy(), total_reward)
+        return _Snapshot(num_steps, seen.images.copy(), seen.proprio.copy(), total_reward, seen.prompt)
 
     env.reset(task)
     total_reward = 0.0
@@ -123,6 +124,13 @@ def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
+def _same_prompt(a: Prompt | None, b: Prompt | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    pixels = (*a.images, *a.videos), (*b.images, *b.videos)
+    return a.messages == b.messages and len(pixels[0]) == len(pixels[1]) and all(map(_same, *pixels))
+
+
 def _difference(ours: Sequence[_Snapshot], theirs: Sequence[_Snapshot]) -> str | None:
     """The first difference between two episodes, in words."""
     for a, b in zip(ours, theirs, strict=False):
@@ -137,6 +145,8 @@ def _difference(ours: Sequence[_Snapshot], theirs: Sequence[_Snapshot]) -> str |
             distances = np.abs(a.images.astype(np.int16) - b.images)
             fraction = (distances.max(axis=-1) > 0).mean()
             return f"{fraction:.1%} of the pixels differ {after}, by up to {distances.max()} of 255"
+        if not _same_prompt(a.prompt, b.prompt):
+            return f"the prompts differ {after}"
         if not _same(np.array(a.total_reward), np.array(b.total_reward)):
             return f"the rewards differ {after}: {a.total_reward:g} and {b.total_reward:g} in all"
     return None

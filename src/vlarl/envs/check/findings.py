@@ -71,8 +71,9 @@ class SlotEnv:
         (self._seen,) = self._pool.reset([self._slot], [task])
 
     def step(self, action: FloatArray) -> StepOutcome:
-        """A chunk of one action."""
-        (outcome,) = self._pool.step_chunk([self._slot], action[None, None])
+        """A chunk of one action; where the pool takes texts, always the same one."""
+        is_text = self._pool.spec.action_dim == 0
+        (outcome,) = self._pool.step_chunk([self._slot], ["yes"] if is_text else action[None, None])
         if outcome.error is not None:
             raise RuntimeError(outcome.error)
         self._seen = outcome.observation

@@ -21,6 +21,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from vlarl.envs.mujoco import opengl_variables
+
 CHANGING_PARTS = ("body_pos", "body_quat", "site_rgba")  # where furniture stands, what glows
 MOST_BYTES = 8 * 2**30  # of all files together; the least recently used are deleted
 _COMPILER = """
@@ -103,7 +105,7 @@ def _compile(xml: str, target: Path) -> None:
         subprocess.run(
             [sys.executable, "-P", "-c", _COMPILER, name],  # -P: nothing from the working directory
             input=xml.encode(),
-            env={**os.environ, "MUJOCO_GL": "disabled"},
+            env={**os.environ, **opengl_variables("disabled")},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             check=True,

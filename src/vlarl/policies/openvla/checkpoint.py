@@ -15,29 +15,30 @@ from tokenizers import Tokenizer
 
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.training_data import TrainingData, training_data_of
-from vlarl.errors import UsageError
-from vlarl.policies.checksums import verify_checksums
+from vlarl.policies import adapters
+from vlarl.policies.base import BaseCheckpoint
+from vlarl.policies.checkpoint_json import read_json
+from vlarl.policies.checksums import TRAINER_FILE, verify_checksums
 from vlarl.policies.locate import checkpoint_folder
-from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.attention import AttentionName
+from vlarl.policies.openvla.components import has_component, read_component
 from vlarl.policies.openvla.config import (
     NATIVE_KEY,
     DecoderName,
     OpenVLAConfig,
     read_config,
-    read_json,
     refuse_other_model,
     with_statistics,
 )
 from vlarl.policies.openvla.film import fold_film_state
-from vlarl.policies.openvla.heads import L1ActionHead, ValueHead
+from vlarl.policies.openvla.heads import L1ActionHead
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.limits import building, check_size
-from vlarl.policies.openvla.policy import BaseCheckpoint, OpenVLAPolicy
-from vlarl.policies.openvla.quantize import quantize_linears
-from vlarl.policies.openvla.weights import has_component, load_model, load_state, read_component, read_shapes
-
-TRAINER_FILE = "trainer.safetensors"  # beside a policy whose training can be resumed; read and checked by the trainer
+from vlarl.policies.openvla.model import QUANTIZED
+from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.quantize import quantize_linears
+from vlarl.policies.value_head import ValueHead
+from vlarl.policies.weight_files import load_model, load_state, read_shapes
 
 # Files of the tokenizer and processor that are copied with a checkpoint but not read.
 ASSET_NAMES = (
@@ -53,6 +54,7 @@ ASSET_NAMES = (
 def read_policy(
     path: Path | str,
     *,
+    folder: Path | None = None,
     decoder: DecoderName | None = None,
     chunk_length: int | None = None,
     num_images: int | None = None,
@@ -69,10 +71,11 @@ def read_policy(
 ) -> OpenVLAPolicy:
     """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes the folder's value.
 
-    Original OFT folders don't record the number of images: pass num_images=2. `base` is the base model of an adapter,
-    if it has moved. On the device `meta` the policy has neither weights nor heads.
+    `folder` is where it is on this machine, if that is known. Original OFT folders don't record the number of images:
+    pass num_images=2. `base` is the base model of an adapter, if it has moved. On the device `meta` the policy has
+    neither weights nor heads.
     """
-    folder = checkpoint_folder(path)
+    folder = folder or checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
     if adapter is None:
         refuse_other_model(read_json(folder / "config.json"))
@@ -94,11 +97,12 @@ def read_policy(
     policy.base = replace(origin, path=_recorded(origin))
     policy.training_data = _training_data(str(path), folder, origin)
     if torch.device(device).type == "meta":
+        policy.adapter_folder = adapter
         return policy  # it only processes observations and encodes actions
     for each in dict.fromkeys(folders):
         verify_checksums(each, lambda name: "/" not in name and name != TRAINER_FILE)
     if quantize is not None:
-        quantize_linears(policy.model, quantize)
+        quantize_linears(policy.model, quantize, QUANTIZED)
     load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
     _restore_constants(policy, device)
     _load_heads(policy, folders, dtype, l1_head)
@@ -110,12 +114,7 @@ def read_policy(
 
 def _base_of(adapter: Path, given: str | None) -> BaseCheckpoint:
     """The base model of an adapter: the one given, else the one that it names; one with other weights is refused."""
-    path = given or adapters.base_of(adapter)
-    try:
-        folder = checkpoint_folder(path)
-    except UsageError as error:
-        message = f"the adapter {adapter} was trained on {path}, which can't be loaded; say where it is. {error}"
-        raise UsageError(message) from error
+    path, folder = adapters.find_base(adapter, given)
     base = BaseCheckpoint(path, folder, adapters.fingerprint(folder))
     adapters.check_base(adapter, path, base.fingerprint)
     return base

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from vlarl import json_files
-from vlarl.policies.openvla.families import FAMILIES, action_end, model_type, prompt_template
-from vlarl.policies.openvla.limits import LARGEST_CHUNK, LARGEST_IMAGE, LARGEST_NUM_BINS, LARGEST_NUM_IMAGES, whole
+from vlarl.policies.checkpoint_json import read_json, whole
+from vlarl.policies.openvla.limits import LARGEST_CHUNK, LARGEST_IMAGE, LARGEST_NUM_BINS, LARGEST_NUM_IMAGES
+from vlarl.policies.openvla.text_families import FAMILIES, action_end, model_type, prompt_template
 from vlarl.policies.openvla.towers import (
     KNOWN_TOWERS,
     TIMM_ARGUMENTS,
@@ -22,7 +22,6 @@ from vlarl.policies.openvla.towers import (
 DecoderName = Literal["autoregressive", "parallel"]
 DECODER_NAMES: tuple[DecoderName, ...] = ("autoregressive", "parallel")
 
-MODEL_TYPE = "openvla"  # in config.json
 NATIVE_KEY = "vlarl"  # the key in config.json for everything that the original layout has no field for
 INSTRUCTION = "{instruction}"
 LARGEST_PIXEL = 255.0
@@ -174,17 +173,15 @@ def language_config(text: Mapping[str, Any]) -> Any:
     return config
 
 
-def refuse_other_model(raw: Mapping[str, Any]) -> None:
-    """Refuse another model's config.json: transformers calls its kind `model_type`, lerobot `type`."""
+def missing_fields(raw: Mapping[str, Any]) -> list[str]:
+    """Fields of every OpenVLA checkpoint that a config.json lacks."""
     towers_known = "timm_model_ids" in raw or raw.get("vision_backbone_id") in VISION_BACKBONES
-    missing = [*([] if towers_known else ["timm_model_ids"]), *([] if "text_config" in raw else ["text_config"])]
-    kind = raw.get("model_type") or raw.get("type")
-    if missing and kind not in (None, MODEL_TYPE):
-        raise ValueError(
-            f"model type {kind} is not supported; supported are OpenVLA and OpenVLA-OFT checkpoints (model type "
-            f"{MODEL_TYPE}, with a language model of type {', '.join(FAMILIES)}), such as openvla/openvla-7b"
-        )
-    if missing:
+    return [*([] if towers_known else ["timm_model_ids"]), *([] if "text_config" in raw else ["text_config"])]
+
+
+def refuse_other_model(raw: Mapping[str, Any]) -> None:
+    """Refuse another model's config.json."""
+    if missing := missing_fields(raw):
         raise ValueError(f"config.json lacks {', '.join(missing)}: it is not an OpenVLA checkpoint's")
 
 
@@ -272,17 +269,6 @@ def with_statistics(config: OpenVLAConfig, path: Path) -> OpenVLAConfig:
     found = read_json(path)
     files = {**config.norm_stats_files, **dict.fromkeys(found, path)}
     return replace(config, norm_stats={**config.norm_stats, **found}, norm_stats_files=files)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; the error for a broken file names it."""
-    try:
-        content = json_files.read_json(path)
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy the file again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object")
-    return content
 
 
 def _parse_towers(raw: Mapping[str, Any]) -> tuple[TowerConfig, ...]:

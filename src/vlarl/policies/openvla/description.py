@@ -6,36 +6,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.policies import adapters
+from vlarl.policies.checkpoint_json import read_json, whole
+from vlarl.policies.family import AdapterFacts, Description, DtypeName, MemoryEstimate, StoredWeights
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
-from vlarl.policies.openvla import adapters
 from vlarl.policies.openvla.checkpoint import has_film_file, resolve_config
+from vlarl.policies.openvla.components import has_component
 from vlarl.policies.openvla.config import (
     NATIVE_KEY,
     DecoderName,
     OpenVLAConfig,
     language_config,
-    read_json,
 )
-from vlarl.policies.openvla.limits import building, check_size, whole
+from vlarl.policies.openvla.limits import building, check_size
+from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.policies.openvla.weights import has_component, read_shapes, stored_dtype, weight_files
+from vlarl.policies.weight_files import read_shapes, stored_dtype, weight_files
 
 COMPONENTS = ("proprio_projector", "value_head", "action_head", "vision_backbone")  # files beside the model's own
+NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
+NO_STATISTICS = "missing: add dataset_statistics.json, or actions can't be converted to the robot's units"
 HEADS = {"value_head": "critic", "action_head": "L1 regression"}
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A LoRA adapter and its base model."""
-
-    rank: int
-    alpha: int
-    base: str
 
 
 @dataclass(frozen=True)
@@ -57,27 +52,12 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
-class StoredWeights:
-    """The weights on disk."""
+class OpenVLADescription(Description):
+    """Everything that is known about an OpenVLA checkpoint without loading it."""
 
-    num_parameters: int
-    dtype: str  # of most of them
-    num_bytes: int
-    num_files: int
-
-
-@dataclass(frozen=True)
-class Description:
-    """Everything that is known about a checkpoint without loading it."""
-
-    path: str
-    kind: str
-    adapter: Adapter | None
     config: OpenVLAConfig
     language: LanguageModel
     components: tuple[str, ...]  # those of COMPONENTS that are there
-    stored: StoredWeights
-    problems: tuple[str, ...]  # why it would not load
     has_tokenizer: bool
     statistics: tuple[Statistics, ...]
 
@@ -90,6 +70,55 @@ class Description:
     def heads(self) -> list[str]:
         """Heads that the checkpoint contains beside the model."""
         return [title for name, title in HEADS.items() if name in self.components]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt that the estimates assume."""
+        return PROMPT_LENGTH
+
+    def model_facts(self, num_images: int | None) -> dict[str, str]:
+        """Lines about decoder, inputs, heads and language model."""
+        config, language = self.config, self.language
+        images = f"{config.num_images} of {config.image_size} px, {config.towers[0].num_patches} tokens each"
+        if num_images is None and not self.says_num_images:
+            images += " (the folder does not say how many: add --num-images 2 for LIBERO's)"
+        rows = f"{config.padded_vocab_size} rows, action ids {config.first_action_id}..{config.vocab_size - 1}"
+        return {
+            "decoder": f"{config.decoder}, {config.chunk_length} x {config.action_dim} action tokens per decision",
+            "images": images,
+            "proprio": f"{config.proprio_dim} values, one token" if config.use_proprio else "not read",
+            "FiLM": "yes" if config.use_film else "no",
+            "heads": ", ".join(self.heads) or "none",
+            "vision": ", ".join(tower.timm_id for tower in config.towers),
+            "language": f"{language.kind}, {language.num_layers} layers of width {language.width}, {rows}",
+        }
+
+    def file_facts(self) -> dict[str, list[str]]:
+        """Lines about the tokenizer and the statistics."""
+        width = max((len(entry.key) for entry in self.statistics), default=0)
+        keys = [
+            f"{key.key:<{width}}  {key.action_dim} action dims, {'with' if key.has_proprio else 'without'} proprio"
+            for key in self.statistics
+        ]
+        return {"tokenizer": ["there" if self.has_tokenizer else NO_TOKENIZER], "unnorm_key": keys or [NO_STATISTICS]}
+
+    def estimate_rollout(
+        self, batch_size: int, dtype: DtypeName, quantize: Literal[4, 8] | None = None
+    ) -> MemoryEstimate:
+        """Memory for generating the actions of a batch of observations."""
+        return estimate_rollout(self.config, batch_size, PROMPT_LENGTH, dtype, quantize)
+
+    def estimate_lora_update(
+        self,
+        microbatch_size: int,
+        dtype: DtypeName,
+        rank: int,
+        gradient_checkpointing: bool,
+        quantize: Literal[4, 8] | None = None,
+    ) -> MemoryEstimate:
+        """Memory for one pass of an update of adapters."""
+        settings = (dtype, rank, gradient_checkpointing, quantize)
+        return estimate_lora_update(self.config, microbatch_size, PROMPT_LENGTH, *settings)
 
     def to_json(self) -> dict[str, Any]:
         """The whole description as JSON."""
@@ -117,12 +146,10 @@ class Description:
         }
 
 
-def describe_checkpoint(
-    path: str | Path, decoder: DecoderName | None = None, num_images: int | None = None
-) -> Description:
-    """Describe a checkpoint or adapter folder, a built-in model or a hub id, read as `load_policy` would read it."""
-    path = locate_checkpoint(path).path
-    folder = checkpoint_folder(path)
+def describe(
+    path: str, folder: Path, decoder: DecoderName | None = None, num_images: int | None = None
+) -> OpenVLADescription:
+    """Describe the checkpoint or adapter that `path` names and `folder` holds, read as `load_policy` would read it."""
     adapter = _adapter(folder)
     base = folder if adapter is None else checkpoint_folder(adapter.base)
     if adapter is not None:
@@ -130,9 +157,9 @@ def describe_checkpoint(
     folders = (folder,) if adapter is None else (folder, base)
     found = tuple(name for name in COMPONENTS if any(has_component(each, name) for each in folders))
     config = resolve_config(folders, decoder, num_images=num_images)
-    return Description(
-        path=str(path),
-        kind=_kind(str(path), config, found, adapter),
+    return OpenVLADescription(
+        path=path,
+        kind=_kind(path, config, found, adapter),
         adapter=adapter,
         config=config,
         language=_language(config),
@@ -144,17 +171,17 @@ def describe_checkpoint(
     )
 
 
-def _adapter(folder: Path) -> Adapter | None:
+def _adapter(folder: Path) -> AdapterFacts | None:
     if not adapters.is_adapter(folder):
         return None
     content = read_json(folder / adapters.CONFIG_NAME)
     if content.get("peft_type") != "LORA":
         raise ValueError(f"{folder} holds an adapter of type {content.get('peft_type')}: only LORA is supported")
     rank, alpha = (whole(content.get(name, 8), f"{name} of {adapters.CONFIG_NAME}", 1) for name in ("r", "lora_alpha"))
-    return Adapter(rank, alpha, adapters.base_of(folder))
+    return AdapterFacts(rank, alpha, adapters.base_of(folder))
 
 
-def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Adapter | None) -> str:
+def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: AdapterFacts | None) -> str:
     if adapter is not None:
         return "LoRA adapter"
     if path in BUILTIN:

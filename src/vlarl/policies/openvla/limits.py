@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vlarl.policies.openvla.config import OpenVLAConfig
@@ -20,16 +20,6 @@ LARGEST_NUM_IMAGES = 64
 LARGEST_NUM_BINS = 1 << 16
 # Within this slack a model is still built on the meta device, so that the error can name the missing weights.
 SLACK, SMALL_MODEL, FEW_BLOCKS = 16, 100_000_000, 1000
-LARGEST_SIZE = 1 << 40  # for sizes that the weight files bound as well
-
-
-def whole(value: Any, name: str, low: int, high: int = LARGEST_SIZE) -> int:
-    """An integer within its bounds; ValueError with its name for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or not low <= value <= high:
-        raise ValueError(f"{name} is {str(value)[:40]!r}, which must be a whole number from {low} to {high}")
-    if int(value) != value:
-        raise ValueError(f"{name} is {value!r}, which must be a whole number from {low} to {high}")
-    return int(value)
 
 
 def check_size(config: OpenVLAConfig, folder: Path, shapes: Mapping[str, tuple[int, ...]], towers: bool) -> None:

@@ -8,22 +8,22 @@ gated MLP four tensors of its inner width.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from vlarl.policies.openvla.adapters import linear_names
+from vlarl.policies.adapters import linear_names
+from vlarl.policies.family import DtypeName, MemoryEstimate
 from vlarl.policies.openvla.config import OpenVLAConfig, language_config
-from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.policies.openvla.quantize import BLOCK, QUANTIZED
+from vlarl.policies.openvla.model import QUANTIZED, UNADAPTED, OpenVLAModel
 from vlarl.policies.openvla.towers import TowerConfig
+from vlarl.policies.quantize import BLOCK
 
 PROMPT_LENGTH = 32  # tokens of the template with an instruction of a dozen words, as LIBERO's are
 
-DtypeName = Literal["float32", "bfloat16"]
 BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32 = 4
 
@@ -31,33 +31,6 @@ FLOAT32 = 4
 # whole row being negligible.
 QUANTIZED_BYTES = {4: 0.5 + 1 / BLOCK + 4 / (BLOCK * 256), 8: 1.0}
 UNPACKED_BYTES = {4: 2, 8: 4}  # of a weight in the one matrix that is unpacked at a time
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes at the peak, by purpose."""
-
-    weights: int
-    adapters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    cache: int = 0
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by name."""
-        return asdict(self)
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
-
-    @property
-    def lasting(self) -> int:
-        """Bytes that stay allocated after an update: adapters, their gradients and the optimizer's state."""
-        return self.adapters + self.gradients + self.optimizer
 
 
 def estimate_rollout(
@@ -165,7 +138,7 @@ class Sizes:
         """Values in all adapters: two matrices for each trainable linear layer."""
         layers = [
             self.model.get_submodule(name)
-            for name in linear_names(self.model)
+            for name in linear_names(self.model, UNADAPTED)
             if not (freeze_vision and name.startswith("vision_backbone."))
         ]
         return sum(rank * (layer.in_features + layer.out_features) for layer in layers if isinstance(layer, nn.Linear))

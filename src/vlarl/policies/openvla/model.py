@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,13 @@ from vlarl.policies.openvla.config import OpenVLAConfig, language_config
 from vlarl.policies.openvla.heads import TiedHead
 from vlarl.policies.openvla.language import build_language_model
 from vlarl.policies.openvla.vision import VisionBackbone
+
+UNADAPTED = ("lm_head", ".scale", ".shift")  # the head, and FiLM's own layers, which OFT trains in full
+
+# The matrices that make up most of a model. Embeddings and lm_head are not quantised, nor are parts that never run.
+QUANTIZED = re.compile(
+    r"language_model\.model\.layers\..+|projector\.\w+|vision_backbone\.\w+\.blocks\..+\.(attn|mlp)\.\w+"
+)
 
 
 class Projector(nn.Module):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,15 +13,18 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
-from vlarl.policies import checksums, distribution
-from vlarl.policies.base import Evaluation, Level, Policy
-from vlarl.policies.openvla import adapters
+from vlarl.policies import adapters, checksums, distribution
+from vlarl.policies.base import Evaluation, Level, VllmModel
+from vlarl.policies.checkpoint_json import write_json
+from vlarl.policies.openvla import supervised
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
 from vlarl.policies.openvla.attention import AttentionName
+from vlarl.policies.openvla.components import copy_oft_heads, write_oft_heads
 from vlarl.policies.openvla.config import OpenVLAConfig
 from vlarl.policies.openvla.decisions import (
     RegressedActions,
@@ -32,24 +34,19 @@ from vlarl.policies.openvla.decisions import (
     token_ids,
 )
 from vlarl.policies.openvla.decoders import DECODERS, Chooser, Prefix, embed_prefix
-from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector, ValueHead
+from vlarl.policies.openvla.heads import L1ActionHead, ProprioProjector
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.inputs import OpenVLAInputs, openvla_inputs
-from vlarl.policies.openvla.model import OpenVLAModel
+from vlarl.policies.openvla.model import UNADAPTED, OpenVLAModel, Projector
+from vlarl.policies.openvla.probe import probe_input
 from vlarl.policies.openvla.processor import Processor, preprocessor_config
-from vlarl.policies.openvla.weights import MAX_SHARD_BYTES, save_module, save_weights, write_json
+from vlarl.policies.openvla.vision import Block, VisionTower
+from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.value_head import ValueHead
+from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module, save_weights
 from vlarl.types import Action, FloatArray, Observation, UInt8Array
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BaseCheckpoint:
-    """Where the model's own weights were read from; adapters refer to it."""
-
-    path: str  # as a user names it: a built-in model, a folder, a hub id
-    folder: Path
-    fingerprint: str  # of the weights, as they were when they were read
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,11 @@ class TokenScores:
     values: torch.Tensor | None  # [B, V] float32, read at the state before the first action token; None without critic
 
 
-class OpenVLAPolicy(Policy):
+class OpenVLAPolicy(SupervisedPolicy):
     """A vision-language-action model with its processor, action codec and optional heads and adapters."""
 
     extras = frozenset({"action_reconstruction"})
+    model: OpenVLAModel
 
     def __init__(
         self,
@@ -79,11 +77,10 @@ class OpenVLAPolicy(Policy):
         self.config = config
         self.tokenizer = tokenizer
         self.assets: dict[str, bytes] = {}
-        self.base: BaseCheckpoint | None = None  # None: not loaded from a checkpoint
-        self.has_adapter = False
+        self.adapter_folder: Path | None = None  # adapters of the checkpoint that a policy without weights lacks
         self.acts_by_regression = False  # actions come from the regression head, not from tokens
         self.model = OpenVLAModel(config, attention)
-        self.linear_names = adapters.linear_names(self.model)
+        self.linear_names = adapters.linear_names(self.model, UNADAPTED)
         self._heads_device = None if heads_device is None else torch.device(heads_device)  # None: the model's
         hidden = self.model.hidden_size
         self.proprio_projector = ProprioProjector(config.proprio_dim, hidden) if config.use_proprio else None
@@ -296,6 +293,12 @@ class OpenVLAPolicy(Policy):
         self.config = replace(self.config, untrained_tokens=self.acts_by_regression)
         if self.l1_head is not None and not self.acts_by_regression:
             self.l1_head.requires_grad_(False)
+        self.adapt(settings, lora, seed)
+        self._refuse_rounded_updates()
+        self.model.checkpoint_layers(settings.gradient_checkpointing)
+
+    def adapt(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Freeze parts and add adapters as configured."""
         if settings.freeze != "none" and not self.has_adapter:
             self.freeze(settings.freeze)
         if settings.quantize is not None:
@@ -308,15 +311,14 @@ class OpenVLAPolicy(Policy):
             raise UsageError(
                 f"lora.adapter = {lora.adapter!r}: policy.path is an adapter itself; name one of them only."
             )
-        if (lora.enabled or lora.adapter is not None) and not self.has_adapter:
+        asked_for = lora.enabled or lora.adapter is not None or self.adapter_folder is not None
+        if asked_for and not self.has_adapter:
             try:
                 self._add_adapter(lora, seed)
             except (OSError, ValueError) as error:
                 raise UsageError(f"lora: {error}") from error
         if settings.freeze == "vision":
             self.model.vision_backbone.requires_grad_(False)  # loaded adapters included
-        self._refuse_rounded_updates()
-        self.model.checkpoint_layers(settings.gradient_checkpointing)
 
     def _refuse_rounded_updates(self) -> None:
         rounded = [name for name, p in self.named_parameters() if p.requires_grad and p.dtype != torch.float32]
@@ -334,30 +336,36 @@ class OpenVLAPolicy(Policy):
         eight_bits = getattr(self.model, "is_loaded_in_8bit", False)
         return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
 
-    def weights_changed(self) -> None:
-        """Update the adapters' cached operands."""
-        if self.has_adapter:
-            from vlarl.policies.openvla import lora
+    @property
+    def fsdp_units(self) -> tuple[type[nn.Module], ...]:
+        """Layers, towers and heads. The embedding, the last norm and the language model's head are used outside its own
+        forward, so they stay with the root."""
+        from vlarl.policies.openvla.layers import DecoderLayer
 
-            lora.refresh_operands(self.model)
+        return (DecoderLayer, Block, VisionTower, Projector, ProprioProjector, ValueHead, L1ActionHead)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside the block the policy acts and scores as if it had no adapters."""
-        return adapters.without_adapters(self.model)
+    @property
+    def float32_units(self) -> tuple[type[nn.Module], ...]:
+        """The critic and the regression head."""
+        return (ValueHead, L1ActionHead)
 
-    def reset_adapters(self, seed: int) -> None:
-        """Reset the adapters, if any, to initial values that change nothing."""
-        adapters.reset(self.model, seed)
+    def engine_weights(self) -> dict[str, nn.Parameter]:
+        """The weights that engines have: all but the critic and the regression head."""
+        return {name: p for name, p in super().engine_weights().items() if not name.startswith("l1_head.")}
 
-    def fold_adapter(self) -> None:
-        """Merge the adapters into the model's own weights; the policy then has no adapters."""
-        adapters.fold(self.model)
-        self.has_adapter = False
+    def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
+        """vlarl's own class inside vLLM, or vLLM's, which supports the original 7B only."""
+        from vlarl.policies.openvla.vllm.serving import OpenVLAInVllm
+
+        return OpenVLAInVllm(self, model_class)
 
     def _add_adapter(self, lora: LoraConfig, seed: int) -> None:
         """Freeze everything and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
-        from vlarl.policies.openvla.lora import add_fresh
+        from vlarl.policies.lora import add_fresh
 
+        if self.adapter_folder is not None:
+            self.add_adapter_from(self.adapter_folder)
+            return
         if self.base is None:
             raise ValueError("adapters need a base that is saved on disk: save this policy and load it again")
         if lora.adapter is not None:
@@ -371,7 +379,7 @@ class OpenVLAPolicy(Policy):
 
     def add_adapter_from(self, folder: Path) -> None:
         """Freeze everything but the critic and continue with a folder's adapters."""
-        from vlarl.policies.openvla import lora
+        from vlarl.policies import lora
 
         assert self.base is not None
         adapters.check_base(folder, self.base.path, self.base.fingerprint)
@@ -419,6 +427,36 @@ class OpenVLAPolicy(Policy):
                 self.l1_head = L1ActionHead(self.model.hidden_size, self.action_dim).to(self.heads_device)
         return self.l1_head
 
+    def prepare_supervised(self, settings: FinetunePolicyConfig, lora: LoraConfig, seed: int) -> None:
+        """Set up training, with a regression head where that is what is trained."""
+        if settings.actions == "l1":
+            self.attach_l1_head(seed)
+            self.acts_by_regression = True
+        self.prepare_training(settings, lora, seed)
+
+    @property
+    def proprio_dim(self) -> int | None:
+        """Dimensions of the robot's state; None without the proprio token."""
+        return self.config.proprio_dim if self.config.use_proprio else None
+
+    def add_statistics(self, name: str, statistics: Mapping[str, Any]) -> None:
+        """Add statistics, unless there are some of this name, with or without `_no_noops`."""
+        known = cast(dict[str, Mapping[str, Any]], self.config.norm_stats)
+        if not {name, f"{name}_no_noops"} & set(known):
+            known[name] = statistics
+
+    def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> supervised.DemoRows:
+        """Prompts, states and actions, normalised."""
+        return supervised.demo_rows(self, instructions, proprio, actions)
+
+    def demo_frames(self, images: Sequence[UInt8Array] | UInt8Array) -> torch.Tensor:
+        """[N, I, H, W, 3] uint8."""
+        return supervised.demo_frames(self, images)
+
+    def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of the action tokens, or the regression head's error where that one acts."""
+        return supervised.supervised_loss(self, rows, frames)
+
     def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the checkpoint in the original layout, safetensors and JSON only, or the adapters if there are any;
         `dtype` converts the weights."""
@@ -434,7 +472,7 @@ class OpenVLAPolicy(Policy):
         if self.tokenizer is not None:
             self.tokenizer.save(str(folder / "tokenizer.json"))
         if self.has_adapter and self.base is not None:
-            from vlarl.policies.openvla import lora
+            from vlarl.policies import lora
 
             lora.save(self.model, folder, self.base.path, self.base.fingerprint)
         else:
@@ -443,6 +481,18 @@ class OpenVLAPolicy(Policy):
         for name, head in self.components().items():
             if head is not None and (not self.has_adapter or any(p.requires_grad for p in head.parameters())):
                 save_module(head, folder / f"{name}.safetensors", dtype)  # beside adapters, frozen heads are the base's
+
+    def save_merged(self, folder: Path, adapter: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        """Write the merged model with its heads in OFT's own files and without the critic."""
+        assert self.base is not None
+        copy_oft_heads(self.base.folder, folder)
+        self.save(folder, dtype, max_shard_bytes=max_shard_bytes)
+        write_oft_heads((adapter, self.base.folder), folder)
+
+    @torch.no_grad()
+    def probe_logits(self) -> torch.Tensor:
+        """[2, K*D, num_bins] the logits of two synthetic decisions, on the host."""
+        return self.score(*probe_input(self.config)).logits.cpu()
 
     def components(self) -> dict[str, nn.Module | None]:
         """The networks beside the model, by the names of their files; None for those that the policy lacks."""

@@ -52,8 +52,8 @@ class Processor:
         """A batch on the CPU."""
         if not observations:
             raise ValueError("an empty list of observations has no batch: give at least one")
-        ids, mask = self._prompts([o.instruction for o in observations])
-        pixels = self._images([o.images for o in observations])
+        ids, mask = self.prompts([o.instruction for o in observations])
+        pixels = self.frames([o.images for o in observations])
         proprio = None
         if self.config.use_proprio:
             stacked = np.stack([o.proprio for o in observations])
@@ -62,7 +62,8 @@ class Processor:
             proprio = torch.from_numpy(self.normalizer.normalize_proprio(stacked))
         return OpenVLAInputs(ids, mask, torch.from_numpy(pixels).permute(0, 1, 4, 2, 3).contiguous(), proprio)
 
-    def _prompts(self, instructions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def prompts(self, instructions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, P] the ids of the prompts, padded on the right, and a mask that leaves the padding out."""
         rows = [self.prompt_ids(instruction) for instruction in instructions]
         width = max(len(row) for row in rows)
         ids = np.full((len(rows), width), self.config.pad_token_id, dtype=np.int64)
@@ -93,15 +94,16 @@ class Processor:
             )
         return tuple(ids)
 
-    def _images(self, observed: Sequence[UInt8Array]) -> UInt8Array:
+    def frames(self, observed: Sequence[UInt8Array] | UInt8Array) -> UInt8Array:
         """[B, I, H, W, 3] at the model's size; images of another size take milliseconds each, divided over threads."""
         num_threads = min(len(observed), torch.get_num_threads(), MAX_THREADS)
-        if num_threads == 1 or self._is_ready(observed[0]):
+        if num_threads == 1 or self.is_ready(observed[0]):
             return np.stack([self._pixels(images) for images in observed])
         with ThreadPoolExecutor(num_threads) as pool:
             return np.stack(list(pool.map(self._pixels, observed)))
 
-    def _is_ready(self, images: UInt8Array) -> bool:
+    def is_ready(self, images: UInt8Array) -> bool:
+        """Whether images [I, H, W, 3] are read as they are."""
         return self.images == ImagePipeline() and images.shape[1:3] == (self.config.image_size,) * 2
 
     def _pixels(self, images: UInt8Array) -> UInt8Array:

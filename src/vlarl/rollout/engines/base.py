@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
-
-import torch
 
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import DivergedError, UsageError
 
 
 class Engine(Protocol):
-    """Generates actions with a versioned copy of the policy's weights, or with the learner's own."""
+    """Generates decisions with a versioned copy of the policy's weights, or with the learner's own."""
 
     version: int
 
     def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
-        ...
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take over the learner's weights as `version`."""
         ...
 
 

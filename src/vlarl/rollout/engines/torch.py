@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -50,11 +50,7 @@ class TorchEngine:
             sample = self._graphs.setdefault(sampling, GraphedSampling(sample, self._pool))
         return sample(inputs.to(self.device), self.policy.noise(seeds, sampling).to(self.device))
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take over the learner's weights as `version`; tensors that the engine shares with it are not copied."""
-        own = dict(self.policy.named_parameters())
-        for name, tensor in weights:
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].data.copy_(tensor)
+    def weights_changed(self, version: int) -> None:
+        """Act with the policy's weights as they are now, which are of this version."""
         self.policy.weights_changed()
         self.version = version

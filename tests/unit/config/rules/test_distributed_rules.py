@@ -12,6 +12,7 @@ SHARDED = LEARNERS | {"distributed.sharding": "full"}
 VLLM = RAY | {"vllm.num_engines": 2}
 SHARED = RAY | {"distributed.colocate": True, "distributed.learner_gpus": 0.5, "distributed.engine_gpus": 0.5}
 FOLDER = {"policy.path": "some/folder"}
+FULL = {"lora.enabled": False, "policy.dtype": "float32"}
 REWARDER = RAY | {"reward.source": "model", "reward.model": "org/judge", "distributed.num_reward_workers": 1}
 IN_PARALLEL = "policies that decode in parallel can't run in vLLM; use the torch engines: vllm.num_engines 0"
 ALONE = "it needs distributed.backend ray; set that, or leave it out"
@@ -167,6 +168,18 @@ CASES = [
         SHARED | {"distributed.learners_per_node": [2]},
     ),
     (
+        VLLM | FOLDER | {"vllm.model_class": "vllm", "lora.enabled": True},
+        "vllm.model_class = 'vllm' with lora.enabled = true: vLLM's own class has other names for its layers; set "
+        "vllm.model_class to vlarl",
+        {"vllm.model_class": "vlarl"},
+    ),
+    (
+        VLLM | {"vllm.sync_backend": "nccl", "lora.enabled": True},
+        "vllm.sync_backend = 'nccl' with lora.enabled = true: only adapters are sent, through the object store; leave "
+        "vllm.sync_backend out",
+        {"vllm.sync_backend": "object_store"},
+    ),
+    (
         VLLM | SHARED | {"vllm.sync_backend": "nccl", "distributed.learners_per_node": [2]},
         "vllm.sync_backend = 'nccl' with distributed.colocate = true: one GPU can't be two ranks of nccl; set "
         "vllm.sync_backend to ipc, or distributed.colocate to false",
@@ -285,7 +298,7 @@ def test_what_can_not_work_is_refused_and_its_fix_is_accepted(overrides, message
         SHARED | {"distributed.learner_gpus": 0.7, "distributed.engine_gpus": 0.3},
         SHARED | {"distributed.learner_gpus": 0.9, "distributed.engine_gpus": 0.1},
         RAY | {"distributed.address": "[fe80::1]:6379"},
-        VLLM | FOLDER | {"vllm.tensor_parallel_size": 4, "vllm.sync_backend": "nccl"},
+        VLLM | FOLDER | {"vllm.tensor_parallel_size": 4, "vllm.sync_backend": "nccl", **FULL},
         VLLM | FOLDER | {"policy.actions": "hybrid"},  # the head stays with the learner
     ],
 )

@@ -44,6 +44,10 @@ def test_every_option_is_classified(command):
         assert set(condition.switches) <= set(known), f"switched by no option: {condition.switches}"
 
 
+SHAPES = {"env.suite": "prompts_shapes", "policy.path": "init:tiny-oft"}
+OWN_PROMPTS = {"env.suite": "prompts", "prompts.path": ["t"], "policy.path": "init:tiny-oft"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -62,6 +66,12 @@ def test_every_option_is_classified(command):
         ({"rollout.max_refills": 5}, "without rollout.refill true"),
         ({"curriculum.tau": 0.5}, "without curriculum.mode adaptive"),
         ({"curriculum.ema_alpha": 0.5}, "on which tasks are trained without curriculum.mode adaptive"),
+        ({"prompts.match": "number"}, "prompts.match = 'number': has no effect without env.suite prompts"),
+        ({**SHAPES, "prompts.system": "x"}, "without env.suite prompts"),
+        ({**SHAPES, "env.image_size": 64}, "with prompts, which are one step with the images"),
+        ({**OWN_PROMPTS, "prompts.eval_path": ["e"], "prompts.split_seed": 1}, "with prompts.eval_path"),
+        ({"reward.pattern": "x"}, "without reward.source format"),
+        ({"reward.max_tokens": 9}, "without reward.source overlong"),
         ({"kl.estimator": "k3"}, "without kl.coef above 0"),
         ({"kl.coef": 0.1, "kl.horizon": 5}, "without kl.target"),
         (

@@ -113,7 +113,7 @@ def test_the_defaults_have_no_problem():
         ),
         (
             {"reward__source": "sparce"},
-            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, shaped, rules, model, remote, combined, or your own module:function",
+            "reward.source = 'sparce': unknown reward; did you mean 'sparse'? Known: sparse, dense, shaped, rules, model, remote, exact_match, number_match, choice, format, length, overlong, combined, or your own module:function",
         ),
     ],
 )
@@ -141,6 +141,7 @@ def test_rules_of_finetune():
 
 
 def test_the_suites_are_those_of_the_environment():
+    from vlarl.envs.build import NO_DATA, build_prompts
     from vlarl.envs.libero.suites import libero_spec
     from vlarl.envs.metaworld.suites import metaworld_spec
     from vlarl.envs.tabletop import SUITES as TABLETOP
@@ -148,6 +149,7 @@ def test_the_suites_are_those_of_the_environment():
     specs = [suite.spec for suite in TABLETOP.values()]
     specs += [libero_spec(suite, None) for suite in SUITES if suite.startswith("libero_")]
     specs += [metaworld_spec(suite, None) for suite in SUITES if suite.startswith("metaworld_")]
+    specs += [build_prompts(suite, NO_DATA).spec for suite in SUITES if suite.startswith("prompts_")]
     assert [spec.name for spec in specs] == list(SUITES)
     for spec in specs:
         facts = SUITES[spec.name]

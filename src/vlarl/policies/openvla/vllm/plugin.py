@@ -1,4 +1,4 @@
-"""Registers vlarl's models with vLLM in every process that it starts (entry point `vllm.general_plugins`).
+"""Registers vlarl's OpenVLA with vLLM in every process that it starts (entry point `vllm.general_plugins`).
 
 Names only: nothing heavy is imported before vLLM needs it.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 ARCHITECTURE = "VlarlOpenVLAForActionPrediction"
 CONFIG_FORMAT = "vlarl"
-BYTES_BACKEND = "vlarl_bytes"
 
 
 def register() -> None:
-    """Register the model class, the reader of its config.json and the weight transfer; once is enough."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Register the model class and the reader of its config.json; once is enough."""
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.config import register_config_parser
 
@@ -22,6 +20,3 @@ def register() -> None:
 
     ModelRegistry.register_model(ARCHITECTURE, "vlarl.policies.openvla.vllm.model:VlarlOpenVLA")
     register_config_parser(CONFIG_FORMAT)(OpenVLAConfigParser)
-    WeightTransferEngineFactory.register_engine(
-        BYTES_BACKEND, "vlarl.weights.vllm_transfer", "BytesWeightTransferEngine"
-    )

@@ -11,16 +11,18 @@ import torch
 from vlarl.api import evaluate
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
-from vlarl.data.batches import DemoBatch, DemoBatches
+from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
-from vlarl.data.sft import FinetuneSummary, finetune, imitate, imitation_loss, start
+from vlarl.data.finetune import FinetuneSummary, finetune, start
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.errors import VlarlError
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
+from vlarl.policies.openvla.supervised import DemoRows
 from vlarl.policies.tiny import init_tiny
+from vlarl.training.sft import DemoBatch, imitate, imitation_loss
 
 
 def recipe(root: Path, name: str, path: str = "init:tiny-oft", **run: int) -> FinetuneConfig:
@@ -70,17 +72,20 @@ def test_batches_hold_what_the_demonstrator_saw_and_did():
     batches = DemoBatches([demos], policy, torch.device("cpu"))
     assert len(batches) == len(demos)
     batch = batches.sample(5, torch.Generator().manual_seed(3))
-    inputs, token_ids = batch.inputs, batch.token_ids
+    inputs = batch.rows
     rows = torch.randint(len(demos), (5,), generator=torch.Generator().manual_seed(3)).numpy()
     expected = policy.process([demos.observation(int(row)) for row in rows])
     width = expected.input_ids.shape[1]
-    assert torch.equal(inputs.pixels, expected.pixels) and torch.equal(inputs.proprio, expected.proprio)
+    assert torch.equal(batch.frames.permute(0, 1, 4, 2, 3), expected.pixels)
+    assert torch.equal(inputs.proprio, expected.proprio)
     assert torch.equal(
         inputs.input_ids[:, :width] * expected.attention_mask, expected.input_ids * expected.attention_mask
     )
     assert torch.equal(inputs.attention_mask[:, :width], expected.attention_mask)
     assert not inputs.attention_mask[:, width:].any()
-    np.testing.assert_array_equal(token_ids.numpy(), policy.codec.encode(demos.chunks(rows, policy.chunk_length)))
+    np.testing.assert_array_equal(
+        inputs.token_ids.numpy(), policy.codec.encode(demos.chunks(rows, policy.chunk_length))
+    )
 
 
 def test_demonstrations_show_what_the_policy_reads():
@@ -91,8 +96,7 @@ def test_demonstrations_show_what_the_policy_reads():
     demos, _ = collect_demos(open_sources(config, 0, policy.image_size, policy.num_images), note=lambda text: None)
     batches = DemoBatches(demos, policy, torch.device("cpu"))
     batch = batches.sample(3, torch.Generator().manual_seed(0))
-    inputs = batch.inputs
-    assert inputs.pixels.shape == (3, 2, 3, policy.image_size, policy.image_size) and inputs.proprio is None
+    assert batch.frames.shape == (3, 2, policy.image_size, policy.image_size, 3) and batch.rows.proprio is None
     assert imitation_loss(policy, batch, FinetuneConfig().optim).isfinite()
 
 
@@ -117,7 +121,9 @@ def test_the_loss_is_that_of_each_rows_own_tokens(observation, decoder):
         logprobs = policy.score(inputs, tokens).logits.double().log_softmax(-1)
     expected = -float(logprobs.gather(-1, places.unsqueeze(-1)).mean())
     others = -float(logprobs.gather(-1, places.flip(0).unsqueeze(-1)).mean())
-    batch = DemoBatch(inputs, torch.zeros(3, policy.chunk_length, policy.action_dim), tokens)
+    unread = torch.zeros(3, policy.chunk_length, policy.action_dim)
+    rows = DemoRows(inputs.input_ids, inputs.attention_mask, inputs.proprio, unread, tokens)
+    batch = DemoBatch(rows, inputs.pixels.permute(0, 1, 3, 4, 2))
     loss = imitation_loss(policy, batch, FinetuneConfig.model_validate({"optim": {"autocast": "none"}}).optim)
     assert loss.item() == pytest.approx(expected, rel=1e-4) and abs(others - expected) > 1e-3 * expected
 
@@ -164,7 +170,9 @@ class Poisoned:
     def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
         self.number += 1
         batch = self.batches.sample(size, generator)
-        return replace(batch, actions=batch.actions * torch.nan) if self.number in self.bad else batch
+        if self.number not in self.bad:
+            return batch
+        return replace(batch, rows=replace(batch.rows, actions=batch.rows.actions * torch.nan))
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +190,7 @@ def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> t
     policy.acts_by_regression = True
     rows: list[dict] = []
     batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu")), bad)
-    imitate(policy, batches, config, lambda step, row: rows.append(row))
+    imitate(policy, batches, config.optim, config.run.seed, lambda step, row: rows.append(row))
     return policy, rows
 
 

@@ -15,13 +15,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vlarl.policies.openvla.config import read_json
-from vlarl.policies.openvla.weights import opened, weight_files
+from vlarl.errors import UsageError
+from vlarl.policies.checkpoint_json import read_json
+from vlarl.policies.locate import checkpoint_folder
+from vlarl.policies.weight_files import opened, weight_files
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 BASE_NAME = "base.json"
-UNADAPTED = ("lm_head", ".scale", ".shift")  # the head, and FiLM's own layers, which OFT trains in full
+WIDTH_STEP = 8  # an adapter's columns in an operand, 16 bytes of bfloat16, are padded to a multiple of this
 SAMPLED_VALUES = 16  # of each tensor, for the fingerprint
 
 
@@ -42,6 +44,16 @@ def base_of(folder: Path) -> str:
     if not base:
         raise ValueError(f"{folder / CONFIG_NAME} does not name its base model: say which one it is (base)")
     return str(base)
+
+
+def find_base(adapter: Path, given: str | None) -> tuple[str, Path]:
+    """The name and the folder of an adapter's base model: the one given, else the one that the adapter names."""
+    path = given or base_of(adapter)
+    try:
+        return path, checkpoint_folder(path)
+    except UsageError as error:
+        message = f"the adapter {adapter} was trained on {path}, which can't be loaded; say where it is. {error}"
+        raise UsageError(message) from error
 
 
 def fingerprint(folder: Path) -> str:
@@ -70,12 +82,12 @@ def check_base(folder: Path, base: str, found: str) -> None:
         )
 
 
-def linear_names(model: nn.Module) -> tuple[str, ...]:
-    """The trainable linear layers except the head: what `all-linear` means."""
+def linear_names(model: nn.Module, unadapted: tuple[str, ...]) -> tuple[str, ...]:
+    """The trainable linear layers except those whose names end in one of `unadapted`: what `all-linear` means."""
     return tuple(
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module.weight.requires_grad and not name.endswith(UNADAPTED)
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and not name.endswith(unadapted)
     )
 
 

@@ -1,29 +1,24 @@
 """Supervised fine-tuning: imitate demonstrations. All base models are made this way, including the built-in ones.
 
-demos.py ─► DemoSet (frames, actions) ─► action tokens ─► cross-entropy over the action ids ─► checkpoint
-                                      └► actions ─► absolute error of the regression head ─┘
+demos.py ─► DemoSet (frames, actions) ─► batches.py ─► training/sft.py, the policy's own loss ─► checkpoint
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from vlarl.config.derive import default_run_name
-from vlarl.config.finetune import FinetuneConfig, FinetuneOptimConfig, FinetunePolicyConfig
+from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.paths import located
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
-from vlarl.data.batches import DemoBatch, DemoBatches
+from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources
 from vlarl.data.rlds.demos import RldsSource
@@ -31,21 +26,18 @@ from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.devices import choose_device
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
-from vlarl.errors import UsageError, VlarlError
+from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
 from vlarl.policies.fresh import FRESH
-from vlarl.policies.load import DTYPES, checkpoint_folder, load_configured
-from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.openvla.weights import has_component
+from vlarl.policies.load import DTYPES, load_supervised
+from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.policies.tiny import IMAGE_SIZE, init_tiny, unit_statistics
 from vlarl.training.checkpoint import CheckpointStore
-from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
-
-BETAS = (0.9, 0.95)
+from vlarl.training.sft import imitate
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,8 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     steps = config.optim.steps
     with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
         demos, demo_success = collect_demos(sources, progress.note)
-        add_statistics(policy, demos)
+        for part in demos:
+            policy.add_statistics(part.name, demo_statistics(part))
         store, dtype = CheckpointStore(directory.checkpoints, keep=1), DTYPES[config.optim.save_dtype]
         with MetricLogger([JsonlSink(directory.metrics_file)]) as metrics:
 
@@ -81,11 +74,12 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
                 progress.training(step, row)
                 store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]}, dtype)
 
-            first, last = imitate(policy, DemoBatches(demos, policy, device), config, on_log)
+            batches = DemoBatches(demos, policy, device)
+            first, last = imitate(policy, batches, config.optim, config.run.seed, on_log)
     return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, demo_success)
 
 
-def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, list[DemoSource]]:
+def start(config: FinetuneConfig, device: torch.device) -> tuple[SupervisedPolicy, list[DemoSource]]:
     """The policy to train, frozen and adapted as configured, and the sources of its demonstrations.
 
     A checkpoint defines how many views of which size it reads. A fresh model takes its sizes from the demonstrations.
@@ -96,29 +90,20 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[OpenVLAPolicy, 
         sources = open_sources(config.demos, seed, size, settings.num_images or 1)
         policy = fresh_policy(settings, seed, sources[0], size).to(device)
     else:
-        policy = load_configured(settings, settings.path, device, actions=start_actions(settings))
+        policy = load_supervised(settings, device)
         size = config.demos.image_size or policy.image_size
         sources = open_sources(config.demos, seed, size, policy.num_images)
     for source in sources:
         refuse_other_robot(policy, source)
-    if settings.actions == "l1":
-        policy.attach_l1_head(seed)
-        policy.acts_by_regression = True
-    policy.prepare_training(settings, config.lora, seed)
+    policy.prepare_supervised(settings, config.lora, seed)
     recorded = [source.suite for source in sources if isinstance(source, RldsSource)]
     policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))
     return policy, sources
 
 
-def start_actions(settings: FinetunePolicyConfig) -> Literal["tokens", "l1"]:
-    """How to load the initial policy: with its regression head if that is trained and the checkpoint has one."""
-    has_head = has_component(checkpoint_folder(settings.path), "action_head")
-    return "l1" if settings.actions == "l1" and has_head else "tokens"
-
-
 def fresh_policy(
     settings: FinetunePolicyConfig, seed: int, source: DemoSource, image_size: int = IMAGE_SIZE
-) -> OpenVLAPolicy:
+) -> SupervisedPolicy:
     """The tiny model with fresh weights, sized for a source's robot; its statistics come with the demonstrations."""
     try:
         return init_tiny(
@@ -136,12 +121,12 @@ def fresh_policy(
         raise UsageError(f"policy: {settings.path} can't be made: {error}") from error
 
 
-def refuse_other_robot(policy: OpenVLAPolicy, source: DemoSource) -> None:
+def refuse_other_robot(policy: SupervisedPolicy, source: DemoSource) -> None:
     """Refuse demonstrations of a robot that the policy can't control."""
     has = f"{policy.action_dim} action dimensions"
     wants = f"{source.action_dim} action dimensions"
-    if policy.config.use_proprio:
-        has += f" and {policy.config.proprio_dim} of the robot's state"
+    if policy.proprio_dim is not None:
+        has += f" and {policy.proprio_dim} of the robot's state"
         wants += f" and {source.proprio_dim} of the robot's state"
     if has != wants:
         raise UsageError(
@@ -150,71 +135,8 @@ def refuse_other_robot(policy: OpenVLAPolicy, source: DemoSource) -> None:
         )
 
 
-def add_statistics(policy: OpenVLAPolicy, demos: Sequence[DemoSet]) -> None:
-    """Add the demonstrations' statistics to the policy, under their names, where it has none for them yet."""
-    known = cast(dict[str, Mapping[str, Any]], policy.config.norm_stats)  # saved with its checkpoints
-    for part in demos:
-        if not {part.name, f"{part.name}_no_noops"} & set(known):
-            known[part.name] = demo_statistics(part)
-
-
 def demo_statistics(demos: DemoSet) -> Mapping[str, Any]:
     """The normalisation statistics of a set's robot: known for the tabletop, measured for all others."""
     if demos.name == TABLETOP:
         return unit_statistics(PROPRIO_LOW, PROPRIO_HIGH)
     return dataset_statistics(demos.actions, demos.proprio, len(demos.success))
-
-
-def imitate(
-    policy: OpenVLAPolicy,
-    batches: DemoBatches,
-    config: FinetuneConfig,
-    on_log: Callable[[int, dict[str, float]], None],
-) -> tuple[float, float]:
-    """Train the policy on the demonstrations; returns the first and the last logged loss."""
-    optim = config.optim
-    optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
-    generator = torch.Generator().manual_seed(config.run.seed)
-    logged: list[float] = []
-    losses: list[float] = []  # of the steps since the last row that were not skipped
-    norms: list[float] = []
-    policy.train()
-    started = time.monotonic()
-    for step in range(1, optim.steps + 1):
-        set_lr(optimizer, optim.lr * warmup_cosine(step, optim.steps, optim.warmup_steps))
-        loss = imitation_loss(policy, batches.sample(optim.batch_size, generator), optim)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
-        value, size = float(loss.detach()), float(norm)
-        if np.isfinite([value, size]).all():  # an L1 loss that is not finite still has a finite gradient
-            optimizer.step()
-            losses.append(value)
-            norms.append(size)
-        if step % optim.log_interval == 0 or step == optim.steps:
-            since = (step - 1) % optim.log_interval + 1
-            if not losses:
-                raise VlarlError(
-                    f"loss or gradient were not finite in any of the {since} steps up to {step}: lower optim.lr (now "
-                    f"{optim.lr}), or set optim.autocast to none"
-                )
-            logged.append(sum(losses) / len(losses))
-            row = {
-                "train/loss": logged[-1],
-                "train/grad_norm": norms[-1],
-                "train/skipped_steps": float(since - len(losses)),
-                "train/lr": optimizer.param_groups[0]["lr"],
-                "perf/train_samples_per_s": step * optim.batch_size / (time.monotonic() - started),
-            }
-            losses, norms = [], []
-            on_log(step, row)
-    return logged[0], logged[-1]
-
-
-def imitation_loss(policy: OpenVLAPolicy, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
-    """Mean cross-entropy over the action ids, the support that rollout samples from; or the regression head's error."""
-    with torch.autocast(policy.device.type, torch.bfloat16, enabled=optim.autocast == "bfloat16"):
-        if policy.acts_by_regression:
-            return F.l1_loss(policy.regress(batch.inputs), batch.actions.to(policy.heads_device))
-        logits = policy.score(batch.inputs, batch.token_ids).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), (batch.token_ids - policy.codec.first_id).flatten())

@@ -1,11 +1,11 @@
-"""Checkpoint folders in the original layout: read safetensors (whole or sharded) and OFT's component files; write
-safetensors only. Tensors are read and written one by one, so that there is never a second copy of a model in memory."""
+"""The weights of a checkpoint folder as transformers lays them out: safetensors, whole or in shards with an index.
+
+Tensors are read and written one by one, so that there is never a second copy of a model in memory.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from vlarl.policies.openvla.config import read_json
-from vlarl.policies.openvla.quantize import quantized, refuse_quantized, waits_for_quantization
+from vlarl.policies.checkpoint_json import read_json, write_json
+from vlarl.policies.quantize import quantized, refuse_quantized, waits_for_quantization
 from vlarl.policies.tensor_file import write_tensors
 
 WEIGHTS_NAME = "model.safetensors"
@@ -122,29 +122,6 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, file.get_tensor(name)
 
 
-def has_component(folder: Path, name: str) -> bool:
-    """Whether a folder contains this component, ours or OFT's."""
-    return (folder / f"{name}.safetensors").is_file() or any(folder.glob(f"{name}--*_checkpoint.pt"))
-
-
-def read_component(folder: Path, name: str) -> dict[str, torch.Tensor] | None:
-    """State of a component: our `<name>.safetensors`, or OFT's `<name>--<step>_checkpoint.pt` of the latest step."""
-    path = folder / f"{name}.safetensors"
-    if path.is_file():
-        state = {key: tensor.clone() for key, tensor in read_tensors(path)}
-    else:
-        files = folder.glob(f"{name}--*_checkpoint.pt")
-        found = {int(m[1]): p for p in files if (m := re.search(r"--(\d{1,18})_", p.name))}
-        if not found:
-            return None
-        path = found[max(found)]
-        state = {key.removeprefix("module."): tensor for key, tensor in _unpickled(path).items()}
-    for key, tensor in state.items():
-        if not tensor.is_floating_point() or tensor.is_sparse or tensor.is_quantized:
-            raise not_floats(path, key, tensor.dtype)
-    return state
-
-
 def not_floats(path: Path, name: str, dtype: torch.dtype) -> ValueError:
     """The error for a weight that is not stored as floats."""
     kind = str(dtype).removeprefix("torch.")
@@ -199,39 +176,6 @@ def save_module(module: nn.Module, path: Path, dtype: torch.dtype | None = None)
     for name, tensor in state.items():
         refuse_quantized(name, tensor)
     write_tensors({name: _on_host(tensor, dtype) for name, tensor in state.items()}, path)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object in the format of the original layout's files."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _unpickled(path: Path) -> dict[str, torch.Tensor]:
-    """The named tensors of a torch.save file; a pickle of anything else is refused, and none of its code runs."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except pickle.UnpicklingError as error:  # omit its text, which advises loading the file anyway
-        raise ValueError(
-            f"{path} is not loaded: it is corrupt, or a pickle of more than tensors, which could run code. Download it "
-            "again from a source that you trust, or have its tensors alone saved as safetensors"
-        ) from error
-    except Exception as error:  # other errors of a broken file are not documented
-        raise ValueError(f"{path} is truncated or corrupt ({error}): copy or download it again") from error
-    problem = None
-    if not isinstance(state, dict):
-        problem = f"it holds a {type(state).__name__}"
-    elif odd := [name for name in state if not isinstance(name, str)]:
-        problem = f"a name is {odd[0]!r}"
-    elif odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        problem = f"{odd[0]} is a {type(state[odd[0]]).__name__}"
-    elif not state:
-        problem = "it is empty"
-    if problem is not None:
-        raise ValueError(f"{path} does not contain named tensors: {problem}. Save the module's state_dict")
-    tensors: dict[str, torch.Tensor] = state
-    return tensors
 
 
 def _pickled(folder: Path) -> str:

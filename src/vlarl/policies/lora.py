@@ -19,11 +19,10 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
 from vlarl.config.schema import LoraConfig
-from vlarl.policies.openvla.adapters import BASE_NAME, CONFIG_NAME, WEIGHTS_NAME, seeded
-from vlarl.policies.openvla.config import read_json
-from vlarl.policies.openvla.limits import whole
-from vlarl.policies.openvla.weights import not_floats, read_tensors, write_json
+from vlarl.policies.adapters import BASE_NAME, CONFIG_NAME, WEIGHTS_NAME, WIDTH_STEP, seeded
+from vlarl.policies.checkpoint_json import read_json, whole, write_json
 from vlarl.policies.tensor_file import write_tensors
+from vlarl.policies.weight_files import not_floats, read_tensors
 
 PREFIX = "base_model.model."  # peft's own files prefix the names of the model with it
 ALL_LINEAR = "all-linear"
@@ -32,7 +31,6 @@ TAKEN = (  # fields read from an adapter_config.json
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "fan_in_fan_out", "layers_to_transform", "layers_pattern"),
 )
-WIDTH_STEP = 8  # columns: 16 bytes of bfloat16
 
 
 class Operands(NamedTuple):
@@ -246,7 +244,8 @@ def add_from(model: nn.Module, folder: Path, base: str) -> None:
     ]
     if wrong:
         raise ValueError(f"{remedy}: {'; '.join(wrong)}")
-    set_peft_model_state_dict(model, state)
+    if not next(model.parameters()).is_meta:
+        set_peft_model_state_dict(model, state)
 
 
 def _refuse_other_ranks(config: PeftLoraConfig, state: dict[str, torch.Tensor], folder: Path) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import load
 
-from vlarl.weights.stream import WeightStream, buckets, unpacked
+from vlarl.weights.buckets import buckets, unpacked
+from vlarl.weights.stream import WeightStream
 
 
 def mixed() -> dict[str, torch.Tensor]:

@@ -19,24 +19,19 @@ from vlarl.errors import MissingExtraError
 # there is none; and peft imports it for every adapter. Nothing here needs that kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-# The matrices that make up most of a model. Embeddings and lm_head are not quantised, nor are parts that never run.
-QUANTIZED = re.compile(
-    r"language_model\.model\.layers\..+|projector\.\w+|vision_backbone\.\w+\.blocks\..+\.(attn|mlp)\.\w+"
-)
-
 # Values that share a scale in 4 bits. Rows that are not a multiple of it stay in full precision (in OpenVLA-7B one
 # matrix of each SigLIP block): bitsandbytes 0.50 dequantises them wrongly on a CPU.
 BLOCK = 64
 OUTLIER_THRESHOLD = 6.0  # of an activation; columns with larger ones are multiplied in 16 bits
 
 
-def quantize_linears(model: nn.Module, bits: Literal[4, 8]) -> None:
-    """Replace the big linear layers of a model on the meta device; loading then quantises each weight."""
+def quantize_linears(model: nn.Module, bits: Literal[4, 8], names: re.Pattern[str]) -> None:
+    """Replace the linear layers of these names in a model on the meta device; loading then quantises each weight."""
     if bits not in (4, 8):
         raise ValueError(f"a base in {bits} bits is not possible: use 4 or 8")
     bnb = _bitsandbytes()
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or not QUANTIZED.fullmatch(name):
+        if not isinstance(module, nn.Linear) or not names.fullmatch(name):
             continue
         if bits == 4 and module.in_features % BLOCK:
             continue

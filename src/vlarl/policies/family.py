@@ -1,0 +1,162 @@
+"""The contract of a family of policies: what is asked of a checkpoint before there is a policy.
+
+load.py lists the families and finds the one that a checkpoint belongs to. A family imports its model only when one of
+these methods is called: the list itself loads nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from vlarl.policies.base import Policy
+
+DtypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is read: the options of the section `policy`; None is the checkpoint's own value."""
+
+    dtype: torch.dtype
+    device: torch.device | str  # `meta`: without weights, for processing observations only
+    decoder: Literal["autoregressive", "parallel"] | None = None
+    chunk_length: int | None = None
+    num_images: int | None = None
+    use_proprio: bool | None = None
+    actions: Literal["tokens", "hybrid", "l1"] = "tokens"
+    resize: Literal["bicubic", "lanczos3"] = "bicubic"
+    center_crop: bool = False
+    heads_device: torch.device | str | None = None
+    quantize: Literal[4, 8] | None = None
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    base: str | None = None  # the base model of an adapter, if it is not the one that the adapter names
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the peak, by purpose."""
+
+    weights: int
+    adapters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name."""
+        return asdict(self)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def lasting(self) -> int:
+        """Bytes that stay allocated after an update: adapters, their gradients and the optimizer's state."""
+        return self.adapters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """A LoRA adapter and its base model."""
+
+    rank: int
+    alpha: int
+    base: str
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights on disk."""
+
+    num_parameters: int
+    dtype: str  # of most of them
+    num_bytes: int
+    num_files: int
+
+
+@dataclass(frozen=True)
+class Description(ABC):
+    """What is known about a checkpoint without loading it, for `vlarl doctor`."""
+
+    path: str
+    kind: str
+    adapter: AdapterFacts | None
+    stored: StoredWeights
+    problems: tuple[str, ...]  # why it would not load
+
+    @property
+    @abstractmethod
+    def prompt_length(self) -> int:
+        """Tokens of a prompt that the estimates assume."""
+
+    @abstractmethod
+    def model_facts(self, num_images: int | None) -> dict[str, str]:
+        """Title -> a line about the model; `num_images` is the option that was given."""
+
+    @abstractmethod
+    def file_facts(self) -> dict[str, list[str]]:
+        """Title -> lines about what else is in the folder, and how to add what is missing."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """The whole description as JSON."""
+
+    @abstractmethod
+    def estimate_rollout(
+        self, batch_size: int, dtype: DtypeName, quantize: Literal[4, 8] | None = None
+    ) -> MemoryEstimate:
+        """Memory for sampling the decisions of a batch of observations."""
+
+    @abstractmethod
+    def estimate_lora_update(
+        self,
+        microbatch_size: int,
+        dtype: DtypeName,
+        rank: int,
+        gradient_checkpointing: bool,
+        quantize: Literal[4, 8] | None = None,
+    ) -> MemoryEstimate:
+        """Memory for one pass of an update of adapters on all linear layers."""
+
+
+class Family(ABC):
+    """One kind of checkpoint."""
+
+    supported: ClassVar[str]  # its checkpoints in words, for the error about a model of another type
+
+    @abstractmethod
+    def recognizes(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json whose model type is unknown or absent is one of this family all the same."""
+
+    @abstractmethod
+    def read(self, path: str, folder: Path, options: LoadOptions) -> Policy:
+        """Load the checkpoint or adapter that `path` names and `folder` holds; OSError or ValueError if it can't be."""
+
+    @abstractmethod
+    def describe(
+        self,
+        path: str,
+        folder: Path,
+        decoder: Literal["autoregressive", "parallel"] | None = None,
+        num_images: int | None = None,
+    ) -> Description:
+        """Describe the checkpoint as `read` would read it, without its weights."""
+
+    def training_warning(self, path: str, folder: Path) -> str | None:
+        """What a user should know before RL starts from this checkpoint; None: nothing."""
+        return None
+
+    def has_regression_head(self, folder: Path) -> bool:
+        """Whether the checkpoint has a head that regresses actions, which supervised training can continue."""
+        return False

@@ -1,0 +1,57 @@
+"""The contract of policies that can be trained on demonstrations.
+
+    instructions, states, actions ─► demo_rows ───┐
+                                                  ├─► supervised_loss
+    images ─────────────────────────► demo_frames ┘
+
+Rows are small and made once for all demonstrations. Frames are large: the caller keeps them, or reads some for a batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vlarl.config.finetune import FinetunePolicyConfig
+from vlarl.config.schema import LoraConfig
+from vlarl.decisions import TensorRows
+from vlarl.policies.base import Policy
+from vlarl.types import FloatArray, UInt8Array
+
+
+class SupervisedPolicy(Policy):
+    """A policy with a loss on demonstrated actions: cross-entropy of tokens, absolute error, flow matching."""
+
+    @property
+    @abstractmethod
+    def proprio_dim(self) -> int | None:
+        """Dimensions of the robot's state that the policy reads; None where it reads none."""
+
+    @abstractmethod
+    def prepare_supervised(self, settings: FinetunePolicyConfig, lora: LoraConfig, seed: int) -> None:
+        """Set up what is trained, as configured: heads, freezing, adapters, gradient checkpointing."""
+
+    @abstractmethod
+    def add_statistics(self, name: str, statistics: Mapping[str, Any]) -> None:
+        """Add statistics to normalise by, which checkpoints are saved with, unless there are some of this name.
+
+        They have the layout of dataset_statistics.json (docs/checkpoints.md).
+        """
+
+    @abstractmethod
+    def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> TensorRows:
+        """What the loss reads of each demonstrated decision besides its images, on the CPU.
+
+        States [N, R] and actions [N, K, D] are in the robot's units; `use_statistics` says how they are normalised.
+        """
+
+    @abstractmethod
+    def demo_frames(self, images: Sequence[UInt8Array] | UInt8Array) -> torch.Tensor:
+        """[N, …] uint8: images [I, H, W, 3] as the policy reads them, or the given array where they are so already."""
+
+    @abstractmethod
+    def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+        """The mean loss over a batch, with gradients. What is random in it comes from torch's default generator."""

@@ -1,0 +1,95 @@
+"""Supervised training knows no family: a flow policy is trained by its own loss, on batches of the same class."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.fakes.kinds import DIMENSIONS, NUM_POINTS, ChainPolicy
+from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
+from vlarl.config.schema import LoraConfig
+from vlarl.data.batches import DemoBatches
+from vlarl.data.demo_set import DemoSet
+from vlarl.decisions import TensorRows
+from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.training.sft import imitate
+from vlarl.types import FloatArray, UInt8Array
+
+COMMANDS = np.float32([[0.0, -0.5], [0.0, 0.75]])  # [task, D] no motion and a gripper, as past an episode's end
+
+
+@dataclass(frozen=True)
+class PointRows(TensorRows):
+    task: torch.Tensor  # [N] int64
+    actions: torch.Tensor  # [N, K, D]
+
+
+class FlowPolicy(ChainPolicy, SupervisedPolicy):
+    """Its velocity field leads from any point to the target of the task."""
+
+    proprio_dim = 1
+    saw_task_in_pixels = True
+
+    def prepare_supervised(self, settings: FinetunePolicyConfig, lora: LoraConfig, seed: int) -> None:
+        pass
+
+    def add_statistics(self, name: str, statistics: Mapping[str, Any]) -> None:
+        pass
+
+    def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> PointRows:
+        task = torch.tensor([("first", "second").index(text) for text in instructions])
+        return PointRows(task, torch.from_numpy(actions))
+
+    def demo_frames(self, images: Sequence[UInt8Array] | UInt8Array) -> torch.Tensor:
+        return torch.from_numpy(np.stack(list(images)))
+
+    def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+        """Flow matching: at a random time between action (0) and noise (1), the velocity is noise minus action."""
+        assert isinstance(rows, PointRows)
+        self.saw_task_in_pixels &= torch.equal(frames.flatten(1)[:, 0].long(), rows.task)
+        noise = torch.randn_like(rows.actions)
+        t = 0.1 + 0.9 * torch.rand(len(rows), 1, 1)
+        x = t * noise + (1 - t) * rows.actions
+        velocity = (x - self.target[rows.task]) / t
+        return ((velocity - (noise - rows.actions)) ** 2).mean()
+
+
+def demonstrations() -> DemoSet:
+    """Three frames of each task, whose pixels hold its index."""
+    task = np.repeat(np.arange(NUM_POINTS), 3)
+    return DemoSet(
+        name="points",
+        images=task.astype(np.uint8).reshape(-1, 1, 1, 1, 1).repeat(3, axis=-1),
+        proprio=task.astype(np.float32)[:, None],
+        actions=COMMANDS[task],
+        instruction_ids=task,
+        instructions=("first", "second"),
+        episode_lengths=np.full(NUM_POINTS, 3),
+        success=np.ones(NUM_POINTS, np.bool_),
+    )
+
+
+def trained(seed: int) -> tuple[FlowPolicy, float, float]:
+    torch.manual_seed(seed)
+    policy = FlowPolicy()
+    optim = FinetuneConfig.model_validate(
+        {"optim": {"steps": 300, "batch_size": 16, "lr": 2e-2, "warmup_steps": 0, "log_interval": 50}}
+    ).optim
+    batches = DemoBatches([demonstrations()], policy, torch.device("cpu"))
+    first, last = imitate(policy, batches, optim, seed, lambda step, row: None)
+    return policy, first, last
+
+
+def test_a_flow_policy_learns_the_demonstrated_actions_of_each_task():
+    policy, first, last = trained(0)
+    assert policy.saw_task_in_pixels, "frames and rows are of the same decisions"
+    expected = torch.from_numpy(COMMANDS)[:, None].expand(-1, policy.num_steps, DIMENSIONS)
+    assert (policy.target - expected).abs().max() < 0.02  # of actions up to 0.75; it starts at zero
+    assert last < 1e-2 * first
+
+
+def test_its_random_times_follow_from_the_seed():
+    (one, _, last), (two, _, again), (other, _, _) = (trained(seed) for seed in (0, 0, 1))
+    assert torch.equal(one.target, two.target) and last == again and not torch.equal(one.target, other.target)
