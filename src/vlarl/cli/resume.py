@@ -31,8 +31,9 @@ def refuse_damaged(file: Path) -> None:
     *_, last = Config.model_fields  # earlier versions wrote no last line: all options must be there
     missing = [name for name in Config.model_fields if name not in sections]
     if not missing:
-        content = sections[last] if isinstance(sections[last], dict) else {}  # None: cut off at the section's own line
-        missing = [f"{last}.{name}" for name in type(getattr(Config(), last)).model_fields if name not in content]
+        content = sections[last]
+        found = content if isinstance(content, dict) else {}  # None: the file ends at the section's own line
+        missing = [f"{last}.{name}" for name in type(getattr(Config(), last)).model_fields if name not in found]
     if missing:
         raise _refused(file, f"it is truncated: {missing[0]} is missing")
 
