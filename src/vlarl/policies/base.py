@@ -135,6 +135,11 @@ class Policy(nn.Module, ABC):
     def act(self, decisions: Decisions) -> list[Action]:
         """What the environment is given for each decision: an array [K, D] in the robot's units, or a text."""
 
+    def decisions_of(self, actions: Sequence[Action]) -> Decisions:
+        """The decisions that `act` turns into these actions, as far as the policy can express them: what it is trained
+        on to imitate. Their log-probs are 0."""
+        raise UsageError(f"{type(self).__name__} can't imitate given actions.")
+
     @abstractmethod
     def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
         """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""

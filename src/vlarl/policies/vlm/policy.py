@@ -181,6 +181,18 @@ class VlmPolicy(Policy):
             cast(str, self.processor.tokenizer.decode(ids[:length], skip_special_tokens=True)) for ids, length in rows
         ]
 
+    def decisions_of(self, actions: Sequence[Action]) -> Decisions:
+        """These texts as the model would write them, each with the stop token at its end."""
+        if not self.stop_tokens:
+            raise UsageError("the model has no token that ends a text: add an eos_token to its tokenizer.")
+        rows = [
+            [*self.processor.tokenizer.encode(text, add_special_tokens=False), self.stop_tokens[0]] for text in actions
+        ]
+        length = torch.tensor([len(row) for row in rows])
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        sample = TextSample(ids, length, torch.ones(len(rows), dtype=torch.bool))
+        return text_decisions(sample, torch.zeros(ids.shape))
+
     def _decode_all(self, ids: Sequence[int]) -> str:
         return cast(str, self.processor.tokenizer.decode(list(ids), skip_special_tokens=False))
 

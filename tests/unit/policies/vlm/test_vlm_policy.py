@@ -341,3 +341,11 @@ def test_an_unknown_architecture_is_refused(folder_of, tmp_path):
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UsageError, match="neither a causal language model nor an image-text-to-text model"):
         read_policy(folder)
+
+
+def test_given_texts_become_the_decisions_that_say_them(folder_of):
+    policy = read_policy(folder_of("qwen2"))
+    decisions = policy.decisions_of(["yes", "", "not at all"])
+    assert policy.act(decisions) == ["yes", "", "not at all"]
+    ends = [row[-1] for row in decisions.token_ids()]
+    assert ends == [policy.stop_tokens[0]] * 3 and decisions.mask.sum(dim=1).tolist() == [4, 1, 11]
