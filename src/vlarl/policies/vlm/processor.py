@@ -19,7 +19,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import is_torchvision_available
 
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, install_command
 from vlarl.json_files import read_object
 from vlarl.policies.vlm.inputs import TOKEN_TYPES, VISION, Ragged, VlmInputs
 from vlarl.types import Observation, Prompt, UInt8Array, message_text
@@ -119,8 +119,8 @@ class PromptProcessor:
                 raise UsageError(f"{sample} names {named} {kind}s and comes with {len(found)}: they must be as many.")
         if videos and getattr(self.processor, "video_processor", None) is None:
             raise UsageError(
-                f"{sample} has a video, and the model's video processor needs torchvision: install torchvision "
-                "(pip install torchvision), or give the frames as images."
+                f"{sample} has a video, and the model's video processor needs torchvision: in your clone of vlarl run "
+                f"{install_command('video')}, or give the frames as images."
             )
         return [Image.fromarray(image) for image in images], videos  # of an array the side of colours is guessed
 

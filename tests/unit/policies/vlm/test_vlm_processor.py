@@ -200,7 +200,7 @@ def test_what_does_not_fit_names_the_prompt(shared, kind, given, says):
 def test_a_video_without_a_video_processor_names_what_to_install(folder_of):
     policy = read_policy(folder_of("qwen2_5_vl"))
     policy.processor.processor.video_processor = None  # as it is where torchvision is missing
-    with pytest.raises(UsageError, match=r"prompt 0 \('how many.*install torchvision"):
+    with pytest.raises(UsageError, match=r"prompt 0 \('how many.*needs torchvision: .*\.\[video\]"):
         policy.process([prompted(VIDEO, text("how many?"), videos=(VIDEO_FRAMES,))])
 
 
