@@ -174,8 +174,9 @@ def write_model(kind: str, folder: Path, seed: int = 0) -> Path:
         ).save_pretrained(folder)
         name = "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor"
         _write_json(folder / "processor_config.json", {"processor_class": name})
-        video = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14, "merge_size": 2}
-        _write_json(folder / "video_preprocessor_config.json", video)
+        video = {"video_processor_type": "Qwen2VLVideoProcessor" if kind == "qwen2_5_vl" else "Qwen3VLVideoProcessor"}
+        video |= {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 24}}
+        _write_json(folder / "video_preprocessor_config.json", video | {"cap_pixels_per_frame": False})
         template = image_template("<|vision_start|><|image_pad|><|vision_end|>")
     elif kind == "smolvlm":
         Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}).save_pretrained(

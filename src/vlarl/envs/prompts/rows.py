@@ -47,10 +47,12 @@ class ParsedRow:
 
     def decoded(self, folder: Path, video_frames: int) -> Prompt:
         """The prompt with its pixels; MediaError where they can't be decoded."""
+        videos = [decode_video(value, folder, video_frames) for value in self.videos]
         return Prompt(
             messages=self.messages,
             images=tuple(decode_image(value, folder) for value in self.images),
-            videos=tuple(decode_video(value, folder, video_frames) for value in self.videos),
+            videos=tuple(frames for frames, _ in videos),
+            video_fps=tuple(rate for _, rate in videos),
             columns=self.columns,
             conversational=self.conversational,
         )
