@@ -205,6 +205,16 @@ def random_image(rng: np.random.Generator) -> UInt8Array:
     return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def video_observation(text: str, seed: int = 0, fps: float | None = None, num_frames: int = 4) -> Observation:
+    """A prompt of a video and words, and an image after them."""
+    rng = np.random.default_rng(seed)
+    height, width = rng.integers(40, 90, size=2)
+    video = rng.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    content = [{"type": "video"}, {"type": "text", "text": text}, {"type": "image"}]
+    prompt = Prompt(({"role": "user", "content": content},), (random_image(rng),), (video,), (fps,))
+    return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), text, prompt)
+
+
 def observation(text: str, num_images: int = 0, seed: int = 0, system: str | None = None) -> Observation:
     """A prompt of words, with images of several sizes before and between them."""
     rng = np.random.default_rng(seed)

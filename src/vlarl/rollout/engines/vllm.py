@@ -71,7 +71,9 @@ class VllmEngine(WeightReceiver):
         finished = self._finished(sampling)
         for row, prompt in enumerate(prompts):
             if finished[row].prompt_token_ids != prompt["prompt_token_ids"]:
-                raise VlarlError(f"vLLM has read other tokens than those of prompt {row}: its images would be misplaced")
+                raise VlarlError(
+                    f"vLLM has read other tokens than those of prompt {row}: its images would be misplaced"
+                )
         rows = [finished[row].outputs[0] for row in range(len(seeds))]
         decisions = self._model.decisions(
             [list(row.token_ids) for row in rows],

@@ -187,7 +187,11 @@ def test_every_frame_of_a_video_is_read(shared, kind, num_frames):
 def test_the_time_between_frames_is_that_of_the_video(shared):
     """Two frames together at 4 a second are half a second; without a rate the model's own 2 a second count."""
     video = np.zeros((4, 28, 28, 3), np.uint8)
-    for fps, seconds, middle in (((4.0,), 0.5, ("0.1", "0.6")), ((None,), 1.0, ("0.2", "1.2")), ((), 1.0, ("0.2", "1.2"))):
+    for fps, seconds, middle in (
+        ((4.0,), 0.5, ("0.1", "0.6")),
+        ((None,), 1.0, ("0.2", "1.2")),
+        ((), 1.0, ("0.2", "1.2")),
+    ):
         given = prompted(VIDEO, text("?"), videos=(video,), fps=fps)
         found = shared("qwen2_5_vl").process([given])
         assert found.second_per_grid_ts.flat().tolist() == [seconds]

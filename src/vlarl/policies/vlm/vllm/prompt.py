@@ -42,7 +42,7 @@ MODALITIES = (
 class Layout:
     """How a model lays images and videos out in its prompts."""
 
-    tokens: dict[str, int | None]  # modality -> the token that stands for a feature
+    tokens: dict[str, int]  # modality -> the token that stands for a feature
     merge: int  # patches of a side that become one feature
     frames_apart: bool  # the frames of a video have text between them, and a token before each
     positions: Callable[[VlmInputs], torch.Tensor]  # one row -> [3, P] as the learner counts them
@@ -65,15 +65,12 @@ def processed_prompt(inputs: VlmInputs, row: int, layout: Layout) -> TokensInput
         values |= found
         fields |= {name: MultiModalFieldConfig.batched(modality.name, keep_on_cpu=True) for name in found}
         fields[modality.pixels] = MultiModalFieldConfig.flat_from_sizes(modality.name, patches)
-        hashes[modality.name] = [
-            _digest(grid, part)
-            for grid, part in zip(
-                found[modality.grid], torch.split(found[modality.pixels], patches.tolist()), strict=True
-            )
-        ]
+        split = {**found, modality.pixels: torch.split(found[modality.pixels], patches.tolist())}
+        hashes[modality.name] = [_digest(item) for item in zip(*split.values(), strict=True)]
         sizes = (patches // layout.merge**2).tolist()
         apart = layout.frames_apart and modality.name == "video"
-        ranges[modality.name] = _ranges(ids == layout.tokens[modality.name], sizes, apart, f"prompt {row}")
+        is_token = torch.eq(ids, layout.tokens[modality.name])
+        ranges[modality.name] = _ranges(is_token, sizes, apart, f"prompt {row}")
     if not values:
         return tokens_input(ids.tolist())
     if "video" in ranges and not layout.frames_apart:
@@ -117,12 +114,12 @@ def _check_positions(positions: torch.Tensor, videos: Sequence[PlaceholderRange]
             raise UsageError(
                 f"{sample} has a video whose length in time is more than its frames' height and width in tokens: vLLM "
                 "counts the positions after it differently from transformers, and its log-probs would be wrong. Use "
-                "the torch engine (vllm.num_engines 0), or fewer frames (prompts.video_frames)."
+                "the torch engine (vllm.num_engines 0), or a model that writes the time of its frames, as Qwen3-VL."
             )
 
 
-def _digest(*tensors: torch.Tensor) -> str:
-    """By which vLLM recognises an item that it has seen."""
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    """By which vLLM recognises an item that it has seen; also a video's time, which positions follow from."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(tensor.contiguous().numpy().tobytes())

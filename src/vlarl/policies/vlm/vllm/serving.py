@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vlarl.policies.vlm.policy import VlmPolicy
 
 FRAMES_APART = frozenset({"qwen3_vl"})  # whose videos have the time of each frame between frames
+NO_TOKEN = -1
 WITH_IMAGES = frozenset({"qwen2_vl", "qwen2_5_vl"}) | FRAMES_APART  # families whose processed images vLLM is given
 
 
@@ -61,7 +62,7 @@ class VlmInVllm:
             )
         config = self._policy.model.config
         layout = Layout(
-            tokens={name: getattr(config, f"{name}_token_id", None) for name in ("image", "video")},
+            tokens={name: getattr(config, f"{name}_token_id", NO_TOKEN) for name in ("image", "video")},
             merge=int(getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)),
             frames_apart=config.model_type in FRAMES_APART,
             positions=lambda one: self._policy.access.prefix(one, torch.device("cpu")).positions[:, 0],
