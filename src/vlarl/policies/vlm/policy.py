@@ -27,7 +27,7 @@ from vlarl.policies.vlm.processor import PromptProcessor
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
-from vlarl.types import Action, Observation
+from vlarl.types import Action, Observation, Prompt
 
 VALUE_HEAD = "value_head"
 DEFAULT_IMAGE_SIZE = 224
@@ -94,19 +94,27 @@ class VlmPolicy(Policy):
         """Prompts as the model's own processor makes them, on the CPU."""
         return self.processor(observations)
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: Sampling, prompt_tokens: int = 0) -> None:
         """Refuse stop tokens that are not in the vocabulary, and texts that are longer than the model reads."""
         beyond = [index for index in sampling.stop if index >= self.access.vocabulary]
         if beyond:
             raise UsageError(
                 f"rollout.stop_token_ids = {beyond}: the model's tokens have the ids 0 to {self.access.vocabulary - 1}."
             )
+        self._check_positions(prompt_tokens, sampling)
+
+    def _check_positions(self, prompt_tokens: int, sampling: Sampling) -> None:
         limit, count = max_positions(self.model.config), max_tokens(sampling)
-        if limit is not None and count >= limit:
+        if limit is not None and prompt_tokens + count > limit:
+            prompts = f"prompts of {prompt_tokens} tokens and " if prompt_tokens else ""
             raise UsageError(
-                f"rollout.max_tokens = {count}: the model reads {limit} tokens of prompt and text together; set it "
-                "lower."
+                f"{prompts}rollout.max_tokens = {count}: the model reads {limit} tokens of prompt and text together; "
+                "set rollout.max_tokens lower, or drop long prompts with prompts.max_tokens."
             )
+
+    def prompt_length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, those of its images included."""
+        return self.processor.length(prompt)
 
     def noise(self, seeds: Sequence[int], sampling: Sampling) -> torch.Tensor:
         """[B, max_tokens] uniforms, one a token, each row from its own seed."""
@@ -118,6 +126,7 @@ class VlmPolicy(Policy):
     def sample(self, inputs: TensorRows, noise: torch.Tensor, sampling: Sampling) -> Decisions:
         """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
         prefix = self.access.prefix(vlm_inputs(inputs))
+        self._check_positions(int(prefix.next_position.max()), sampling)
         stops = Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
         sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, stops)
         return text_decisions(sample, logprobs)
