@@ -1,6 +1,7 @@
 """vLLM with language and vision-language models: the texts and log-probs of the policy, over the whole vocabulary."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,3 +255,35 @@ def test_tokens_that_do_not_fit_the_images_are_refused(served, change, says):
     inputs = given.policy.process([observation("so"), observation("and", 3, seed=1)])
     with pytest.raises(VlarlError, match=says):
         given.engine.generate(replace(inputs, ids=change(inputs.ids)), ENDS, [0, 1])
+
+
+class ExpandingEngine:
+    """Stands in for vLLM's engine: reads a token more than a prompt has, as one that expands placeholders itself."""
+
+    def __init__(self):
+        self.requests = []
+
+    def add_request(self, name, prompt, params):
+        self.requests.append(SimpleNamespace(request_id=name, prompt_token_ids=[*prompt["prompt_token_ids"], 7]))
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        ended, self.requests = self.requests, []
+        for request in ended:
+            request.finished, request.outputs = True, [SimpleNamespace(token_ids=[END], logprobs=[])]
+        return ended
+
+
+def test_other_prompt_tokens_than_the_policys_are_an_error(served):
+    given = served("llama")
+    engine = object.__new__(VllmEngine)
+    super(VllmEngine, engine).__init__({})
+    engine._model, engine._sampling_options = given.policy.vllm_model("vlarl"), given.policy.sampling_options
+    engine._worker_temperature = 1.0
+    engine._llm = SimpleNamespace(
+        llm_engine=ExpandingEngine(), model_config=SimpleNamespace(max_model_len=99), get_weight_version=lambda: "0"
+    )
+    with pytest.raises(VlarlError, match="vLLM has read other tokens than those of prompt 0"):
+        engine.generate(given.inputs(2), ENDS, [0, 1])
