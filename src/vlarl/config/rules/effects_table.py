@@ -282,10 +282,16 @@ TRAIN: tuple[Condition[Config], ...] = (
         "without algorithm.importance truncated or distributed.asynchronous true",
     ),
     Condition(
-        ("algorithm.aux_loss_coef",),
-        (),
-        lambda _: False,
-        "without an auxiliary loss, which none of the supported models reports",
+        ("algorithm.aux_loss_coef", "optim.packing", "optim.microbatch_tokens"),
+        ("env.suite",),
+        lambda c: is_prompts(c.env.suite) or c.env.suite == GYM,
+        "on the models of robots, without a suite of prompts in env.suite",
+    ),
+    Condition(
+        ("optim.microbatch_size",),
+        ("optim.microbatch_tokens",),
+        lambda c: c.optim.microbatch_tokens is None,
+        "with optim.microbatch_tokens, which limits a pass by its tokens",
     ),
     Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
     Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),
@@ -372,7 +378,7 @@ ALWAYS_TRAIN = _paths(
         ),
         "kl": "coef",
         "optim": (
-            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches microbatch_size "
+            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches "
             "rollouts_per_update sort_by_length"
         ),
         "ema": "beta",
