@@ -86,9 +86,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     batch = make_batch(args.rows, args.vocabulary, args.longest)
     tokens = int(batch.inputs.lengths.sum() + batch.decisions.sample.lengths.sum())
-    updates = {
-        way: update(way, optim, batch, make_policy(args.layers, args.vocabulary)) for way, optim in WAYS.items()
-    }
+    updates = {way: update(way, optim, batch, make_policy(args.layers, args.vocabulary)) for way, optim in WAYS.items()}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     efficiency: dict[str, float] = {}
     for _ in range(args.rounds):

@@ -65,7 +65,10 @@ OWN_PROMPTS = {"env.suite": "prompts", "prompts.path": ["t"], "policy.path": "in
         ({"algorithm.aux_loss_coef": 0.01}, "on the models of robots, without a suite of prompts in env.suite"),
         ({"optim.packing": True}, "on the models of robots, without a suite of prompts in env.suite"),
         ({"optim.microbatch_tokens": 4096}, "on the models of robots, without a suite of prompts in env.suite"),
-        ({**SHAPES, "optim.microbatch_tokens": 4096, "optim.microbatch_size": 4}, "with optim.microbatch_tokens, which"),
+        (
+            {**SHAPES, "optim.microbatch_tokens": 4096, "optim.microbatch_size": 4},
+            "with optim.microbatch_tokens, which",
+        ),
         ({"rollout.max_refills": 5}, "without rollout.refill true"),
         ({"curriculum.tau": 0.5}, "without curriculum.mode adaptive"),
         ({"curriculum.ema_alpha": 0.5}, "on which tasks are trained without curriculum.mode adaptive"),
