@@ -2,8 +2,8 @@
 
     python benchmarks/packing.py --threads 2 --out results.json
 
-A Qwen2 with random weights is trained on random texts, with a learning rate of 0. The ways are measured in turn, so that
-what else the machine does affects all of them, and the fastest round of each counts. `dense` is packing with the
+A Qwen2 with random weights is trained on random texts, with a learning rate of 0. The ways are measured in turn, so
+that what else the machine does affects all of them, and the fastest round of each counts. `dense` is packing with the
 library's own mask, of all pairs of tokens, in place of one call of the attention for each sample.
 """
 

@@ -62,7 +62,8 @@ def refuse_unsupported(policy: Policy, config: Config) -> None:
 
 
 def refuse_untrainable(policy: Policy, config: Config) -> None:
-    """Refuse a policy of which only the critic would be trained."""
+    """Refuse a policy of which only the critic would be trained, and options that it does not support."""
+    refuse_unsupported(policy, config)
     if not trained_weights(policy):
         raise UsageError(
             f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."

@@ -6,8 +6,8 @@
 
 Attention stays within a sample, and positions start again with each. Kernels for rows of this kind (FlashAttention)
 and masks of the library find the samples by those positions: there is no attention mask, and where images have
-positions of their own, [4, 1, N] are given, the plain ones first. PyTorch's attention on the whole row would need a mask
-of all pairs of tokens, and compute most of them for nothing; so it is called for each sample alone (`attention`).
+positions of their own, [4, 1, N] are given, the plain ones first. PyTorch's attention on the whole row would need a
+mask of all pairs of tokens, and compute most of them for nothing; so it is called for each sample alone (`attention`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlarl.errors import UsageError
-from vlarl.policies.base import TokenCount
 from vlarl.policies.vlm.inputs import TOKEN_TYPES
 from vlarl.policies.vlm.model import ModelAccess, Pass
 
@@ -65,7 +64,7 @@ def run_packed(
     extra: Mapping[str, torch.Tensor],
     last: int,
 ) -> Pass:
-    """One pass over all rows end to end; of its states, the `last` columns of the padded layout, zero in the padding."""
+    """One pass over all rows end to end; its states in the padded layout, of the `last` columns, 0 in the padding."""
     lengths = mask.sum(dim=1).tolist()
     counted = (mask.cumsum(dim=1) - 1)[mask]  # [N], from 0 in each sample
     own = positions[..., mask]  # [N] or [3, N]
@@ -78,7 +77,7 @@ def run_packed(
     kept = torch.zeros_like(mask)
     kept[:, -last:] = mask[:, -last:]
     states = states.masked_scatter(mask[:, -last:, None], found.states[0, kept[mask]])
-    return Pass(states, None, found.aux_loss, TokenCount(sum(lengths), sum(lengths)))
+    return Pass(states, None, found.aux_loss)
 
 
 def enable(access: ModelAccess) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes.float_error import CEILING, EPS, FloatJudge, check_gradients, exactly
-from fakes.vlm_models import MIXTURES, MODELS, TEXT_SIZES
+from fakes.vlm_models import MIXTURES, MODELS, TEXT_SIZES, WITH_IMAGES
 from test_vlm_scoring import FACTOR, judges, sampled
 from transformers import MistralConfig, MistralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -83,6 +83,23 @@ def test_losses_and_gradients_are_those_of_padded_rows(shared, kind, level):
     scale = max(float(g.abs().max()) for g in exact.values())
     FloatJudge.of(exact.pop("loss"), plain.pop("loss"), scale).check(found.pop("loss"), FACTOR)
     check_gradients(found, exact, plain)
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_rows_without_images_among_others_that_have_some(shared, kind):
+    """Their pass runs the vision tower on a row of its own, which counts nothing: its gradient is zero."""
+    policy = packed(shared(kind))
+    inputs, decisions = sampled(policy)
+    rows = torch.tensor([3, 0])
+    bare, texts = inputs.rows(rows), decisions.rows(rows)
+    assert bare.pixel_values is not None and not bare.pixel_values.counts.any()
+    logprobs, _ = judges(shared(kind), bare, texts, 1.0)
+    found = policy.evaluate(bare, texts, 1.0)
+    logprobs.check(found.logprobs[texts.mask], FACTOR)
+    assert found.tokens.read == int(bare.lengths.sum() + (texts.sample.length - 1).sum()) < found.tokens.computed
+    found.logprobs.sum().backward()
+    tower = policy.model.get_encoder(modality="image")
+    assert all(p.grad is not None and not p.grad.any() for p in tower.parameters())
 
 
 @torch.no_grad()
