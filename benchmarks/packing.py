@@ -1,6 +1,6 @@
 """Updates on texts of very different lengths: padded, sorted, by a budget of tokens, packed. One run measures them all.
 
-    python benchmarks/packing.py --threads 2 --out results.json
+    python benchmarks/packing.py [--threads 1] [--rows 32] [--longest 512] [--layers 6] [--out results.json]
 
 A Qwen2 with random weights is trained on random texts, with a learning rate of 0. The ways are measured in turn, so
 that what else the machine does affects all of them, and the fastest round of each counts. `dense` is packing with the
@@ -75,12 +75,12 @@ def update(way: str, optim: dict[str, Any], batch: TrainBatch, policy: VlmPolicy
 def main() -> None:
     """Measure, print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
