@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from vlarl.config.known import EXPERTS
 from vlarl.config.schema import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
@@ -18,16 +19,20 @@ PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path", "promp
 FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model")
 """Options that are a folder if it exists; else the name of a built-in policy or of a model on the hub."""
 
+IMITATED = "ptx.path"
+"""A path, unless it names the scripted experts."""
+
 
 def located(config: AnyConfig) -> AnyConfig:
     """The configuration with all its paths absolute."""
     config = _changed(config, PATHS, absolute)
+    config = _changed(config, (IMITATED,), lambda text: text if text == EXPERTS else absolute(text))
     return _changed(config, FOLDERS_OR_NAMES, lambda text: absolute(text) if _is_local(text) else text)
 
 
 def briefly(config: AnyConfig) -> AnyConfig:
     """The configuration with its paths shortened for printing."""
-    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES), brief)
+    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES, IMITATED), brief)
 
 
 def absolute(path: str | Path) -> str:

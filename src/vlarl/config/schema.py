@@ -376,6 +376,9 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = "grpo"
     """The first four compare the episodes of a group; the REINFORCE family needs no groups; PPO uses a critic and GAE.
     GSPO is grpo with ratio_level sequence and aggregate sequence_mean."""
+    policy_loss: Literal["auto", "clip", "cpg"] = "auto"
+    """What the policy gradient is computed of: the clipped ratio (clip), or the clipped log-prob of CPGD (cpg), with
+    the advantages of any algorithm; auto is cpg for cpgd and clip for the others."""
     epochs: Size = 2
     """Passes over the collected decisions per update."""
     clip_low: PositiveFloat | None = None
@@ -423,7 +426,7 @@ class AlgorithmConfig(Section):
     gamma: UnitInterval = 0.99
     """PPO, reinforce, reinforce_pp: discount per environment step; group_norm: discount of the credit."""
     policy_drift_coef: NonNegativeFloat = 0.0
-    """CPGD: weight of the KL from the policy that sampled the actions."""
+    """cpgd, policy_loss cpg: weight of the KL from the policy that sampled the actions."""
     gae_level: Literal["chunk", "step", "token"] = "chunk"
     """PPO: what has its own value and advantage: a chunk as one long step, each step of it, or each token."""
     gae_lambda: UnitInterval = 0.95
@@ -452,6 +455,26 @@ class KlConfig(Section):
     """Adapt the coefficient so that the mean KL per token approaches this; null keeps it fixed."""
     horizon: PositiveInt = 10_000
     """Episodes over which the adaptive coefficient changes; larger is slower."""
+
+
+class PtxConfig(Section):
+    """A supervised loss on a second dataset, added to the policy's loss in every optimizer step (PTX)."""
+
+    path: str | None = None
+    """What is imitated; null: nothing. With prompts, a file or folder like those of prompts.path, whose rows also have
+    the response. With robots, the folder of an RLDS dataset, or `experts` for demonstrations that the scripted experts
+    of env.suite give when the run starts."""
+    coef: NonNegativeFloat = 0.05
+    """Weight of the mean negative log-prob of the imitated tokens; 0 leaves the dataset out."""
+    batch_size: Many = 16
+    """Samples per optimizer step: prompts with their response, or demonstrated decisions."""
+    prompt_column: str | None = None
+    """Prompts: column with the prompt; by default `prompt`, or `messages`, whose last one is then the response."""
+    response_column: str | None = None
+    """Prompts: column with the response, a text or a list with one message of the assistant; by default the first of
+    completion and response that a row has."""
+    episodes_per_task: Many = 10
+    """experts: demonstrations per task, each from its own initial state, which is never one of evaluation."""
 
 
 class OptimConfig(Section):
@@ -650,6 +673,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl: KlConfig = KlConfig()
+    ptx: PtxConfig = PtxConfig()
     optim: OptimConfig = OptimConfig()
     critic: CriticConfig = CriticConfig()
     ema: EmaConfig = EmaConfig()

@@ -15,7 +15,7 @@ from pathlib import Path
 from vlarl.config.callables import is_given
 from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import KNOWN_REWARDS, PROMPTS
+from vlarl.config.known import EXPERTS, KNOWN_REWARDS, PROMPTS, is_prompts
 from vlarl.config.reward_module import import_function, refuse_missing_module
 from vlarl.config.rules.reward import used_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
@@ -42,6 +42,7 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
             find_dataset(Path(config.demos.path))
         return
     _refuse_missing_prompts(config)
+    _refuse_missing_ptx(config)
     check_memory_for_config(config)
     for source in _own_rewards(config):
         refuse_missing_module(source)
@@ -59,7 +60,7 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     for package, extra, is_needed in (
         ("ray", "cluster", config.distributed.backend == "ray"),
         ("wandb", "wandb", config.logging.wandb),
-        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _prompt_files(config))),
+        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
     ):
         if is_needed and importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra)
@@ -86,6 +87,22 @@ def _refuse_missing_prompts(config: Config) -> None:
     for path in _prompt_files(config):
         if not Path(path).exists():
             raise UsageError(f"prompts.path: there is no file {path}.")
+
+
+def _refuse_missing_ptx(config: Config) -> None:
+    path = config.ptx.path
+    if path is None or path == EXPERTS or config.ptx.coef == 0:
+        return
+    if not is_prompts(config.env.suite):
+        find_dataset(Path(path))
+    elif not Path(path).exists():
+        raise UsageError(f"ptx.path: there is no file {path}.")
+
+
+def _row_files(config: Config) -> tuple[str, ...]:
+    """All data of prompts: what is responded to, and what is imitated."""
+    imitated = config.ptx.path if is_prompts(config.env.suite) and config.ptx.coef > 0 else None
+    return (*_prompt_files(config), *(() if imitated is None else (imitated,)))
 
 
 def _prompt_files(config: Config) -> tuple[str, ...]:
