@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_which_finetune_minimises(
     samples = Given(pairs)
 
     def gradients(size: int, coef: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        config = configure(optim={"microbatch_size": size})
+        config = configure(optim={"microbatch_size": size}, rollout={"temperature": 1.6})
         learner = learner_of(copy.deepcopy(policy), config, samples, coef=coef)
         batch = learner_batch(learner, act(policy))
         learner.policy.to(dtype)
@@ -183,6 +183,25 @@ def test_a_step_whose_imitated_loss_is_not_finite_is_skipped(configure, pairs, a
     assert (result.num_optimizer_steps, result.num_skipped_steps) == (1, 1)
     assert np.isfinite(result.metrics["ptx_loss"])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_an_imitated_loss_that_is_not_finite_is_refused_though_its_gradient_is(configure, pairs, act, policy_batch):
+    """Tokens without any probability: the loss is infinite, its gradient is not."""
+    policy = init_tiny("parallel", seed=3)
+    given = [(o, np.zeros((policy.num_steps, policy.action_dim), np.float32)) for o, _ in pairs]
+    learner = learner_of(policy, configure(optim={"lr": 1e-2}, algorithm={"epochs": 1}), Given(given), batch_size=4)
+    batch = policy_batch(policy, act(policy))
+    evaluate, before = policy.evaluate, [p.detach().clone() for p in policy.parameters()]
+
+    def impossible(inputs, decisions, temperature, **options):
+        found = evaluate(inputs, decisions, temperature, **options)
+        return replace(found, logprobs=found.logprobs - np.inf) if len(decisions) == 4 else found
+
+    policy.evaluate = impossible
+    result = annotated_update(learner, batch, 1)
+    assert (result.num_optimizer_steps, result.num_skipped_steps) == (0, 1)
+    assert all(p.grad.isfinite().all() for p in policy.parameters() if p.grad is not None)
+    assert all(torch.equal(p, weight) for p, weight in zip(policy.parameters(), before, strict=True))
 
 
 def test_a_resumed_learner_continues_with_the_next_samples_bit_for_bit(
