@@ -321,7 +321,8 @@ class RewardConfig(Section):
 
     source: str = "sparse"
     """`sparse` (1 on success), `dense` (the environment's own), `shaped` (success and potential-based progress),
-    `rules`, `model`, `remote`, `combined`, or `module:function` for your own function. For texts also `exact_match`,
+    `rules`, `model`, `remote`, `combined`, a name of reward.models or reward.urls, or `module:function` for your own
+    function. For texts also `exact_match`,
     `number_match`, `choice`, `format`, `length` and `overlong`."""
     sources: tuple[str, ...] = ()
     """combined: the rewards to add up, by the names above."""
@@ -355,8 +356,23 @@ class RewardConfig(Section):
     idle_tolerance: NonNegativeFloat = 1e-3
     """rules: largest change of any dimension of the robot's state that still counts as no movement."""
     model: str | None = None
-    """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode as text,
-    a pair of encoders (CLIP, SigLIP) compares the camera's images with the instruction."""
+    """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode, or a
+    prompt with its response, as text; a pair of encoders (CLIP, SigLIP) compares the camera's images with the
+    instruction; a language or vision-language model judges by reward.judge_template."""
+    models: dict[str, str] = {}
+    """Reward models by names of your own, such as {helpful: FOLDER, safe: FOLDER}; the names then stand in
+    reward.sources, or in reward.source."""
+    judge_template: str = (
+        "Rate the response to the prompt on a scale from 0 to 10.\n\nPrompt:\n{prompt}\n\nResponse:\n{response}\n\n"
+        "End with one line: Score: N"
+    )
+    """model, a language model: what it is given, in its own chat template and after the images of the prompt. {prompt},
+    {response}, {solution} and {COLUMN} stand for those of the episode."""
+    judge_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
+    """model, a language model: regular expression of the score in its text, by its group if it has one; the last match
+    counts. A text without a match is a failed reward."""
+    judge_max_tokens: PositiveInt = 256
+    """model, a language model: tokens that its text may have."""
     device: str | None = None
     """model: device of the model; by default the run's."""
     scoring: Literal["outcome", "steps", "sum"] = "outcome"
@@ -367,6 +383,9 @@ class RewardConfig(Section):
     url: str | None = None
     """remote: http(s) address that episodes are posted to; docs/rewards.md has the format. The part after `?` counts as
     secret and is never written to disk; a user name or password is refused."""
+    urls: dict[str, str] = {}
+    """Services by names of your own, such as {grader: http://localhost:8000/score}; the names then stand in
+    reward.sources, or in reward.source."""
     headers_env: str | None = None
     """remote: name of an environment variable with headers for each request, one per line, such as `Authorization:
     Bearer …`. It is read at each request and never written to disk."""

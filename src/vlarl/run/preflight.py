@@ -12,12 +12,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from vlarl.config.callables import is_given
 from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import EXPERTS, KNOWN_REWARDS, PROMPTS, is_prompts
+from vlarl.config.known import EXPERTS, PROMPTS, is_prompts
 from vlarl.config.reward_module import import_function, refuse_missing_module
-from vlarl.config.rules.reward import used_rewards
+from vlarl.config.rules.reward import own_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
 from vlarl.config.schema import Config
 from vlarl.errors import MissingExtraError, UsageError
@@ -114,4 +113,4 @@ def _own_rewards(config: Config) -> list[str]:
     """The rewards that this process imports by name: workers of a cluster import their own."""
     if config.distributed.backend == "ray" and config.distributed.num_reward_workers:
         return []
-    return [name for name in used_rewards(config.reward) if name not in KNOWN_REWARDS and not is_given(name)]
+    return own_rewards(config.reward)

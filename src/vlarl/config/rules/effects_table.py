@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from vlarl.config.derive import policy_loss_of
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import EXPERTS, GROUP_METHODS, GYM, PROMPTS, is_prompts
-from vlarl.config.rules.reward import READ_BY, used_kinds
+from vlarl.config.rules.reward import NAMED_BY, READ_BY, used_kinds, used_rewards
 from vlarl.config.run_checkpoints import ADAPTER
 from vlarl.config.schema import Config, TextConfig
 from vlarl.config.suites import suite_facts
@@ -124,6 +124,15 @@ def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
         ("reward.source",) if option == "sources" else ("reward.source", "reward.sources"),
         lambda c: not used_kinds(c.reward).isdisjoint(readers),
         f"without reward.source {' or '.join(readers)}",
+    )
+
+
+def _of_one_reward(option: str, name: str) -> Condition[Config]:
+    return Condition(
+        (f"reward.{option}",),
+        ("reward.source", "reward.sources"),
+        lambda c: name in used_rewards(c.reward),
+        f"without reward.source {name}",
     )
 
 
@@ -256,6 +265,7 @@ TRAIN: tuple[Condition[Config], ...] = (
     ),
     # reward
     *(_of_reward(option, readers) for option, readers in READ_BY.items()),
+    *(_of_one_reward(option, name) for option, name in NAMED_BY.items()),
     Condition(
         ("reward.idle_tolerance",),
         ("reward.idle_penalty",),
@@ -400,7 +410,7 @@ ALWAYS_TRAIN = _paths(
         "lora": "enabled adapter",
         "rollout": "num_groups group_size temperature",
         "curriculum": "mode persist",
-        "reward": "source retries fallback max_failure_rate",
+        "reward": "source models urls retries fallback max_failure_rate",
         "algorithm": (
             "name policy_loss epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
             "max_approx_kl old_logprobs importance normalize_advantages "
