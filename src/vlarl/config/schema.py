@@ -362,15 +362,13 @@ class RewardConfig(Section):
     models: dict[str, str] = {}
     """Reward models by names of your own, such as {helpful: FOLDER, safe: FOLDER}; the names then stand in
     reward.sources, or in reward.source."""
-    judge_template: str = (
-        "Rate the response to the prompt on a scale from 0 to 10.\n\nPrompt:\n{prompt}\n\nResponse:\n{response}\n\n"
-        "End with one line: Score: N"
-    )
+    judge_template: str | None = None
     """model, a language model: what it is given, in its own chat template and after the images of the prompt. {prompt},
-    {response}, {solution} and {COLUMN} stand for those of the episode."""
-    judge_pattern: str = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
+    {response}, {solution} and {COLUMN} stand for those of the episode. By default the response is to be rated from
+    0 to 10, in a last line `Score: N`."""
+    judge_pattern: str | None = None
     """model, a language model: regular expression of the score in its text, by its group if it has one; the last match
-    counts. A text without a match is a failed reward."""
+    counts. By default what follows `Score:`. A text without a match is a failed reward."""
     judge_max_tokens: PositiveInt = 256
     """model, a language model: tokens that its text may have."""
     device: str | None = None
@@ -498,7 +496,7 @@ class KlConfig(Section):
 
 
 class PtxConfig(Section):
-    """A supervised loss on a second dataset, added to the policy's loss in every optimizer step (PTX)."""
+    """PTX: a supervised loss on a second dataset, added in every optimizer step of the policy."""
 
     path: str | None = None
     """What is imitated; null: nothing. With prompts, a file or folder like those of prompts.path, whose rows also have

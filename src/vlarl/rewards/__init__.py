@@ -15,7 +15,7 @@ from vlarl.devices import usable_device
 from vlarl.rewards.base import Reward
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.function import FunctionReward
-from vlarl.rewards.judge import JudgeOptions
+from vlarl.rewards.judge import PATTERN, TEMPLATE, JudgeOptions
 from vlarl.rewards.model_kinds import load_reward_model
 from vlarl.rewards.outcome import DenseReward, SparseReward
 from vlarl.rewards.remote import REMOTE_TIMEOUT_S, RemoteReward
@@ -99,7 +99,7 @@ def _model(config: RewardConfig, run: RewardContext) -> Reward:
 
 def _model_at(path: str, config: RewardConfig, run: RewardContext) -> Reward:
     device = run.device if config.device is None else usable_device("reward.device", config.device)
-    judge = JudgeOptions(config.judge_template, config.judge_pattern, config.judge_max_tokens)
+    judge = JudgeOptions(config.judge_template or TEMPLATE, config.judge_pattern or PATTERN, config.judge_max_tokens)
     return load_reward_model(path, device, config.scoring, config.batch_size, judge)
 
 

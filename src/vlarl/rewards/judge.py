@@ -24,6 +24,16 @@ from vlarl.rewards.model import ModelReward, state_after
 from vlarl.solutions import find_solution
 from vlarl.types import Observation, Prompt, Trajectory, UInt8Array, message_text
 
+TEMPLATE = """Rate the response to the prompt on a scale from 0 to 10.
+
+Prompt:
+{prompt}
+
+Response:
+{response}
+
+End with one line: Score: N"""
+PATTERN = r"[Ss]core:\s*(-?\d+(?:\.\d+)?)"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 

@@ -66,7 +66,9 @@ def check_reward(config: Config) -> Problems:
     names = [name for name in own_rewards(reward) if not _is_own(name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
-        message = unknown("reward", name, KNOWN_REWARDS) + ", or your own module:function"
+        message = (
+            unknown("reward", name, (*KNOWN_REWARDS, *reward.models, *reward.urls)) + ", or your own module:function"
+        )
         message = SAME_REWARDS.get(name.lower()) or message
         yield Problem(f"{option} = {shown(name)}", as_module(name, "FUNCTION") or message, (option,))
     if not names:
@@ -223,13 +225,14 @@ def _judge(config: Config) -> Problems:
     if "model" not in used_kinds(reward):
         return
     try:
-        re.compile(reward.judge_pattern)
+        re.compile(reward.judge_pattern or "")
     except re.error as error:
         message = f"is not a regular expression: {error}"
         yield Problem(f"reward.judge_pattern = {shown(reward.judge_pattern)}", message, ("reward.judge_pattern",))
-    if is_prompts(config.env.suite) and "{response}" not in reward.judge_template:
+    template = reward.judge_template
+    if template is not None and is_prompts(config.env.suite) and "{response}" not in template:
         remedy = "the judge would not read the response; write {response} where it stands"
-        subject = f"reward.judge_template = {shown(reward.judge_template)}"
+        subject = f"reward.judge_template = {shown(template)}"
         yield Problem(subject, remedy, ("reward.judge_template",))
 
 
