@@ -23,7 +23,7 @@ from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
 from vlarl.policies.vlm.generation import Stops, generate, max_tokens
 from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
 from vlarl.policies.vlm.model import ModelAccess, Pass, following, max_positions, remove_noise
-from vlarl.policies.vlm.processor import PromptProcessor
+from vlarl.policies.vlm.processor import PromptProcessor, prompt_observation, small_prompt
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
@@ -32,6 +32,7 @@ from vlarl.types import Action, Observation, Prompt
 VALUE_HEAD = "value_head"
 DEFAULT_IMAGE_SIZE = 224
 UNADAPTED = ("lm_head",)
+MEDIA: dict[str, Literal["image", "video"]] = {"pixel_values": "image", "pixel_values_videos": "video"}
 PROBED = ("a short text", "a text that is somewhat longer", "a text about an image")
 
 
@@ -172,6 +173,8 @@ class VlmPolicy(Policy):
 
     def _text_states(self, inputs: VlmInputs, sample: TextSample) -> Pass:
         """One pass over prompts and texts; of its states [B, L, H] those before each token, up to the longest text."""
+        num_rows, inputs = len(inputs), self._with_all_media(inputs)
+        sample = sample.with_empty_rows(len(inputs) - len(sample))
         prefix = self.access.prefix(inputs)
         width = max(int(sample.length.max()), 1)
         read = width - 1  # the last token of a text is not read: nothing follows it
@@ -182,16 +185,26 @@ class VlmPolicy(Policy):
             torch.cat([prefix.positions, following(prefix, read)], dim=-1),
             self.access.widened(prefix, read),
         )
-        return Pass(found.states[:, -width:], None, found.aux_loss)
+        return Pass(found.states[:num_rows, -width:], None, found.aux_loss)
+
+    def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
+        """The inputs, with a row at the end for each kind of media that other rows of their batch have and these don't.
+
+        All ranks then run the same layers in every pass, and gather and reduce the same weights; and whichever rows a
+        pass has, all weights get a gradient, of which these rows' part is zero.
+        """
+        absent = [kind for kind in MEDIA if (ragged := getattr(inputs, kind)) is not None and not ragged.counts.any()]
+        fillers = [self.process([prompt_observation(small_prompt(MEDIA[kind]))]) for kind in absent]
+        return VlmInputs.cat([inputs, *(row.to(inputs.ids.device) for row in fillers)]) if fillers else inputs
 
     def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:
         """[B, V] the critic's values alone; without decisions, or of decisions as a whole, the first one alone."""
         if decisions is not None and self.level == "token":
             sample = text_sample(decisions).to(self.device)
             return self._values(self._text_states(vlm_inputs(inputs), sample).states, sample)
-        prefix = self.access.prefix(vlm_inputs(inputs))
+        prefix = self.access.prefix(self._with_all_media(vlm_inputs(inputs)))
         states = self.access.run(prefix.ids, prefix.mask, prefix.positions, prefix.extra).states
-        return self._value(states[:, -1])
+        return self._value(states[: len(inputs), -1])
 
     def _values(self, states: torch.Tensor, sample: TextSample) -> torch.Tensor:
         if self.level != "token":

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -107,14 +107,8 @@ class PromptProcessor:
         texts = ("probe", "a probe of more words")
         prompts = [Prompt(({"role": "user", "content": text},), conversational=False) for text in texts]
         if self.reads_images and self.has_template:
-            prompts.append(self.with_image())
+            prompts.append(small_prompt("image"))
         return [prompt_observation(prompt) for prompt in prompts]
-
-    @staticmethod
-    def with_image() -> Prompt:
-        """A fixed prompt with a small image of noise."""
-        noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
-        return Prompt(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "probe"}]},), (noise,))
 
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
@@ -225,6 +219,13 @@ def prompt_of(observation: Observation) -> Prompt:
 def prompt_observation(prompt: Prompt) -> Observation:
     """A prompt as environments of prompts show it."""
     return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt)
+
+
+def small_prompt(kind: Literal["image", "video"]) -> Prompt:
+    """A fixed prompt with a small image, or a video of two frames, of noise."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, 56, 56, 3), dtype=np.uint8)
+    messages = ({"role": "user", "content": [{"type": kind}, {"type": "text", "text": "probe"}]},)
+    return Prompt(messages, (noise[0],)) if kind == "image" else Prompt(messages, videos=(noise,))
 
 
 def frames_as_images(prompt: Prompt) -> Prompt:
