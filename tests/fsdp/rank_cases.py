@@ -23,6 +23,7 @@ from fakes.groups import flat
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.loop import estimated_batch
 from vlarl.policies.load import load_configured
@@ -142,7 +143,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     policy.prepare_training(settings, config.lora, config.run.seed)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
-    return Learner(policy, algorithm, config, CPU, ranks, sharding), config
+    return Learner(policy, algorithm, config, CPU, ranks, sharding, build_ptx(config, policy, ranks)), config
 
 
 def experience(bases: Path, decoder: str) -> list[Trajectory]:

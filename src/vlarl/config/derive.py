@@ -110,6 +110,16 @@ def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
     return algorithm.clip_low or low, algorithm.clip_high or high
 
 
+PolicyLoss = Literal["clip", "cpg"]
+
+
+def policy_loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The surrogate of the policy gradient: as configured, or the algorithm's own."""
+    if algorithm.policy_loss == "auto":
+        return "cpg" if algorithm.name == "cpgd" else "clip"
+    return algorithm.policy_loss
+
+
 def kl_estimator(kl: KlConfig) -> Literal["k1", "k2", "k3"]:
     """How the KL is estimated: as configured, or the default for kl.place."""
     return kl.estimator or ("k1" if kl.place == "reward" else "k2")

@@ -3,6 +3,7 @@
 for each epoch:          shuffle the rows, distribute them over minibatches
   for each minibatch:    zero the gradients once; fix what each element counts in it
     for each microbatch: evaluate -> loss (its part of the whole minibatch's) -> backward
+    the same for as many samples of a second dataset, which are imitated (`ptx.py`)
     refuse a loss or a gradient that is not finite; clip, step, take the weights into their average
 
 Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
@@ -47,12 +48,14 @@ from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.prepare import refuse_unsupported
+from vlarl.training.ptx import Ptx
 from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
 from vlarl.training.update_metrics import (
     MetricSums,
     critic_metrics,
+    imitation_sums,
     importance_sums,
     is_finite,
     mean_of,
@@ -77,8 +80,10 @@ class Learner:
         device: torch.device,
         ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         sharding: Sharding = Sharding(),  # noqa: B008 - frozen
+        ptx: Ptx | None = None,
     ) -> None:
-        """A policy that is to be sharded may wait on the host; its parts go to the device."""
+        """A policy that is to be sharded may wait on the host; its parts go to the device. `ptx` is the second dataset,
+        which is imitated; None without one."""
         refuse_unsupported(policy, config)
         if config.optim.packing:
             policy.use_packing()
@@ -87,6 +92,7 @@ class Learner:
         self.config = config
         self.device = device
         self.ranks = ranks
+        self.ptx = ptx
         self.sharded = sharding.mode != "none"
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
@@ -337,10 +343,26 @@ class Learner:
 
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         sums = [sums for _, sums in self._each_microbatch(batch, rows, learn)]
+        if self.ptx is not None and train_policy:
+            sums += self._imitate(self.ptx)
         self._train_mode(False)
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
+
+    def _imitate(self, ptx: Ptx) -> list[MetricSums]:
+        """Gradients of the supervised loss on the next samples of the second dataset, added to those of the minibatch;
+        each token counts the same."""
+        batch = ptx.next_batch()
+        rows = torch.arange(len(batch))
+
+        def learn(part: TrainBatch) -> MetricSums:
+            logprobs = torch.where(part.mask, self.policy.evaluate(part.inputs, part.decisions, 1.0).logprobs, 0.0)
+            loss = -(_present(part.weights) * logprobs).sum() * ptx.coef
+            torch.autograd.backward(loss)
+            return imitation_sums(logprobs.detach(), part.mask, float(loss.detach()))
+
+        return [sums for _, sums in self._each_microbatch(weighted(batch, rows, "token_mean"), rows, learn)]
 
     def _evaluate(self, part: TrainBatch, train_policy: bool) -> Evaluation:
         """Log-probs, entropies and values; while the critic warms up, no gradient reaches the policy."""

@@ -39,13 +39,16 @@ def note(metrics: WeightedMeans, sums: Iterable[MetricSums]) -> None:
 
 
 def is_finite(sums: Iterable[MetricSums]) -> bool:
-    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all."""
-    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in sums)
+    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all.
+
+    Those of imitated samples have no KL.
+    """
+    return all(math.isfinite(one.loss) and math.isfinite(one.sums.get("approx_kl", (0.0, 0))[0]) for one in sums)
 
 
 def mean_of(sums: Sequence[MetricSums], name: str) -> float:
     """The mean of one of the sums over a whole minibatch; 0 over nothing."""
-    totals, counts = zip(*(one.sums[name] for one in sums), strict=True)
+    totals, counts = zip(*(one.sums[name] for one in sums if name in one.sums), strict=True)
     return float(sum(totals) / max(sum(counts), 1))
 
 
@@ -85,6 +88,11 @@ def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> Me
             "importance_capped": (float(capped), num_tokens),
         }
     )
+
+
+def imitation_sums(logprobs: torch.Tensor, mask: torch.Tensor, loss: float) -> MetricSums:
+    """The mean negative log-prob of imitated tokens, and the microbatch's part of the loss."""
+    return MetricSums({"ptx_loss": (-float(masked_sum(logprobs, mask)), int(mask.sum()))}, loss=loss)
 
 
 def critic_metrics(batch: TrainBatch) -> dict[str, float]:
