@@ -535,10 +535,16 @@ class OptimConfig(Section):
     """Optimizer steps per epoch: the decisions of an update are split into this many minibatches."""
     microbatch_size: PositiveInt = 128
     """Decisions in one forward and backward pass, which only affects memory; 1 processes them one by one."""
+    microbatch_tokens: PositiveInt | None = None
+    """Tokens of prompts and texts, padding included, in one forward and backward pass, in place of microbatch_size; a
+    longer decision has a pass of its own. null: as microbatch_size says."""
+    packing: bool = False
+    """Lay the prompts and texts of a pass end to end in one row instead of padding them to the longest; for language
+    models."""
     rollouts_per_update: PositiveInt = 1
     """Iterations whose episodes are gathered, in the host's memory, for one update."""
     sort_by_length: bool = False
-    """Form microbatches from decisions sorted by prompt length, which reduces padding."""
+    """Form microbatches from decisions sorted by the length of prompt and text, which reduces padding."""
 
 
 class CriticConfig(Section):

@@ -27,7 +27,6 @@ from vlarl.algorithms.losses import high_entropy_tokens
 from vlarl.config.derive import total_iterations, updates_in
 from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
-from vlarl.errors import UsageError
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Evaluation, Policy
 from vlarl.rollout.tasks import derive_seed
@@ -36,6 +35,7 @@ from vlarl.training.batch import (
     mean_by_trajectory,
     microbatches,
     minibatches,
+    row_lengths,
     uncounted,
     value_weight,
     weighted,
@@ -47,6 +47,7 @@ from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
+from vlarl.training.prepare import refuse_unsupported
 from vlarl.training.ptx import Ptx
 from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.reference import reference_at_start, reference_here
@@ -61,6 +62,7 @@ from vlarl.training.update_metrics import (
     metric_sums,
     mismatch,
     note,
+    token_sums,
 )
 from vlarl.types import UpdateResult
 
@@ -82,11 +84,9 @@ class Learner:
     ) -> None:
         """A policy that is to be sharded may wait on the host; its parts go to the device. `ptx` is the second dataset,
         which is imitated; None without one."""
-        if config.algorithm.action_reconstruction_coef > 0 and "action_reconstruction" not in policy.extras:
-            raise UsageError(
-                f"algorithm.action_reconstruction_coef = {config.algorithm.action_reconstruction_coef:g}: this policy "
-                "does not give a distance of its actions; set it to 0."
-            )
+        refuse_unsupported(policy, config)
+        if config.optim.packing:
+            policy.use_packing()
         self.policy = policy
         self.algorithm = algorithm
         self.config = config
@@ -175,13 +175,14 @@ class Learner:
 
     def _last_values(self, last: TensorRows) -> torch.Tensor:
         """[M, V] the critic's values of observations that no decision follows."""
-        network, size = self.critic or self.policy, self.config.optim.microbatch_size
-        pieces = torch.split(torch.arange(len(last)), size)
+        network = self.critic or self.policy
+        pieces = microbatches(torch.arange(len(last)), self.config.optim, row_lengths(last))
 
         def values(rows: torch.Tensor) -> torch.Tensor:
             return network.values(last.rows(rows).to(self.device)).float().cpu()
 
-        return torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
+        found = torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
+        return found[torch.argsort(torch.cat(list(pieces)))]
 
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has been trained since."""
@@ -315,9 +316,7 @@ class Learner:
         self, batch: TrainBatch, rows: torch.Tensor, work: Callable[[TrainBatch], Result]
     ) -> list[tuple[torch.Tensor, Result]]:
         """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
-        optim = self.config.optim
-        lengths = batch.inputs.lengths if optim.sort_by_length else None
-        pieces = microbatches(rows, optim.microbatch_size, lengths)
+        pieces = microbatches(rows, self.config.optim, row_lengths(batch.inputs, batch.decisions.sample))
 
         def fetch_and_work(micro: torch.Tensor) -> Result:
             part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
@@ -337,7 +336,7 @@ class Learner:
                 evaluation, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
             )
             torch.autograd.backward(loss.total)
-            sums = metric_sums(loss, part, first)
+            sums = metric_sums(loss, part, first).plus(token_sums(evaluation))
             if part.old_logprobs is None:  # no pass was made before this one
                 sums = sums.plus(mismatch(part, evaluation.logprobs.detach()))
             return sums

@@ -13,6 +13,7 @@ from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import masked_sum
 from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans
+from vlarl.policies.base import Evaluation
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> MetricSums:
     return MetricSums(
         {"engine_mismatch_kl": (float(kl), int(part.mask.sum()))}, {"engine_logprob_error": float(gap.abs().max())}
     )
+
+
+def token_sums(evaluation: Evaluation) -> MetricSums:
+    """Which fraction of the tokens that a pass computed was not padding; nothing where rows don't differ in length."""
+    tokens = evaluation.tokens
+    return MetricSums({} if tokens is None else {"packing_efficiency": (float(tokens.read), tokens.computed)})
 
 
 def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> MetricSums:

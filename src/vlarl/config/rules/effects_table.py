@@ -317,10 +317,16 @@ TRAIN: tuple[Condition[Config], ...] = (
         "without algorithm.importance truncated or distributed.asynchronous true",
     ),
     Condition(
-        ("algorithm.aux_loss_coef",),
+        ("algorithm.aux_loss_coef", "optim.packing", "optim.microbatch_tokens"),
         ("env.suite",),
         lambda c: is_prompts(c.env.suite),
-        "without an auxiliary loss, which mixtures of experts on prompts report",
+        "on the models of robots, without a suite of prompts in env.suite",
+    ),
+    Condition(
+        ("optim.microbatch_size",),
+        ("optim.microbatch_tokens",),
+        lambda c: c.optim.microbatch_tokens is None,
+        "with optim.microbatch_tokens, which limits a pass by its tokens",
     ),
     Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
     Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),
@@ -419,7 +425,7 @@ ALWAYS_TRAIN = _paths(
         "kl": "coef",
         "ptx": "path",
         "optim": (
-            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches microbatch_size "
+            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches "
             "rollouts_per_update sort_by_length"
         ),
         "ema": "beta",
