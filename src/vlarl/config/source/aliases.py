@@ -348,7 +348,7 @@ ELSEWHERE: dict[str, str] = {
     "--curriculum.weights, one for each task; mixtures of datasets are not supported",
     "process_reward_model": "set --reward.source model with --reward.model and --reward.scoring steps, and an "
     "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); serve a model that is neither a "
-    "classifier nor CLIP behind --reward.url with --reward.source remote",
+    "classifier, CLIP nor a language model behind --reward.url with --reward.source remote",
     "reward_model": "set --reward.source model and --reward.model PATH",
     "reward_model_name_or_path": "set --reward.source model and --reward.model PATH",
     "reward_funcs": "set --reward.source to a reward or to module:function, or --reward.source combined and "
