@@ -524,6 +524,9 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; 0 for the final one only."""
     keep: PositiveInt = 2
     """Periodic checkpoints that are kept, the newest ones."""
+    max_total_gib: PositiveFloat | None = None
+    """GiB that all checkpoints of the run may take together: the oldest periodic ones are removed until they fit, and the
+    newest one always stays. By default there is no limit."""
     best_return: bool = True
     """Keep the policy with the best moving average of the training return: one average per task, all tasks with equal
     weight."""

@@ -377,7 +377,7 @@ ALWAYS_TRAIN = _paths(
         ),
         "ema": "beta",
         "eval": "interval states_per_task temperature videos",
-        "checkpoint": "interval keep best_return",
+        "checkpoint": "interval keep max_total_gib best_return",
         "logging": "tensorboard wandb report trace",
         "distributed": "backend",
     }
