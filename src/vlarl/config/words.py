@@ -1,6 +1,10 @@
-"""Counts with singular and plural nouns, for everything that vlarl prints."""
+"""Counts with singular and plural nouns, and what episodes are called, for everything that vlarl prints."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlarl.config.known import is_prompts
 
 _PLURALS = {"process": "processes", "breach": "breaches", "index": "indices", "trajectory": "trajectories"}
 
@@ -13,3 +17,22 @@ def plural(count: int, noun: str) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 episode`, `2 episodes`, `1,200 steps`."""
     return f"{count:,} {plural(count, noun)}"
+
+
+@dataclass(frozen=True)
+class SuiteWords:
+    """What the episodes of a suite and their results are called."""
+
+    success: str  # the fraction of episodes that succeed
+    episode: str
+    reward: str  # the mean of what an episode earns
+    speed: str  # what `rollout/env_steps_per_s` counts
+
+
+ROBOT_WORDS = SuiteWords("success", "episode", "return", "env steps/s")
+PROMPT_WORDS = SuiteWords("accuracy", "response", "reward", "responses/s")
+
+
+def words_of(suite: str) -> SuiteWords:
+    """The words for a suite: of robots, or of prompts."""
+    return PROMPT_WORDS if is_prompts(suite) else ROBOT_WORDS

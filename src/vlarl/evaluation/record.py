@@ -4,6 +4,7 @@
            episodes.jsonl   one row per episode, written when it ends
            eval.log         warnings and errors
            videos/          videos, named by the episode's id and outcome
+           samples.jsonl    of prompts: responses and rewards, with their images in samples/
 
 results.json exists from the beginning, with `complete: false`, and is written again at the end, whatever the cause of
 the end. The results of a killed process are read from both files.
@@ -143,6 +144,16 @@ class EvalDirectory:
     def videos(self) -> Path:
         """Folder of videos of episodes."""
         return self.path / "videos"
+
+    @property
+    def samples_file(self) -> Path:
+        """Prompts, responses and rewards; there is none without prompts."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def sample_images(self) -> Path:
+        """Folder of the images of these prompts."""
+        return self.path / "samples"
 
     def write(self, record: EvalRecord) -> None:
         """Write results.json, in one atomic step."""

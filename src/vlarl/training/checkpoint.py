@@ -68,7 +68,7 @@ class CheckpointStore:
         generators: Generators = default_generators,
         max_total_gib: float | None = None,
     ) -> None:
-        """Of the periodic checkpoints, the newest `keep` stay; fewer if all checkpoints take more than `max_total_gib`."""
+        """The newest `keep` periodic checkpoints stay; fewer if all checkpoints take more than `max_total_gib`."""
         self.folder = folder
         self.keep = keep
         self.max_total_gib = max_total_gib

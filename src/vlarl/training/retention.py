@@ -30,8 +30,8 @@ def retire(folder: Path, keep: int, max_total_gib: float | None = None) -> None:
         shutil.rmtree(kept.pop(0))
     if total > max_total_gib * GIB:
         log.warning(
-            "the checkpoints in %s take %.3g GiB, more than checkpoint.max_total_gib = %.3g, although all but the newest "
-            "periodic one have been removed",
+            "the checkpoints in %s take %.3g GiB, more than checkpoint.max_total_gib = %.3g, although all but the "
+            "newest periodic one have been removed",
             folder,
             total / GIB,
             max_total_gib,

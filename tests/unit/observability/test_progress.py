@@ -29,7 +29,7 @@ def _plain() -> tuple[Console, io.StringIO]:
 def test_plain_output_is_one_line_an_iteration_without_escapes() -> None:
     console, stream = _plain()
     with Progress(20, console) as progress:
-        progress.evaluation(0, 0.485, 200)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 200)
         progress.rollout(64, 192)
         progress.update(1, 4)
         progress.iteration(1, METRICS)
@@ -55,7 +55,7 @@ def test_the_live_display_shows_the_figures_and_restores_the_cursor_after_an_exc
     stream = io.StringIO()
     console = Console(file=io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with pytest.raises(KeyError), Progress(20, console) as progress:
-        progress.evaluation(0, 0.485, 200)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 200)
         progress.rollout(64, 192)
         progress.iteration(1, METRICS)
         raise KeyError("training failed")
@@ -81,7 +81,7 @@ def test_every_line_is_in_the_log(tmp_path: Path, console: Console | None) -> No
     if console is None:
         console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with log_to_file(tmp_path / "log"), Progress(2, console) as progress:
-        progress.evaluation(0, 0.485, 1)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 1)
         progress.iteration(1, METRICS)
         progress.note("saved")
         progress.training(2, {"train/loss": 0.5, "perf/train_samples_per_s": 10.0})
