@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
@@ -23,6 +24,10 @@ from vlarl.observability.video import Video
 SHOWN_SAMPLES = 32  # at most, of each iteration and of each evaluation, in TensorBoard and W&B
 TABLE = ("prompt", "images", "response", "solution", "reward", "reward_parts", "success", "length", "truncated")
 PREFIXES = {"rollout": "rollout", "eval": "val"}  # of the names under which samples of each phase are shown
+LOGIN = (
+    "set the environment variable WANDB_API_KEY to your account's key, or run `wandb login`, or keep its files here "
+    "with `--logging.wandb_mode offline`."
+)
 EVALUATED = "val/iteration"  # x axis of evaluations in W&B
 
 
@@ -130,10 +135,7 @@ class WandbSink:
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except wandb.Error as error:
-            raise UsageError(
-                f"Weights & Biases did not start ({error}): set the environment variable WANDB_API_KEY to your "
-                "account's key, or run `wandb login`, or keep its files here with `--logging.wandb_mode offline`"
-            ) from error
+            raise UsageError(f"Weights & Biases did not start ({error}): {LOGIN}") from error
         # An iteration, not W&B's own counter, is the x axis: after a resume W&B refuses steps it has seen already.
         # Evaluations have their own axis, so that their curves are not interrupted at iterations without one.
         self._run.define_metric("iteration")
@@ -183,6 +185,16 @@ class WandbSink:
             self._run.finish()
         except Exception as error:
             logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+def refuse_without_login() -> None:
+    """Refuse W&B's online mode without a login, before anything is loaded: W&B itself waits for a key to be typed."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return
+    import wandb
+
+    if not wandb.login(prompt=False, verify=False):
+        raise UsageError(f"logging.wandb: there is no login of Weights & Biases on this machine: {LOGIN}")
 
 
 def _cell(sample: Sample, name: str) -> Any:
