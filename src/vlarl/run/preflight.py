@@ -2,7 +2,7 @@
 
     refuse_early     --dry-run, too: names, paths and memory; loads no torch, and runs nothing of the user's
     refuse_missing   before a run says that it begins: the same, packages and simulators
-    refuse_unready   before its folder is made: the same, the reward's code, W&B's login and the device, which takes long
+    refuse_unready   before its folder is made: the same, the reward's code, W&B's login, the device, which takes long
 
 Each check is that of the part that it belongs to, which makes it again when it is built.
 """
