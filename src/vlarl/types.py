@@ -325,6 +325,11 @@ class EvalResult:
         """Mean number of environment steps; NaN where no episode could be run."""
         return _mean([float(e.length) for e in self.counted])
 
+    @property
+    def mean_tokens(self) -> float:
+        """Mean number of tokens of the responses; NaN where there is none."""
+        return _mean([float(e.response.num_tokens) for e in self.counted if e.response is not None])
+
     def by_task(self) -> dict[int, EvalResult]:
         """task_id -> its episodes."""
         ids = sorted({e.task.task_id for e in self.episodes})

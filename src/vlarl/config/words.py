@@ -24,13 +24,41 @@ class SuiteWords:
     """What the episodes of a suite and their results are called."""
 
     success: str  # the fraction of episodes that succeed
+    rate: str  # the same, as a noun with an article
     episode: str
+    state: str  # what an episode starts from
     reward: str  # the mean of what an episode earns
     speed: str  # what `rollout/env_steps_per_s` counts
+    won: str  # of an episode that succeeded
+    lost: str  # of one that did not
+    length: str  # of an episode, in these
+    instruction: str  # what an episode of a task is given
 
 
-ROBOT_WORDS = SuiteWords("success", "episode", "return", "env steps/s")
-PROMPT_WORDS = SuiteWords("accuracy", "response", "reward", "responses/s")
+ROBOT_WORDS = SuiteWords(
+    success="success",
+    rate="success rate",
+    episode="episode",
+    state="initial state",
+    reward="return",
+    speed="env steps/s",
+    won="won",
+    lost="lost",
+    length="steps",
+    instruction="instruction",
+)
+PROMPT_WORDS = SuiteWords(
+    success="accuracy",
+    rate="accuracy",
+    episode="response",
+    state="prompt",
+    reward="reward",
+    speed="responses/s",
+    won="correct",
+    lost="wrong",
+    length="tokens",
+    instruction="a prompt of the task",
+)
 
 
 def words_of(suite: str) -> SuiteWords:

@@ -27,6 +27,7 @@ from vlarl.observability.episodes import episode_row, read_episode
 from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.run_dir import check_writable
 from vlarl.observability.significance import wilson_interval
+from vlarl.rollout.statistics import response_metrics
 from vlarl.types import EvalResult
 
 SCHEMA = 1
@@ -99,6 +100,7 @@ def summary(result: EvalResult) -> dict[str, Any]:
         "low": low if total else None,
         "high": high if total else None,
         "mean_length": result.mean_length if total else None,
+        **response_metrics([e.response for e in result.counted if e.response is not None]),
     }
 
 

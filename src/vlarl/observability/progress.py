@@ -118,12 +118,14 @@ class Progress:
         )
 
     def sample(self, sample: Sample) -> None:
-        """A prompt and its response, in three lines that stay on the screen."""
+        """A prompt and its response, in a few lines that stay on the screen."""
         when = "before training" if sample.iteration == 0 else f"of iteration {sample.iteration}"
         self.note(f"sample {when}{' (evaluation)' if sample.phase == 'eval' else ''}: {sample.summary}")
         images = f"[{counted(len(sample.images), 'image')}] " if sample.images else ""
         self.note(f"  prompt    {self._cut(images + sample.prompt)}")
         self.note(f"  response  {self._cut(sample.response)}")
+        if sample.solution is not None and not sample.success:
+            self.note(f"  solution  {self._cut(sample.solution)}")
 
     def _cut(self, text: str) -> str:
         """A text in one line that fits the terminal."""

@@ -34,7 +34,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/env_steps_per_s": env_steps / seconds,
         "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,
         **_group_metrics(usable),
-        **response_metrics(responses, "rollout"),
+        **response_metrics(responses, "rollout/"),
         **({"perf/response_tokens_per_s": sum(r.num_tokens for r in responses) / seconds} if responses else {}),
     }
 
@@ -60,15 +60,15 @@ def is_judged(episodes: Sequence[Trajectory | EpisodeResult]) -> bool:
     return not solutions or any(solutions)
 
 
-def response_metrics(responses: Sequence[Response], prefix: str) -> dict[str, float]:
+def response_metrics(responses: Sequence[Response], prefix: str = "") -> dict[str, float]:
     """Lengths of texts in tokens, and the fraction that was cut off; empty without texts."""
     if not responses:
         return {}
     lengths = [response.num_tokens for response in responses]
     return {
-        f"{prefix}/response_length": float(np.mean(lengths)),
-        f"{prefix}/response_length_max": float(max(lengths)),
-        f"{prefix}/truncated_fraction": sum(response.cut_off for response in responses) / len(responses),
+        f"{prefix}response_length": float(np.mean(lengths)),
+        f"{prefix}response_length_max": float(max(lengths)),
+        f"{prefix}truncated_fraction": sum(response.cut_off for response in responses) / len(responses),
     }
 
 
@@ -88,7 +88,7 @@ def evaluation_metrics(result: EvalResult) -> dict[str, float]:
         "val/mean_length": result.mean_length,
         "val/crashed": float(result.num_crashed),
         "val/reward_failures": float(result.num_unscored),
-        **response_metrics(responses, "val"),
+        **response_metrics(responses, "val/"),
         **_part_metrics([e.reward_parts for e in scored], "val/reward"),
     }
 

@@ -43,6 +43,8 @@ from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
 from vlarl.types import EpisodeResult, EvalResult, Rollout, UpdateResult
 
+STRIDE = 37  # from the sample that is printed to that of the next iteration, so that they are of different tasks
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -290,7 +292,7 @@ class Session:
         samples = self.samples.record(self.state.iteration, phase, chosen)
         self.metrics.show_samples(self.state.iteration, samples)
         if samples:
-            self.progress.sample(samples[self.state.iteration % len(samples)])
+            self.progress.sample(samples[STRIDE * self.state.iteration % len(samples)])
 
     def start_update(self) -> None:
         """Note that the learner changes its weights now: until `record_update` they are those of no iteration."""
