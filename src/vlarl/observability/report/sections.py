@@ -144,7 +144,8 @@ def curriculum(data: RunData) -> str:
     return _section(
         "Curriculum",
         lead,
-        f'{legend}<div class="scroll"><table><thead><tr><th></th><th>Instruction</th><th>At the end</th>'
+        f'{legend}<div class="scroll"><table><thead><tr><th></th><th>{data.words.instruction.capitalize()}</th>'
+        "<th>At the end</th>"
         f'<th class="num">Episodes</th></tr></thead><tbody>{rows}</tbody></table></div>'
         f'<div class="small">{charts}</div>',
     )
