@@ -129,7 +129,7 @@ class Progress:
 
     def _cut(self, text: str) -> str:
         """A text in one line that fits the terminal."""
-        flat, width = " ".join(text.split()), min(self._console.width, MAX_WIDTH) - 14
+        flat, width = " ".join(text.split()), max(20, min(self._console.width, MAX_WIDTH) - 14)
         return flat if len(flat) <= width else f"{flat[: width - 1]}…"
 
     @_never_fatal
