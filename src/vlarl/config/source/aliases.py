@@ -178,6 +178,7 @@ ALIASES: dict[str, str] = {
     "save_steps": "checkpoint.interval",
     "save_interval": "checkpoint.interval",
     "max_ckpt_num": "checkpoint.keep",
+    "max_ckpt_mem": "checkpoint.max_total_gib",
     "save_total_limit": "checkpoint.keep",
     "best_return_ema_alpha": "checkpoint.best_return_ema_alpha",
     "best_return_min_delta": "checkpoint.best_return_min_delta",
@@ -376,7 +377,6 @@ ELSEWHERE: dict[str, str] = {
     "--rollout.top_k limit what is sampled",
     "repetition_penalty": "log-probs are those of the model's own distribution; --rollout.top_p and --rollout.top_k "
     "limit what is sampled",
-    "max_ckpt_mem": "set --checkpoint.keep, the number of periodic checkpoints that are kept",
     "separate_rollout_training": FEW_GPUS,
     "use_multi_gpu": FEW_GPUS,
     "deepspeed": FEW_GPUS,
