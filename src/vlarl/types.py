@@ -120,6 +120,21 @@ class ChunkOutcome:
 
 
 @dataclass(frozen=True)
+class Response:
+    """The text that a policy wrote in response to a prompt.
+
+    >>> prompt = Prompt(({"role": "user", "content": "What is 3 plus 4?"},), columns={"solution": "7"})
+    >>> Response(prompt, "It is 7", num_tokens=4, cut_off=False).prompt.text
+    'What is 3 plus 4?'
+    """
+
+    prompt: Prompt
+    text: str
+    num_tokens: int  # its stop token included
+    cut_off: bool  # it reached the limit of tokens: it has no stop token
+
+
+@dataclass(frozen=True)
 class Transition:
     """One decision of the policy and its outcome."""
 
@@ -134,6 +149,14 @@ class Transition:
     def version(self) -> int:
         """Version of the weights that decided."""
         return int(self.decision.version)
+
+    @property
+    def response(self) -> Response | None:
+        """The text with the prompt that it responds to; None: the decision became actions."""
+        prompt = self.observation.prompt
+        if self.text is None or prompt is None:
+            return None
+        return Response(prompt, self.text, len(self.decision.token_ids()[0]), self.decision.cut_off()[0])
 
 
 @dataclass(frozen=True)
@@ -161,6 +184,11 @@ class Trajectory:
     def env_return(self) -> float:
         """Undiscounted sum of the environment's rewards."""
         return float(sum(float(t.rewards.sum()) for t in self.transitions))
+
+    @property
+    def response(self) -> Response | None:
+        """The last text that it wrote; None: it is of a robot, or it crashed before its first decision."""
+        return self.transitions[-1].response if self.transitions else None
 
     @property
     def group(self) -> tuple[int, int]:
@@ -228,6 +256,8 @@ class EpisodeResult:
     status: EpisodeStatus = "ok"  # only what is ok is counted: a simulator that failed says nothing about the policy
     num_retries: int = 0  # how often it had to be run again because its simulator died or hung
     reward_error: str | None = None  # why it could not be scored: it is left out of the mean return then
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: return by each, without weights
+    response: Response | None = field(default=None, repr=False, compare=False)  # None: of a robot
 
     @classmethod
     def of(cls, trajectory: Trajectory, instruction: str, frames: tuple[UInt8Array, ...] = ()) -> EpisodeResult:
@@ -242,6 +272,8 @@ class EpisodeResult:
             status=trajectory.status,
             num_retries=trajectory.num_retries,
             reward_error=trajectory.reward_error,
+            reward_parts=trajectory.reward_parts,
+            response=trajectory.response,
         )
 
     @property
@@ -293,6 +325,11 @@ class EvalResult:
     def mean_length(self) -> float:
         """Mean number of environment steps; NaN where no episode could be run."""
         return _mean([float(e.length) for e in self.counted])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean number of tokens of the responses; NaN where there is none."""
+        return _mean([float(e.response.num_tokens) for e in self.counted if e.response is not None])
 
     def by_task(self) -> dict[int, EvalResult]:
         """task_id -> its episodes."""
