@@ -107,7 +107,7 @@ def round_like(exact, policy) -> int:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_base_computes_with_its_rounded_weights_and_trains_adapters(folder_of, monkeypatch, kind, bits):
     sizes = TEXT_SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # rows of whole blocks
-    monkeypatch.setitem(MODELS, "wide", lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)))
+    monkeypatch.setitem(MODELS, "wide", lambda _: Qwen2ForCausalLM(Qwen2Config(**sizes)))
     exact, policy = load_policy(folder_of(kind)), without_runs(folder_of(kind), bits, monkeypatch)
     assert policy.bits == bits
     original = exact.probe_logits()
