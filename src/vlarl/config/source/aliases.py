@@ -178,6 +178,7 @@ ALIASES: dict[str, str] = {
     "save_steps": "checkpoint.interval",
     "save_interval": "checkpoint.interval",
     "max_ckpt_num": "checkpoint.keep",
+    "max_ckpt_mem": "checkpoint.max_total_gib",
     "save_total_limit": "checkpoint.keep",
     "best_return_ema_alpha": "checkpoint.best_return_ema_alpha",
     "best_return_min_delta": "checkpoint.best_return_min_delta",
@@ -348,7 +349,7 @@ ELSEWHERE: dict[str, str] = {
     "--curriculum.weights, one for each task; mixtures of datasets are not supported",
     "process_reward_model": "set --reward.source model with --reward.model and --reward.scoring steps, and an "
     "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); serve a model that is neither a "
-    "classifier nor CLIP behind --reward.url with --reward.source remote",
+    "classifier, CLIP nor a language model behind --reward.url with --reward.source remote",
     "reward_model": "set --reward.source model and --reward.model PATH",
     "reward_model_name_or_path": "set --reward.source model and --reward.model PATH",
     "reward_funcs": "set --reward.source to a reward or to module:function, or --reward.source combined and "
@@ -376,7 +377,6 @@ ELSEWHERE: dict[str, str] = {
     "--rollout.top_k limit what is sampled",
     "repetition_penalty": "log-probs are those of the model's own distribution; --rollout.top_p and --rollout.top_k "
     "limit what is sampled",
-    "max_ckpt_mem": "set --checkpoint.keep, the number of periodic checkpoints that are kept",
     "separate_rollout_training": FEW_GPUS,
     "use_multi_gpu": FEW_GPUS,
     "deepspeed": FEW_GPUS,
