@@ -66,6 +66,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...]  # role and content: a text, or parts of type text, image and video
     images: tuple[UInt8Array, ...] = ()  # [H, W, 3] each, in the order of the parts of type image
     videos: tuple[UInt8Array, ...] = ()  # [T, H, W, 3] each, in the order of the parts of type video
+    video_fps: tuple[float | None, ...] = ()  # frames a second of each video, as they are here; None: not known
     columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, for rewards
     conversational: bool = True  # False: the row has a plain text, and rewards get plain texts as well
 
@@ -77,7 +78,7 @@ class Prompt:
 
     def without_images(self) -> Prompt:
         """The same prompt without its pixels."""
-        return replace(self, images=(), videos=())
+        return replace(self, images=(), videos=(), video_fps=())
 
 
 def message_text(message: Mapping[str, Any]) -> str:

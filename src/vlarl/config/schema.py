@@ -643,11 +643,13 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt = 64
     """Decisions that one engine generates at a time."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence of prompt, images and action, in tokens; by default what the language model reads."""
+    """Longest sequence of prompt, images and action or text, in tokens; by default what the language model reads, for
+    which there must be memory."""
     prefix_caching: bool = False
     """Cache the computed beginnings of prompts, for prompts that begin alike."""
     model_class: Literal["vlarl", "vllm"] = "vlarl"
-    """vlarl's own model class, for any size and several images; or vLLM's, which supports the original 7B only."""
+    """OpenVLA: vlarl's own model class, for any size and several images; or vLLM's, which supports the original 7B
+    only."""
     sync_backend: Literal["object_store", "nccl", "ipc"] = "object_store"
     """How weights reach the engines: through Ray's object store; by NCCL between GPUs; or by CUDA IPC handles on one
     GPU."""

@@ -370,6 +370,12 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("vllm.*",), ("vllm.num_engines",), lambda c: c.vllm.num_engines > 0, "without vLLM engines (vllm.num_engines)"
     ),
     Condition(
+        ("vllm.model_class",),
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, whose models vLLM runs by its own classes",
+    ),
+    Condition(
         ("vllm.num_engines", "distributed.*"),
         ("distributed.backend",),
         lambda c: c.distributed.backend == "ray",

@@ -73,10 +73,9 @@ def run_packed(
     if access.text_config._attn_implementation == EACH_SAMPLE:
         given["packed_lengths"] = lengths
     found = access.run(ids[mask][None], None, own, given)
-    states = found.states.new_zeros((*mask.shape, found.states.shape[-1]))[:, -last:]
-    kept = torch.zeros_like(mask)
-    kept[:, -last:] = mask[:, -last:]
-    states = states.masked_scatter(mask[:, -last:, None], found.states[0, kept[mask]])
+    wanted = (torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - last).expand_as(mask)
+    empty = found.states.new_zeros((len(mask), last, found.states.shape[-1]))
+    states = empty.masked_scatter(mask[:, -last:, None], found.states[0, wanted[mask]])
     return Pass(states, None, found.aux_loss)
 
 
@@ -84,14 +83,12 @@ def enable(access: ModelAccess) -> None:
     """Prepare a model for packed passes; UsageError where they would not be right."""
     name = type(access.model).__name__
     text, own = access.text_config, access.model.config
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if unknown:
+    layers = set(getattr(text, "layer_types", None) or ())
+    if unknown := sorted(layers - KNOWN_LAYERS):
         raise refused(name, f"its layers of type {', '.join(unknown)} carry something from one sample to the next")
     if "token_type_ids" in access.accepted:
         raise refused(name, "its images attend to tokens that follow")
-    windows = getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
+    windows = "sliding_attention" in layers or getattr(text, "sliding_window", None) is not None
     if text._attn_implementation == "sdpa" and not windows:  # the library's masks know windows
         part = next((part for part in own.sub_configs if getattr(own, part) is text), None)
         access.model.set_attn_implementation(EACH_SAMPLE if part is None else {part: EACH_SAMPLE})
