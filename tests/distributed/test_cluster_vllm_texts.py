@@ -20,7 +20,7 @@ from vlarl.types import Task
 
 FACTOR = 4.0
 STOP = tuple(range(40))  # so that texts of a random model end, and differ in length
-TRAINING = {name: value for name, value in SMALL.items() if not name.startswith(("policy", "env"))} | {
+TRAINING = {name: value for name, value in SMALL.items() if not name.startswith(("policy", "env", "eval.videos"))} | {
     "env.suite": "prompts_shapes",
     "env.num_envs": 8,
     "rollout.temperature": 1.0,
