@@ -16,7 +16,7 @@ import torch
 import transformers
 from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
@@ -272,11 +272,21 @@ def load_processor(folder: Path, model_type: str, reads_images: bool) -> Any:
     """The model's own processor, or its tokenizer where it reads only text.
 
     Video processors need torchvision, images don't: without torchvision the processor is loaded without its videos.
+    Images are resized by PIL either way, where the family has that variant: torchvision resizes to other pixels, and a
+    checkpoint must not depend on what else is installed.
     """
     if not reads_images:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if is_torchvision_available():
-        return cast(Any, AutoProcessor).from_pretrained(folder, trust_remote_code=False)
+        processor = cast(Any, AutoProcessor).from_pretrained(folder, trust_remote_code=False)
+    else:
+        processor = _processor_without_videos(folder, model_type)
+    images = cast(Any, AutoImageProcessor).from_pretrained(folder, backend="pil", trust_remote_code=False)
+    processor.image_processor = images
+    return processor
+
+
+def _processor_without_videos(folder: Path, model_type: str) -> Any:
     named = [
         read_object(folder / name).get("processor_class")
         for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes.float_error import CEILING, EPS, FloatJudge, check_gradients, exactly
+from fakes.text_judge import judges
 from fakes.vlm_models import MIXTURES, MODELS, TEXT_SIZES, WITH_IMAGES
-from test_vlm_scoring import FACTOR, judges, sampled
+from test_vlm_scoring import FACTOR, sampled
 from transformers import MistralConfig, MistralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from vlarl.decisions import Sampling

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from fakes.vlm_models import IDS, TEXT_TEMPLATE, WITH_IMAGES, observation, random_image, write_model
+from PIL import Image
 from tokenizers.processors import TemplateProcessing
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlarl.errors import UsageError
 from vlarl.policies.vlm.checkpoint import read_policy
@@ -172,6 +174,22 @@ def test_frames_are_images_for_a_model_that_knows_no_videos(shared):
     frames = (first, *video, last)
     wanted = policy.process([prompted(IMAGE, IMAGE, IMAGE, IMAGE, text("?"), IMAGE, images=frames)])
     assert all(torch.equal(a, b) for a, b in zip(found.tensors(), wanted.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_pixels_are_the_same_with_and_without_torchvision(shared, folder_of, monkeypatch, kind):
+    """Of images that have to be resized, which torchvision does to other pixels."""
+    monkeypatch.setattr("vlarl.policies.vlm.processor.is_torchvision_available", lambda: False)
+    without = read_policy(folder_of(kind))
+    monkeypatch.undo()
+    seen = [observation("?", 3, seed) for seed in range(3)]
+    found, wanted = shared(kind).process(seen), without.process(seen)
+    assert getattr(without.processor.processor, "video_processor", None) is None
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), wanted.tensors(), strict=True))
+    if kind.startswith("qwen"):
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder_of(kind))
+        pixels = images(images=[Image.fromarray(image) for o in seen for image in o.prompt.images], return_tensors="pt")
+        assert torch.equal(found.pixel_values.flat(), pixels["pixel_values"])
 
 
 @pytest.mark.parametrize(("kind", "num_frames"), [("qwen2_5_vl", 6), ("qwen3_vl", 6), ("qwen3_vl", 30)])
