@@ -1,6 +1,7 @@
 """`vlarl train`, `eval`, `merge` and `--resume` with language and vision-language models, as a user types them."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,13 @@ SMALL = {
     "rollout.group_size": 4,
     "rollout.max_tokens": 4,
     "eval.states_per_task": 2,
-    "eval.videos": 0,
     "eval.interval": 2,  # so that a run which ends after two iterations has evaluated as often as a longer one
     "optim.lr": 1e-3,
     "run.device": "cpu",
     "run.num_threads": 1,
     "logging.tensorboard": "false",
     "logging.report": "false",
-    "reward.source": "my_reward:first_bytes",
+    "reward.source": "first_byte_reward:first_bytes",
 }
 TIMES = ("time", "perf/", "rollout/collection_time", "rollout/env_steps_per_s")
 
@@ -63,12 +63,14 @@ def command(folder: Path, data: Path, root: Path, name: str, iterations: int) ->
 @pytest.fixture
 def reward(tmp_path, monkeypatch):
     """Random texts differ in their first byte, so groups have a learning signal."""
-    (tmp_path / "my_reward.py").write_text(
+    (tmp_path / "first_byte_reward.py").write_text(
         "def first_bytes(completions, **kwargs):\n"
         "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
         "    return [ord(text[0]) % 7 / 7 if text else 0.0 for text in texts]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("first_byte_reward", None)  # the next test has its own file
 
 
 def rows_of(run: Path) -> list[dict]:
