@@ -214,7 +214,8 @@ class VlmPolicy(Policy):
 
     def use_packing(self) -> None:
         """Lay the rows of every later `evaluate` and `values` end to end."""
-        packing.enable(self.access)
+        small = [prompt_observation(small_prompt("image"))] * 2
+        packing.enable(self.access, self.process(small) if self.processor.reads_images else None)
         self.packing = True
 
     def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
