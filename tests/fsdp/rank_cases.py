@@ -198,9 +198,10 @@ def run(
     ranks: Ranks,
     save_to: Path | None = None,
     resume: Path | None = None,
+    groups: Sequence[Trajectory] | None = None,
 ) -> Outcome:
     """Three updates, with checkpoints after the first and the last; or the two that remain after the first."""
-    groups, started = experience(bases, case.decoder), time.perf_counter()
+    groups, started = groups or experience(bases, case.decoder), time.perf_counter()
     learner, _ = build(case, bases, ranks, resume)
     outcome, done = Outcome(), 0
     if resume is not None:

@@ -174,6 +174,9 @@ class PromptsConfig(Section):
     """System message put before each prompt that has none."""
     video_frames: Annotated[int, Field(gt=0, le=1024)] = 8
     """Frames taken of each video, at equal distances."""
+    max_tokens: PositiveInt | None = None
+    """Longest prompt in tokens, those of its images included; longer ones are dropped and counted when the run starts.
+    null: no limit but the model's own."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens to a row that can't be used, such as one with a missing or corrupt image or an empty prompt: it ends
     the run with its file and row (stop), or it is left out and counted (skip)."""

@@ -18,7 +18,7 @@ from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters
 from vlarl.policies.weight_files import MAX_SHARD_BYTES
-from vlarl.types import Action, Observation
+from vlarl.types import Action, Observation, Prompt
 
 Level = Literal["chunk", "step", "token"]
 """What has a value of its own: a decision, each of its environment steps, each of its elements."""
@@ -95,9 +95,14 @@ class Policy(nn.Module, ABC):
     def num_images(self) -> int:
         """Views of an observation that the policy reads."""
 
-    def check_sampling(self, sampling: Sampling) -> None:
-        """UsageError for values of its sampling options that the model can't be sampled with."""
+    def check_sampling(self, sampling: Sampling, prompt_tokens: int = 0) -> None:
+        """UsageError for values of its sampling options that the model can't be sampled with, after prompts of so many
+        tokens."""
         return None
+
+    def prompt_length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, those of its images included; the pixels don't matter, only the sizes of images."""
+        raise UsageError(f"{type(self).__name__} reads no prompts.")
 
     @abstractmethod
     def process(self, observations: Sequence[Observation]) -> TensorRows:
