@@ -38,7 +38,7 @@ _METAWORLD = {
     "metaworld_ml45": 45,
     "metaworld_ml45_test": 5,
 }
-_PROMPTS = {"prompts_arithmetic": (4, 300, 100), "prompts_shapes": (5, 1000, 200)}  # tasks, states to train, evaluate
+_PROMPTS = {"prompts_arithmetic": (4, 800, 200), "prompts_shapes": (5, 4000, 200)}  # tasks, states to train, evaluate
 
 SUITES: dict[str, SuiteFacts] = (
     {
