@@ -20,11 +20,12 @@ from vlarl.callbacks import Callbacks
 from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
-from vlarl.decisions import Sampling, TrainBatch
+from vlarl.decisions import TrainBatch
 from vlarl.errors import VlarlError
 from vlarl.evaluation.run import evaluate_policy, without_images
 from vlarl.observability.clock import Stopwatch
 from vlarl.rewards.safe import RewardFailureError, SafeReward
+from vlarl.rollout.sampling import evaluation_sampling, rollout_sampling
 from vlarl.rollout.selection import GroupSelection
 from vlarl.rollout.source import RolloutsAhead, RolloutsInTurn, RolloutSource
 from vlarl.rollout.statistics import reward_part_metrics, rollout_metrics, staleness_metrics
@@ -124,7 +125,7 @@ def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) ->
 def roll_out(parts: Parts, session: Session, tasks: list[Task]) -> list[Trajectory]:
     """One episode of every task, in the order of the tasks."""
     ended: dict[int, Trajectory] = {}
-    sampling = Sampling(session.config.rollout.temperature)
+    sampling = rollout_sampling(session.config.rollout)
     for index, episode in parts.collector.episodes(tasks, sampling, check=session.guard.check):
         ended[index] = episode.trajectory
         session.progress.rollout(len(ended), len(tasks))
@@ -206,10 +207,9 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     reward = parts.reward.for_evaluation(len(tasks))
     results: dict[int, EpisodeResult] = {}
     unscored: dict[int, Trajectory] = {}  # with their images only where the reward reads them: those take memory
+    sampling = evaluation_sampling(session.config.rollout, session.config.eval.temperature)
     with session.timed("evaluation"), parts.weights.for_evaluation():
-        episodes = evaluate_policy(
-            parts.collector, tasks, Sampling(session.config.eval.temperature), num_videos, session.guard.check
-        )
+        episodes = evaluate_policy(parts.collector, tasks, sampling, num_videos, session.guard.check)
         for index, result, trajectory in episodes:
             results[index] = result
             unscored[index] = trajectory if reward.reads_images else without_images(trajectory)

@@ -246,7 +246,20 @@ class LoraConfig(Section):
     layers."""
 
 
-class RolloutConfig(Section):
+class TextConfig(Section):
+    """Where the texts of a language model end."""
+
+    max_tokens: Annotated[int, Field(gt=0, le=1_000_000)] | None = None
+    """Prompts: longest text in tokens, its stop token included; a longer one is cut off. By default 256."""
+    min_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Prompts: tokens of a text before it can end."""
+    stop: tuple[str, ...] = ()
+    """Prompts: strings that end a text, such as </answer>; the string stays a part of the text."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Prompts: ids of tokens that end a text, besides the model's own."""
+
+
+class RolloutConfig(TextConfig):
     """How experience is collected."""
 
     num_groups: Many = 24
@@ -255,6 +268,11 @@ class RolloutConfig(Section):
     """Episodes per group."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the log-probs of the update use the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Prompts: sample from the fewest tokens that together have at least this probability; 1 samples from all.
+    Log-probs are those of all tokens."""
+    top_k: NonNegativeInt = 0
+    """Prompts: sample from this many of the likeliest tokens; 0 samples from all. Log-probs are those of all tokens."""
     batch_size: PositiveInt | None = None
     """Decisions generated in one forward pass, which only affects memory; by default all that wait."""
     oversample: Annotated[float, Field(ge=1)] = 1.0

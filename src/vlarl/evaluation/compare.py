@@ -102,7 +102,7 @@ def _counted(record: EvalRecord) -> dict[Key, EpisodeResult]:
 
 
 def _check_settings(a: EvalRecord, b: EvalRecord) -> None:
-    for name in ("suite", "protocol", "temperature", "max_steps", "gym", "prompts"):
+    for name in ("suite", "protocol", "temperature", "max_steps", "gym", "prompts", "rollout"):
         ours, theirs = getattr(a.settings, name), getattr(b.settings, name)
         if ours != theirs:
             raise UsageError(

@@ -57,6 +57,7 @@ class EvalSettings:
     training_data_from: str | None = None  # the file that says what was trained on; None: not known
     warnings: tuple[str, ...] = ()  # that qualify the success rate
     prompts: dict[str, Any] = field(default_factory=dict)  # empty for any other suite
+    rollout: dict[str, Any] = field(default_factory=dict)  # where texts end; empty for a robot
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ _KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # types of the setti
     int: ("states_per_task", "max_steps", "seed"),
     (int, float): ("temperature",),
     (int, type(None)): ("num_trained_states",),
-    dict: ("env", "gym", "policy", "prompts"),
+    dict: ("env", "gym", "policy", "prompts", "rollout"),
     tuple: ("task_ids", "init_states", "warnings"),
 }
 

@@ -14,12 +14,22 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from vlarl.config.describe import options
-from vlarl.config.known import GYM, PROMPTS
+from vlarl.config.known import GYM, PROMPTS, is_prompts
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.rules.effects import without_effect
 from vlarl.config.rules.env import check_gym, check_prompts, check_suite, check_task_ids
+from vlarl.config.rules.sampling import check_texts
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import Config, EnvConfig, GymConfig, PolicyConfig, PromptsConfig, Section
+from vlarl.config.schema import (
+    Config,
+    EnvConfig,
+    GymConfig,
+    PolicyConfig,
+    PromptsConfig,
+    RolloutConfig,
+    Section,
+    TextConfig,
+)
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import UsedStates, choose_states, missing_states, too_few_unseen
 from vlarl.config.suites import SuiteStates, suite_facts
@@ -38,6 +48,7 @@ class EvalOptions(Section):
     gym: GymConfig = GymConfig()
     prompts: PromptsConfig = PromptsConfig()
     policy: PolicyConfig = PolicyConfig()
+    rollout: TextConfig = TextConfig()
 
 
 SECTIONS = tuple(EvalOptions.model_fields)
@@ -67,6 +78,7 @@ class EvalRequest:
     device: str = "auto"
     replay: Task | None = None  # the one episode to run, which need not be one of the protocol's
     prompts: PromptsConfig = PromptsConfig()
+    rollout: TextConfig = TextConfig()  # where texts end
 
 
 def eval_request(
@@ -122,8 +134,10 @@ def eval_request(
         prompts=_validated(
             PromptsConfig, "prompts", {**(run["prompts"] if suite == PROMPTS else {}), **requested["prompts"]}
         ),
+        rollout=_validated(TextConfig, "rollout", {**_texts_of_run(run["rollout"], suite), **requested["rollout"]}),
     )
-    unread = without_effect(Config(env=request.env, gym=request.gym, prompts=request.prompts), given)
+    rollout = RolloutConfig(**request.rollout.model_dump())
+    unread = without_effect(Config(env=env, gym=request.gym, prompts=request.prompts, rollout=rollout), given)
     if problems := list(_problems(request)) or list(unread):
         raise ConfigError(problems)
     if folder is not None and not trust:
@@ -145,6 +159,8 @@ def same_episodes(request: EvalRequest) -> dict[str, object]:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
     if request.env.suite == PROMPTS:
         shared |= {f"prompts.{name}": value for name, value in request.prompts.model_dump().items()}
+    if is_prompts(request.env.suite):
+        shared |= {f"rollout.{name}": value for name, value in request.rollout.model_dump().items()}
     return shared
 
 
@@ -164,6 +180,7 @@ def _problems(request: EvalRequest) -> Iterator[Problem]:
     yield from check_suite(env.suite, "--suite")
     yield from check_gym(Config(env=env, gym=gym))
     yield from check_prompts(Config(env=env, prompts=request.prompts))
+    yield from check_texts(request.rollout)
     facts = suite_facts(env, gym)
     yield from check_task_ids(env.task_ids, facts, "--tasks")
     if facts is not None and facts.are_states_known and request.states_per_task is not None:
@@ -223,6 +240,11 @@ def _sections_of_run(run: Path | None) -> dict[str, dict[str, Any]]:
     data = read_document(run / "config.yaml").data if run is not None else {}
     sections = {name: data.get(name) for name in SECTIONS}
     return {name: content if isinstance(content, dict) else {} for name, content in sections.items()}
+
+
+def _texts_of_run(rollout: dict[str, Any], suite: str) -> dict[str, Any]:
+    """Where the run's texts end, of all that its section `rollout` says."""
+    return {name: rollout[name] for name in TextConfig.model_fields if name in rollout} if is_prompts(suite) else {}
 
 
 def _under(section: str, given: Mapping[str, object]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vlarl import __version__
-from vlarl.config.known import GYM, PROMPTS
+from vlarl.config.known import GYM, PROMPTS, is_prompts
 from vlarl.config.state_choice import state_warnings
 from vlarl.config.suites import cameras_of, suite_facts
 from vlarl.decisions import Sampling
@@ -30,10 +30,11 @@ from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.capacity import check_memory_for_envs
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
-from vlarl.policies.load import checkpoint_folder, load_configured
+from vlarl.policies.load import checkpoint_folder, load_for_suite
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.sampling import evaluation_sampling
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.run.parts import check_fit
 from vlarl.run.parts import num_envs as configured_num_envs
@@ -53,23 +54,20 @@ def run_evaluation(
     if folder is not None:
         EvalDirectory.refuse_existing(folder)
     device, settings = choose_device(request.device), request.policy
-    policy = load_configured(settings, request.checkpoint, device, settings.decoder, settings.actions)
-    policy.use_statistics(settings.unnorm_key, request.env.suite)
-    policy.eval()
+    policy = load_for_suite(settings, request.checkpoint, device, request.env.suite).eval()
+    sampling = evaluation_sampling(request.rollout, request.temperature)
     env = request.env.model_copy(update={"cameras": cameras_of(request.env, policy.num_images)})
     image_size = env.image_size or policy.image_size
     pool = build_pool(env, request.gym, _pool_size(request), image_size, "sparse", request.prompts)
     with closing(pool):
         tasks = requested_tasks(request, pool.spec)
-        check_fit(policy, pool, tasks[0])
+        check_fit(policy, pool, tasks[0], sampling)
         collector = Collector(pool, policy, TorchEngine(policy, device), env.retries)
         ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
 
         with ledger, InterruptGuard() as guard:
             try:
-                for _, result, _ in evaluate_policy(
-                    collector, tasks, Sampling(request.temperature), ledger.num_videos, guard.check
-                ):
+                for _, result, _ in evaluate_policy(collector, tasks, sampling, ledger.num_videos, guard.check):
                     on_result(ledger.take(result), len(ledger.ended), len(tasks))
             except Interrupted:
                 log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
@@ -218,6 +216,7 @@ def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> E
         env=request.env.model_dump(mode="json"),
         gym=request.gym.model_dump(mode="json") if spec.name == GYM else {},
         prompts=request.prompts.model_dump(mode="json") if spec.name == PROMPTS else {},
+        rollout=request.rollout.model_dump(mode="json") if is_prompts(spec.name) else {},
         policy=request.policy.model_dump(mode="json", exclude={"path"}),
         vlarl=__version__,
         machine=describe_machine(),

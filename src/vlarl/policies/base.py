@@ -95,6 +95,10 @@ class Policy(nn.Module, ABC):
     def num_images(self) -> int:
         """Views of an observation that the policy reads."""
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """UsageError for values of its sampling options that the model can't be sampled with."""
+        return None
+
     @abstractmethod
     def process(self, observations: Sequence[Observation]) -> TensorRows:
         """Prompts and pixels as the model reads them, on the CPU."""
@@ -152,6 +156,11 @@ class Policy(nn.Module, ABC):
     def recordable(self) -> bool:
         """Whether `sample` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
         return True
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Whether `evaluate` reports an auxiliary loss of the model's own."""
+        return False
 
     def weights_changed(self) -> None:
         """Called after weights were changed in place: whatever is kept beside them is brought up to date."""

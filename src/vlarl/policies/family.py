@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 DtypeName = Literal["float32", "bfloat16"]
 
+BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
+FLOAT32 = BYTES["float32"]
+
+
+def copied_bytes(dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
+    """Bytes of the lower-precision copy of a float32 adapter; quantised layers have none."""
+    return BYTES[dtype] if BYTES[dtype] < FLOAT32 and quantize is None else 0
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -134,6 +142,7 @@ class Family(ABC):
     """One kind of checkpoint."""
 
     supported: ClassVar[str]  # its checkpoints in words, for the error about a model of another type
+    writes_texts: ClassVar[bool] = False  # and responds to prompts; otherwise its decisions are actions of a robot
 
     @abstractmethod
     def recognizes(self, config: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from vlarl.config.describe import options
 from vlarl.config.finetune import FinetunePolicyConfig
+from vlarl.config.known import is_prompts
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import Config, ModelConfig, PolicyConfig
@@ -28,11 +29,12 @@ from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla.family import OpenVLAFamily
 from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.vlm.family import VlmFamily
 
 __all__ = ["BUILTIN", "DTYPES", "checkpoint_folder", "load_configured", "load_policy"]
 
-FAMILIES: dict[str, Family] = {"openvla": OpenVLAFamily()}
-"""The families of policies, by the model type that config.json names."""
+FAMILIES: dict[str, Family] = {"openvla": OpenVLAFamily(), "vlm": VlmFamily()}
+"""The families of policies, by the model type that config.json names; the last one recognises any of transformers'."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -207,8 +209,33 @@ def load_supervised(settings: FinetunePolicyConfig, device: torch.device) -> Sup
 
 def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
     """The configured policy, for acting; on the device `meta` it has no weights and only processes observations."""
-    settings = config.policy
-    path = checkpoint or settings.path
+    return load_for_suite(config.policy, checkpoint or config.policy.path, device, config.env.suite)
+
+
+def load_for_suite(settings: PolicyConfig, path: str | Path, device: torch.device, suite: str) -> Policy:
+    """Load a policy for acting in a suite; a kind that can't is refused before its weights are read."""
+    refuse_other_kind(str(path), settings.base, suite)
     policy = load_configured(settings, path, device, settings.decoder, settings.actions)
-    policy.use_statistics(settings.unnorm_key, config.env.suite)
+    policy.use_statistics(settings.unnorm_key, suite)
     return policy
+
+
+def refuse_other_kind(path: str, base: str | None, suite: str) -> None:
+    """Refuse a policy of robots on prompts, and one that writes texts on a robot."""
+    writes_texts = False
+    if path not in FRESH:
+        folder = checkpoint_folder(path)
+        try:
+            writes_texts = family_of(folder, base).writes_texts
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the policy {path} can't be loaded: {' '.join(str(error).split())}") from error
+    if is_prompts(suite) and not writes_texts:
+        remedy = (
+            f"name a language or vision-language model for {suite}, or a suite of a robot, such as tabletop_spatial"
+        )
+        raise UsageError(f"policy.path = {path!r}: this policy acts on a robot, and prompts need texts; {remedy}.")
+    if writes_texts and not is_prompts(suite):
+        remedy = "set env.suite to prompts (your data), prompts_arithmetic or prompts_shapes, or name a robot's policy"
+        raise UsageError(
+            f"policy.path = {path!r}: this model writes texts, and {suite} takes a robot's actions; {remedy}."
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 import torch
@@ -22,29 +23,53 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 # Values that share a scale in 4 bits. Rows that are not a multiple of it stay in full precision (in OpenVLA-7B one
 # matrix of each SigLIP block): bitsandbytes 0.50 dequantises them wrongly on a CPU.
 BLOCK = 64
+# Four bits a weight, a byte for the scale of a block and a float32 for 256 scales; or a byte a weight, the scale of a
+# whole row being negligible.
+QUANTIZED_BYTES = {4: 0.5 + 1 / BLOCK + 4 / (BLOCK * 256), 8: 1.0}
+UNPACKED_BYTES = {4: 2, 8: 4}  # of a weight in the one matrix that is unpacked at a time
 OUTLIER_THRESHOLD = 6.0  # of an activation; columns with larger ones are multiplied in 16 bits
 
 
 def quantize_linears(model: nn.Module, bits: Literal[4, 8], names: re.Pattern[str]) -> None:
     """Replace the linear layers of these names in a model on the meta device; loading then quantises each weight."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and names.fullmatch(name):
+            _replace(model, name, module, bits)
+    _mark(model, bits)
+
+
+def quantize_loaded(model: nn.Module, bits: Literal[4, 8], names: Collection[str], device: torch.device | str) -> None:
+    """Quantise the linear layers of these names in a model whose weights are on the host; they move to the device."""
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        new = _replace(model, name, module, bits)
+        if new is not None:
+            new.weight = cast(nn.Parameter, quantized(new.weight, module.weight.detach(), device))
+    _mark(model, bits)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Linear, bits: Literal[4, 8]) -> nn.Linear | None:
+    """Put an empty quantised layer in place of another; None where that one stays, as its rows are not whole blocks."""
     if bits not in (4, 8):
         raise ValueError(f"a base in {bits} bits is not possible: use 4 or 8")
     bnb = _bitsandbytes()
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or not names.fullmatch(name):
-            continue
-        if bits == 4 and module.in_features % BLOCK:
-            continue
-        sizes = (module.in_features, module.out_features)
-        with torch.device("meta"):
-            new: nn.Linear = (
-                bnb.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-                if bits == 4
-                else bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD)
-            )
-        new.bias = module.bias  # with its requires_grad
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, new)
+    if bits == 4 and module.in_features % BLOCK:
+        return None
+    sizes = (module.in_features, module.out_features)
+    with torch.device("meta"):
+        new: nn.Linear = (
+            bnb.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+            if bits == 4
+            else bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD)
+        )
+    new.bias = module.bias  # with its requires_grad
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new)
+    return new
+
+
+def _mark(model: nn.Module, bits: Literal[4, 8]) -> None:
     cast(Any, model).is_loaded_in_4bit = bits == 4  # peft reads these attributes
     cast(Any, model).is_loaded_in_8bit = bits == 8
 

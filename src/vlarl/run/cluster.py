@@ -26,6 +26,7 @@ from vlarl.policies.load import load_acting_policy
 from vlarl.rewards import build_bare_reward, contained
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
+from vlarl.rollout.sampling import rollout_sampling
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.run.parts import (
     Parts,
@@ -98,7 +99,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         eval_tasks = evaluation_tasks(
             pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
-        check_fit(policy, pool, eval_tasks[0])
+        check_fit(policy, pool, eval_tasks[0], rollout_sampling(config.rollout))
         curriculum = cluster.worker("curriculum", partial(build_sampler, config, pool.spec, checkpoint is None), SMALL)
         wait_started(learners)
         group = LearnerGroup(learners, config, policy)

@@ -14,6 +14,7 @@ from vlarl.envs.build import build_pool
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.rollout.sampling import rollout_sampling
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.run.parts import (
     Parts,
@@ -50,7 +51,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
         eval_tasks = evaluation_tasks(
             pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
-        check_fit(policy, pool, eval_tasks[0])
+        check_fit(policy, pool, eval_tasks[0], rollout_sampling(config.rollout))
         learner = Learner(policy, algorithm, config, device)
         parts = Parts(
             policy=policy,

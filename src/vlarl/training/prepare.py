@@ -42,7 +42,12 @@ def load_engine_policy(config: Config, device: torch.device) -> Policy:
 
 
 def refuse_untrainable(policy: Policy, config: Config) -> None:
-    """Refuse a policy of which only the critic would be trained."""
+    """Refuse a policy of which only the critic would be trained, and a loss that it does not report."""
+    if config.algorithm.aux_loss_coef > 0 and not policy.has_aux_loss:
+        raise UsageError(
+            f"algorithm.aux_loss_coef = {config.algorithm.aux_loss_coef}: this model reports no auxiliary loss, as "
+            "only mixtures of experts do; leave it out."
+        )
     if not trained_weights(policy):
         raise UsageError(
             f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."

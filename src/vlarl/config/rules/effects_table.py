@@ -17,7 +17,7 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import GROUP_METHODS, GYM, PROMPTS, is_prompts
 from vlarl.config.rules.reward import READ_BY, used_kinds
 from vlarl.config.run_checkpoints import ADAPTER
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, TextConfig
 from vlarl.config.suites import suite_facts
 from vlarl.config.training_data import local_folder
 
@@ -57,6 +57,18 @@ GPU_FRACTIONS = (
     "distributed.engine_gpus",
     "distributed.env_gpus",
     "distributed.reward_gpus",
+)
+OF_ROBOTS = (
+    "policy.decoder",
+    "policy.unnorm_key",
+    "policy.actions",
+    "policy.chunk_length",
+    "policy.num_images",
+    "policy.use_proprio",
+    "policy.resize",
+    "policy.center_crop",
+    "policy.heads_device",
+    "algorithm.action_reconstruction_coef",
 )
 CRITIC = (
     "critic.*",
@@ -189,7 +201,19 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: not is_prompts(c.env.suite),
         "with prompts, which are one step with the images of their own rows",
     ),
+    Condition(
+        ("rollout.top_p", "rollout.top_k", *(f"rollout.{name}" for name in TextConfig.model_fields)),
+        ("env.suite",),
+        lambda c: is_prompts(c.env.suite),
+        "without a suite of prompts (prompts, prompts_*), whose policies write texts",
+    ),
     # policy, lora
+    Condition(
+        OF_ROBOTS,
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, whose policies write texts",
+    ),
     Condition(
         ("policy.heads_device",),
         ("algorithm.name", "policy.actions"),
@@ -283,9 +307,9 @@ TRAIN: tuple[Condition[Config], ...] = (
     ),
     Condition(
         ("algorithm.aux_loss_coef",),
-        (),
-        lambda _: False,
-        "without an auxiliary loss, which none of the supported models reports",
+        ("env.suite",),
+        lambda c: is_prompts(c.env.suite),
+        "without an auxiliary loss, which mixtures of experts on prompts report",
     ),
     Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
     Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),
@@ -357,17 +381,14 @@ ALWAYS_TRAIN = _paths(
     {
         "run": "name root seed device num_threads iterations total_env_steps",
         "env": "suite task_ids num_envs protocol lockstep",
-        "policy": (
-            "path decoder unnorm_key actions chunk_length num_images use_proprio resize center_crop dtype "
-            "quantize attention gradient_checkpointing freeze"
-        ),
+        "policy": "path dtype quantize attention gradient_checkpointing freeze",
         "lora": "enabled adapter",
         "rollout": "num_groups group_size temperature",
         "curriculum": "mode persist",
         "reward": "source retries fallback max_failure_rate",
         "algorithm": (
             "name epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
-            "action_reconstruction_coef max_approx_kl old_logprobs importance normalize_advantages "
+            "max_approx_kl old_logprobs importance normalize_advantages "
             "advantage_clamp"
         ),
         "kl": "coef",

@@ -1,4 +1,4 @@
-"""Rules of sampling: the section `curriculum`, and dynamic sampling in `rollout`."""
+"""Rules of sampling: the section `curriculum`, dynamic sampling and the lengths of texts in `rollout`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vlarl.config.known import GROUP_METHODS
 from vlarl.config.problems import Problem, shown
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, TextConfig
 from vlarl.config.suites import suite_facts
 
 Problems = Iterator[Problem]
@@ -68,3 +68,13 @@ def check_dynamic_sampling(config: Config) -> Problems:
             )
             subject = f"rollout.accuracy_bounds = {shown(rollout.accuracy_bounds)}"
             yield Problem(subject, remedy, ("rollout.accuracy_bounds", "rollout.group_size"))
+
+
+def check_texts(texts: TextConfig) -> Problems:
+    """A text can reach its shortest length, and what ends it is not empty."""
+    if texts.max_tokens is not None and texts.min_tokens > texts.max_tokens:
+        subject = f"rollout.min_tokens = {texts.min_tokens} with rollout.max_tokens = {texts.max_tokens}"
+        remedy = "a text would be cut off before it may end; set min_tokens to max_tokens or less"
+        yield Problem(subject, remedy, ("rollout.min_tokens", "rollout.max_tokens"))
+    if "" in texts.stop:
+        yield Problem(f"rollout.stop = {shown(texts.stop)}", "an empty string can't end a text", ("rollout.stop",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from vlarl.policies import adapters
-from vlarl.policies.checkpoint_json import read_json, whole
-from vlarl.policies.family import AdapterFacts, Description, DtypeName, MemoryEstimate, StoredWeights
+from vlarl.policies.family import AdapterFacts, Description, DtypeName, MemoryEstimate
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla.checkpoint import has_film_file, resolve_config
 from vlarl.policies.openvla.components import has_component
@@ -25,7 +23,8 @@ from vlarl.policies.openvla.config import (
 from vlarl.policies.openvla.limits import building, check_size
 from vlarl.policies.openvla.memory import PROMPT_LENGTH, estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.model import OpenVLAModel
-from vlarl.policies.weight_files import read_shapes, stored_dtype, weight_files
+from vlarl.policies.stored import adapter_facts, stored_weights
+from vlarl.policies.weight_files import read_shapes
 
 COMPONENTS = ("proprio_projector", "value_head", "action_head", "vision_backbone")  # files beside the model's own
 NO_TOKENIZER = "missing: copy tokenizer.json of its base model into the folder, or no prompt can be encoded"
@@ -150,7 +149,7 @@ def describe(
     path: str, folder: Path, decoder: DecoderName | None = None, num_images: int | None = None
 ) -> OpenVLADescription:
     """Describe the checkpoint or adapter that `path` names and `folder` holds, read as `load_policy` would read it."""
-    adapter = _adapter(folder)
+    adapter = adapter_facts(folder)
     base = folder if adapter is None else checkpoint_folder(adapter.base)
     if adapter is not None:
         adapters.check_base(folder, adapter.base, adapters.fingerprint(base))
@@ -164,21 +163,11 @@ def describe(
         config=config,
         language=_language(config),
         components=found,
-        stored=_stored(base),
+        stored=stored_weights(base),
         problems=tuple(_problems(config, base, found)),
         has_tokenizer=any((each / "tokenizer.json").is_file() for each in folders),
         statistics=tuple(_statistics(key, entry) for key, entry in config.norm_stats.items()),
     )
-
-
-def _adapter(folder: Path) -> AdapterFacts | None:
-    if not adapters.is_adapter(folder):
-        return None
-    content = read_json(folder / adapters.CONFIG_NAME)
-    if content.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} holds an adapter of type {content.get('peft_type')}: only LORA is supported")
-    rank, alpha = (whole(content.get(name, 8), f"{name} of {adapters.CONFIG_NAME}", 1) for name in ("r", "lora_alpha"))
-    return AdapterFacts(rank, alpha, adapters.base_of(folder))
 
 
 def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: AdapterFacts | None) -> str:
@@ -195,16 +184,6 @@ def _kind(path: str, config: OpenVLAConfig, found: tuple[str, ...], adapter: Ada
 def _language(config: OpenVLAConfig) -> LanguageModel:
     whole = language_config(config.text)  # with the defaults that a file may leave out
     return LanguageModel(str(config.text["model_type"]), int(whole.num_hidden_layers), int(whole.hidden_size))
-
-
-def _stored(folder: Path) -> StoredWeights:
-    files = weight_files(folder)
-    return StoredWeights(
-        num_parameters=sum(math.prod(shape) for shape in read_shapes(folder).values()),
-        dtype=str(stored_dtype(folder)).removeprefix("torch."),
-        num_bytes=sum(file.stat().st_size for file in files),
-        num_files=len(files),
-    )
 
 
 def _problems(config: OpenVLAConfig, folder: Path, found: tuple[str, ...]) -> list[str]:

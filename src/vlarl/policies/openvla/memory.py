@@ -16,21 +16,13 @@ import torch
 from torch import nn
 
 from vlarl.policies.adapters import linear_names
-from vlarl.policies.family import DtypeName, MemoryEstimate
+from vlarl.policies.family import BYTES, FLOAT32, DtypeName, MemoryEstimate, copied_bytes
 from vlarl.policies.openvla.config import OpenVLAConfig, language_config
 from vlarl.policies.openvla.model import QUANTIZED, UNADAPTED, OpenVLAModel
 from vlarl.policies.openvla.towers import TowerConfig
-from vlarl.policies.quantize import BLOCK
+from vlarl.policies.quantize import BLOCK, QUANTIZED_BYTES, UNPACKED_BYTES
 
 PROMPT_LENGTH = 32  # tokens of the template with an instruction of a dozen words, as LIBERO's are
-
-BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
-FLOAT32 = 4
-
-# Four bits a weight, a byte for the scale of a block and a float32 for 256 scales; or a byte a weight, the scale of a
-# whole row being negligible.
-QUANTIZED_BYTES = {4: 0.5 + 1 / BLOCK + 4 / (BLOCK * 256), 8: 1.0}
-UNPACKED_BYTES = {4: 2, 8: 4}  # of a weight in the one matrix that is unpacked at a time
 
 
 def estimate_rollout(
@@ -54,7 +46,7 @@ def estimate_rollout(
     adapters = 0 if lora_rank is None else sizes.adapter_weights(lora_rank)
     return MemoryEstimate(
         sizes.weights(dtype, quantize),
-        adapters=adapters * (FLOAT32 + _copied(dtype, quantize)),
+        adapters=adapters * (FLOAT32 + copied_bytes(dtype, quantize)),
         activations=max(peak - cache, 0),
         cache=cache,
     )
@@ -72,7 +64,7 @@ def estimate_lora_update(
     freeze_vision: bool = False,
 ) -> MemoryEstimate:
     """An update of adapters of all linear layers: forward and backward pass of a microbatch, AdamW's state."""
-    copied = _copied(dtype, quantize)
+    copied = copied_bytes(dtype, quantize)
     if quantize is not None:
         dtype = "float32"  # everything not quantised is float32, including the states between layers
     sizes = Sizes(config, microbatch_size, prompt_length)
@@ -186,11 +178,6 @@ class Sizes:
             if isinstance(module, nn.Linear) and QUANTIZED.fullmatch(name)
             if bits == 8 or module.in_features % BLOCK == 0
         ]
-
-
-def _copied(dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
-    """Bytes of the lower-precision copy of a float32 adapter; quantised layers have none."""
-    return BYTES[dtype] if BYTES[dtype] < FLOAT32 and quantize is None else 0
 
 
 def _text_sizes(text: Any) -> TextSizes:

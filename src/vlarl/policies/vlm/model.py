@@ -7,11 +7,14 @@ whole batch at once. Positions are always given: a model that counts columns wou
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -167,6 +170,28 @@ class ModelAccess:
                 f"{type(self.model).__name__} changes its logits in a way that is not supported: its log-probs would "
                 "be wrong. Use a model of another family."
             )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the library's progress bars and its report on weights, of which the problems are errors here."""
+    logs = cast(Any, transformers.logging)
+    shown = logs.is_progress_bar_enabled()
+    verbosity = logs.get_verbosity()
+    logs.set_verbosity(logs.CRITICAL)
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if shown:
+            logs.enable_progress_bar()
+
+
+def max_positions(config: Any) -> int | None:
+    """Tokens of prompt and text together that a model reads; None where its config does not limit them."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 def remove_noise(model: nn.Module) -> None:

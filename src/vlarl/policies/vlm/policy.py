@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.config.training_data import TrainingData, training_data_of, write_training_data
@@ -21,7 +22,7 @@ from vlarl.policies.value_head import ValueHead
 from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
 from vlarl.policies.vlm.generation import Stops, generate, max_tokens
 from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
-from vlarl.policies.vlm.model import ModelAccess, Pass, following, remove_noise
+from vlarl.policies.vlm.model import ModelAccess, Pass, following, max_positions, remove_noise
 from vlarl.policies.vlm.processor import PromptProcessor
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
@@ -31,6 +32,7 @@ from vlarl.types import Action, Observation
 VALUE_HEAD = "value_head"
 DEFAULT_IMAGE_SIZE = 224
 UNADAPTED = ("lm_head",)
+PROBED = ("a short text", "a text that is somewhat longer", "a text about an image")
 
 
 class VlmPolicy(Policy):
@@ -47,14 +49,22 @@ class VlmPolicy(Policy):
     action_dim = 0
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, processor: PromptProcessor, base: BaseCheckpoint | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: PromptProcessor,
+        base: BaseCheckpoint | None = None,
+        linear_names: tuple[str, ...] | None = None,
+    ) -> None:
+        """`linear_names` are the layers that adapters can be added to, if the model's own no longer say it, as
+        quantised ones don't."""
         super().__init__()
         self.model = model
         self.access = ModelAccess(model)
         self.processor = processor
         self.base = base  # None: not loaded from a checkpoint
         self.assets: dict[str, bytes] = {}  # files of the tokenizer and processor, written as they were read
-        self.linear_names = adapters.linear_names(model, UNADAPTED)
+        self.linear_names = adapters.linear_names(model, UNADAPTED) if linear_names is None else linear_names
         self.value_head: ValueHead | None = None
         self.level: Level = "chunk"
         self.positions_at_once = chunk_size(self.access.vocabulary)  # whose logits exist at the same time
@@ -83,6 +93,20 @@ class VlmPolicy(Policy):
     def process(self, observations: Sequence[Observation]) -> VlmInputs:
         """Prompts as the model's own processor makes them, on the CPU."""
         return self.processor(observations)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse stop tokens that are not in the vocabulary, and texts that are longer than the model reads."""
+        beyond = [index for index in sampling.stop if index >= self.access.vocabulary]
+        if beyond:
+            raise UsageError(
+                f"rollout.stop_token_ids = {beyond}: the model's tokens have the ids 0 to {self.access.vocabulary - 1}."
+            )
+        limit, count = max_positions(self.model.config), max_tokens(sampling)
+        if limit is not None and count >= limit:
+            raise UsageError(
+                f"rollout.max_tokens = {count}: the model reads {limit} tokens of prompt and text together; set it "
+                "lower."
+            )
 
     def noise(self, seeds: Sequence[int], sampling: Sampling) -> torch.Tensor:
         """[B, max_tokens] uniforms, one a token, each row from its own seed."""
@@ -203,8 +227,10 @@ class VlmPolicy(Policy):
 
     def freeze(self, part: Literal["vision", "backbone"]) -> None:
         """Exclude the vision tower, or the whole model without its heads, from training."""
-        self._part(part).requires_grad_(False)
-        self.linear_names = adapters.linear_names(self.model, UNADAPTED)
+        frozen = self._part(part)
+        frozen.requires_grad_(False)
+        left = {module for module in frozen.modules() if isinstance(module, nn.Linear)}
+        self.linear_names = tuple(name for name in self.linear_names if self.model.get_submodule(name) not in left)
 
     def _part(self, part: Literal["vision", "backbone"]) -> nn.Module:
         if part == "backbone":
@@ -217,8 +243,28 @@ class VlmPolicy(Policy):
     def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
         """Set up freezing, adapters and gradient checkpointing as configured; loaded adapters are trained further."""
         remove_noise(self.model)
+        self.adapt(settings, lora, seed)
+        if self.bits is not None and not self.has_adapter:
+            raise UsageError(
+                f"policy.quantize = {self.bits} without adapters: quantised weights can't be trained; set "
+                "lora.enabled, or policy.quantize to null."
+            )
+        if any(p.requires_grad and p.dtype != torch.float32 for p in self.parameters()):
+            raise UsageError(
+                f"policy.dtype = '{str(self.model.dtype).removeprefix('torch.')}' without adapters: small updates of "
+                "weights that are trained would be rounded away; set lora.enabled, or policy.dtype to float32."
+            )
+        if settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def adapt(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
+        """Freeze parts and add adapters as configured."""
         if settings.freeze != "none" and not self.has_adapter:
             self.freeze(settings.freeze)
+        if self.bits is not None:  # what is not quantised is float32, as the adapters are, and so are the states
+            for parameter in self.model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
         if lora.adapter is not None and self.has_adapter:
             raise UsageError(
                 f"lora.adapter = {lora.adapter!r}: policy.path is an adapter itself; name one of them only."
@@ -230,13 +276,45 @@ class VlmPolicy(Policy):
                 raise UsageError(f"lora: {error}") from error
         if settings.freeze == "vision":
             self._part("vision").requires_grad_(False)  # loaded adapters included
-        if any(p.requires_grad and p.dtype != torch.float32 for p in self.parameters()):
-            raise UsageError(
-                f"policy.dtype = '{str(self.model.dtype).removeprefix('torch.')}' without adapters: small updates of "
-                "weights that are trained would be rounded away; set lora.enabled, or policy.dtype to float32."
-            )
-        if settings.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def bits(self) -> Literal[4, 8] | None:
+        """Of the quantised layers; None: none is quantised."""
+        model = cast(Any, self.model)
+        return (
+            4
+            if getattr(model, "is_loaded_in_4bit", False)
+            else 8
+            if getattr(model, "is_loaded_in_8bit", False)
+            else None
+        )
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """Mixtures of experts report the load balance of their experts."""
+        return self.access.is_mixture
+
+    @property
+    def fsdp_units(self) -> tuple[type[nn.Module], ...]:
+        """The layers of the decoder and of the vision tower, and the critic. Embeddings and the head are used outside
+        of the model's own forward, so they stay with the root."""
+        named = set(self.model._no_split_modules or ())
+        layers = {type(module) for module in self.model.modules() if type(module).__name__ in named}
+        if any(isinstance(module, GradientCheckpointingLayer) for module in self.model.modules()):
+            layers = {GradientCheckpointingLayer}
+        return (*layers, ValueHead)
+
+    @property
+    def float32_units(self) -> tuple[type[nn.Module], ...]:
+        """The critic."""
+        return (ValueHead,)
+
+    @torch.no_grad()
+    def probe_logits(self) -> torch.Tensor:
+        """[B, L, V] logits of a few fixed texts after prompts of different lengths, one of them with an image."""
+        inputs = self.process(self.processor.probes())
+        sample = text_sample(self.decisions_of(PROBED[: len(inputs)])).to(self.device)
+        return self.access.logits(self._text_states(vlm_inputs(inputs), sample).states).cpu()
 
     def _add_adapter(self, lora_config: LoraConfig, seed: int) -> None:
         """Freeze the model and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
@@ -297,3 +375,8 @@ class VlmPolicy(Policy):
         write_training_data(folder, self.training_data)
         if self.value_head is not None:
             save_module(self.value_head, folder / f"{VALUE_HEAD}.safetensors", dtype)
+
+    def save_merged(self, folder: Path, adapter: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        """Write the model without its critic, which only training reads."""
+        self.detach_value_head()
+        self.save(folder, dtype, max_shard_bytes=max_shard_bytes)

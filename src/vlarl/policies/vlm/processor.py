@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers
 from jinja2 import TemplateError
@@ -70,6 +71,25 @@ class PromptProcessor:
         self._check_features(row, sample)
         return row
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be turned into a prompt."""
+        return any(getattr(owner, "chat_template", None) for owner in (self.processor, self.tokenizer))
+
+    def probes(self) -> list[Observation]:
+        """A few fixed prompts of different lengths; where the model reads images, one has an image of noise."""
+        texts = ("probe", "a probe of more words")
+        prompts = [Prompt(({"role": "user", "content": text},), conversational=False) for text in texts]
+        if self.reads_images and self.has_template:
+            prompts.append(self.with_image())
+        return [prompt_observation(prompt) for prompt in prompts]
+
+    @staticmethod
+    def with_image() -> Prompt:
+        """A fixed prompt with a small image of noise."""
+        noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+        return Prompt(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "probe"}]},), (noise,))
+
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
         return not (prompt.conversational or prompt.images or prompt.videos or self.system_prompt)
@@ -96,7 +116,7 @@ class PromptProcessor:
     def _rendered(self, messages: Sequence[Mapping[str, Any]], sample: str) -> str:
         """The text of a conversation up to where the model's turn begins."""
         owner = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
-        if not getattr(owner, "chat_template", None):
+        if not self.has_template:
             raise UsageError(
                 "the model has no chat template, which turns messages into a prompt: add a chat_template.jinja to its "
                 "folder, that of the instruction-tuned model of its family for example."
@@ -174,6 +194,11 @@ def prompt_of(observation: Observation) -> Prompt:
     content: list[dict[str, str]] = [{"type": "image"}] * len(observation.images)
     message = {"role": "user", "content": [*content, {"type": "text", "text": observation.instruction}]}
     return Prompt((message,), tuple(observation.images))
+
+
+def prompt_observation(prompt: Prompt) -> Observation:
+    """A prompt as environments of prompts show it."""
+    return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt)
 
 
 def frames_as_images(prompt: Prompt) -> Prompt:

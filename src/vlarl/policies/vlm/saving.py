@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from vlarl.json_files import read_object
 from vlarl.policies.checkpoint_json import write_json
+from vlarl.policies.vlm.model import quiet
 
 
 def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
@@ -17,10 +18,11 @@ def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, 
     which otherwise stay as they are."""
     for old in folder.glob("model*.safetensors*"):
         old.unlink()  # shards of other weights
+    state = None if dtype is None else _converted(model, dtype)
+    with quiet():
+        model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_bytes)
     if dtype is None:
-        model.save_pretrained(folder, max_shard_size=max_shard_bytes)
         return
-    model.save_pretrained(folder, state_dict=_converted(model, dtype), max_shard_size=max_shard_bytes)
     config = read_object(folder / "config.json")
     _name_dtype(config, str(dtype).removeprefix("torch."))  # the library loads a model in the type that is named there
     write_json(folder / "config.json", config)
