@@ -26,6 +26,7 @@ CELLS = 4  # shapes stand in a grid of so many columns and rows, so that they ne
 PITCH = SIZE // CELLS
 RADIUS = 5  # of a shape, in pixels
 DARKEST, BRIGHTEST = 8, 72  # grey of the background
+NOISE = 4  # grey levels by which a pixel of the background is off, at most: no two images are the same
 JITTER = 1  # pixels by which a shape is off the centre of its cell, at most: shapes never touch
 DIGIT_JITTER = 3  # pixels by which digits are off the centre of the image, at most
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 90, 230), "yellow": (230, 210, 40)}
@@ -103,7 +104,8 @@ def render_digits(text: str, colour: str, rng: np.random.Generator, scale: int =
 
 
 def _background(rng: np.random.Generator) -> UInt8Array:
-    return np.full((SIZE, SIZE, 3), rng.integers(DARKEST, BRIGHTEST + 1), np.uint8)
+    grey = rng.integers(DARKEST, BRIGHTEST + 1) + rng.integers(-NOISE, NOISE + 1, size=(SIZE, SIZE, 1))
+    return np.broadcast_to(grey, (SIZE, SIZE, 3)).astype(np.uint8)
 
 
 def _cells(rng: np.random.Generator, count: int) -> list[int]:
