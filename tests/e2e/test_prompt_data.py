@@ -100,7 +100,16 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 SMALL = [
     *("--policy.path", "model", "--env.suite", "prompts", "--run.name", "run", "--run.iterations", "2"),
-    *("--rollout.num_groups", "3", "--rollout.group_size", "4", "--rollout.max_tokens", "8", "--optim.minibatches", "1"),
+    *(
+        "--rollout.num_groups",
+        "3",
+        "--rollout.group_size",
+        "4",
+        "--rollout.max_tokens",
+        "8",
+        "--optim.minibatches",
+        "1",
+    ),
     *("--algorithm.name", "grpo", "--algorithm.epochs", "1", "--eval.states_per_task", "2", "--eval.interval", "0"),
     *("--optim.lr", "1e-3", "--run.num_threads", "1", "--run.device", "cpu"),
 ]

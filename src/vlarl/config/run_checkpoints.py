@@ -38,8 +38,7 @@ HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.AS
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
-    "openvla/openvla-7b or openvla/openvla-7b@main, or one of "
-    + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
+    "openvla/openvla-7b or openvla/openvla-7b@main, or one of " + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
 )
 """What is accepted wherever a checkpoint is expected."""
 
@@ -182,7 +181,10 @@ def other_model(name: str) -> str | None:
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
     reason = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
-    return f"{reason}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+    supported = (
+        "OpenVLA and OpenVLA-OFT, such as openvla/openvla-7b, and for prompts the language models of transformers"
+    )
+    return f"{reason}; {supported} are"
 
 
 def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:

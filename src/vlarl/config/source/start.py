@@ -4,6 +4,9 @@ policy.path of full size, such as 7B ──► the LIBERO preset, for PPO or for
                                          describe its own checkpoint: the named checkpoint's files have them
 policy.path of a small model         ──► the default preset, on the tabletop
 no policy.path                       ──► the preset of env.suite, if there is one; else the default preset
+
+env.suite prompts, your own data     ──► the preset for vision-language models on one GPU
+env.suite prompts_…, built in        ──► the preset of that suite, or the same for a model of full size
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS
+from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import is_small_checkpoint
 from vlarl.config.schema import Config
@@ -22,6 +25,15 @@ from vlarl.config.source.yaml_file import Document, read_document
 
 FULL_SIZE, FULL_SIZE_PPO = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla"
 """Presets for LIBERO and 7B models: adapters, bfloat16, gradient checkpointing; they fit on one GPU."""
+
+PROMPTS = "prompts_grpo_3b"
+"""The same for prompts, and language models of a few billion parameters."""
+
+PROMPTS_SMALL = {"prompts_shapes": "prompts_grpo", "prompts_arithmetic": "prompts_arithmetic_grpo"}
+"""Presets of the built-in prompts, whose texts are short; PPO has one for both."""
+
+OF_FULL_SIZE = ("policy.dtype", "policy.gradient_checkpointing")
+"""Options by which a large model fits on a GPU."""
 
 OF_CHECKPOINT = ("policy.decoder", "policy.chunk_length", "policy.num_images", "policy.use_proprio")
 """Options in which a preset describes its own checkpoint."""
@@ -68,8 +80,14 @@ def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
     is_ppo = algorithm == "ppo"
     full_size, by_algorithm = (FULL_SIZE_PPO, " and algorithm.name is ppo") if is_ppo else (FULL_SIZE, "")
     left_out: tuple[str, ...] = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
+    is_small = isinstance(path, str) and is_small_checkpoint(path, str(given.get("run.root", Config().run.root)))
+    if is_prompts(suite):
+        fits_toy = (is_small or path is None) and suite in PROMPTS_SMALL
+        small = "prompts_ppo" if is_ppo else PROMPTS_SMALL.get(suite, "")
+        reason = f"chosen because env.suite is {suite}"
+        return Start(small, reason) if fits_toy else Start(PROMPTS, reason, OF_FULL_SIZE if is_small else ())
     if isinstance(path, str):
-        if is_small_checkpoint(path, str(given.get("run.root", Config().run.root))):
+        if is_small:
             return Start(DEFAULT_PRESET, "chosen because policy.path is a small model")
         reason = f"chosen because policy.path is taken for a 7B model{by_algorithm}"
         if path in CHECKPOINT_SERIES[full_size].values():
