@@ -529,7 +529,8 @@ class EvalConfig(Section):
     interval: NonNegativeInt = 10
     """Iterations between evaluations, in addition to those at start and end; 0 for start and end only."""
     states_per_task: PositiveInt = 20
-    """Initial states per task, one episode each; of your own prompts (env.suite prompts) at most as many as there are."""
+    """Initial states per task, one episode each; of your own prompts (env.suite prompts) as many as there are, at
+    most."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     videos: NonNegativeInt = 4
