@@ -38,8 +38,7 @@ HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.AS
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
-    "openvla/openvla-7b or openvla/openvla-7b@main, or one of "
-    + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
+    "openvla/openvla-7b or openvla/openvla-7b@main, or one of " + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
 )
 """What is accepted wherever a checkpoint is expected."""
 
