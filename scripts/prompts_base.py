@@ -67,9 +67,11 @@ class Kind:
 
     @property
     def name(self) -> str:
+        """Suite and kind."""
         return str(self.source.prompt(self.task_id, 0).columns["data_source"])
 
     def train_prompt(self, rng: np.random.Generator) -> Prompt:
+        """One of those to train on."""
         states = self.source.spec.train_states
         return self.source.prompt(self.task_id, states[rng.integers(len(states))])
 

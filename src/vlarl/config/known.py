@@ -77,7 +77,7 @@ def is_prompts(suite: str) -> bool:
 
 
 BUILTIN_HOMES = {"tiny-oft": "tabletop_", "tiny-openvla": "tabletop_", "tiny-qwen2.5-vl": "prompts_"}
-"""Checkpoints that ship with vlarl, `builtin:<name>`, and how the names of the suites begin that each was trained on."""
+"""Checkpoints that ship with vlarl, `builtin:<name>`, and the beginning of the suites that each was trained on."""
 
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 """How those of robots decode; `init:<name>` is the same model with fresh weights."""

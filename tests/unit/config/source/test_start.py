@@ -35,6 +35,24 @@ def work(tmp_path, monkeypatch) -> Path:
             "chosen because env.suite is libero_10 and algorithm.name is ppo",
         ),
         ({"env.suite": "metaworld_mt10"}, "metaworld_grpo", "chosen because env.suite is metaworld_mt10"),
+        ({"env.suite": "prompts_shapes"}, "prompts_grpo", "chosen because env.suite is prompts_shapes"),
+        (
+            {"env.suite": "prompts-arithmetic", "policy.path": "builtin:tiny-qwen2.5-vl"},
+            "prompts_arithmetic_grpo",
+            "chosen because env.suite is prompts_arithmetic",
+        ),
+        (
+            {"env.suite": "prompts_arithmetic", "algorithm.name": "ppo"},
+            "prompts_ppo",
+            "chosen because env.suite is prompts_arithmetic and algorithm.name is ppo",
+        ),
+        (
+            {"policy.path": "builtin:tiny-qwen2.5-vl"},
+            "prompts_grpo",
+            "chosen because policy.path is the built-in model for prompts",
+        ),
+        ({"env.suite": "prompts"}, PROMPTS, "chosen because env.suite is prompts"),
+        (OWN | {"env.suite": "prompts_shapes"}, PROMPTS, "chosen because env.suite is prompts_shapes"),
         (OWN, GRPO, "chosen because policy.path is taken for a 7B model"),
         (OWN | {"env.suite": "libero_spatial"}, GRPO, "chosen because policy.path is taken for a 7B model"),
         (OWN | {"env.suite": "metaworld_mt10"}, GRPO, "chosen because policy.path is taken for a 7B model"),
@@ -48,19 +66,6 @@ def work(tmp_path, monkeypatch) -> Path:
             TOY,
             "chosen because policy.path is a small model",
         ),
-        ({"env.suite": "prompts_shapes"}, "prompts_grpo", "chosen because env.suite is prompts_shapes"),
-        (
-            {"env.suite": "prompts-arithmetic", "policy.path": "builtin:tiny-qwen2.5-vl"},
-            "prompts_arithmetic_grpo",
-            "chosen because env.suite is prompts_arithmetic",
-        ),
-        (
-            {"env.suite": "prompts_arithmetic", "algorithm.name": "ppo"},
-            "prompts_ppo",
-            "chosen because env.suite is prompts_arithmetic",
-        ),
-        ({"env.suite": "prompts"}, PROMPTS, "chosen because env.suite is prompts"),
-        (OWN | {"env.suite": "prompts_shapes"}, PROMPTS, "chosen because env.suite is prompts_shapes"),
     ],
 )
 def test_the_preset_follows_from_policy_suite_and_algorithm(given, preset, reason):
