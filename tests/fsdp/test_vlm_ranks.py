@@ -25,12 +25,14 @@ CPU = torch.device("cpu")
 IMAGES = {"qwen2_5_vl": (2, 0, 0, 0, 1, 0, 0, 0), "qwen2": (0,) * 8}  # of each of eight prompts
 LORA = {"enabled": True, "rank": 4}
 ONE_BY_ONE = {**LEARNING, "microbatch_size": 1, "minibatches": 2}  # one of the ranks has images, the other none
+PACKED = {**LEARNING, "packing": True, "microbatch_tokens": 80, "minibatches": 2}
 FULL, NONE = Sharding("full"), Sharding("none")
 FACTOR = 4.0
 
 CASES = {
     "text": Case("qwen2", {"kl": {"coef": 0.1}}, FULL),
     "images": Case("qwen2_5_vl", {"optim": ONE_BY_ONE, "kl": {"coef": 0.1}}, FULL),
+    "images, packed": Case("qwen2_5_vl", {"optim": PACKED, "policy": {"gradient_checkpointing": True}}, FULL),
     "images, none": Case("qwen2_5_vl", {"optim": ONE_BY_ONE}, NONE),
     "images, adapters": Case(
         "qwen2_5_vl", {"optim": ONE_BY_ONE, "lora": LORA, "policy": {"gradient_checkpointing": True}}, FULL
@@ -88,6 +90,8 @@ def test_two_ranks_learn_what_one_process_learns(bases, two, name):
     least = Drift(1e-6, 1e-6, 1e-6)
     allowed = Drift(*(FACTOR * (getattr(own, n) + getattr(least, n)) for n in ("metrics", "weight", "norm")))
     assert drift(first, expected).within(allowed), (drift(first, expected), allowed)
+    padding = [[row["packing_efficiency"] for row in outcome.metrics] for outcome in (first, expected)]
+    assert padding[0] == padding[1], "ranks take the same passes"
     assert repr(first.metrics) == repr(second.metrics) and first.steps == second.steps == expected.steps
 
 

@@ -30,7 +30,7 @@ from vlarl.policies.locate import BUILTIN
 
 AVERAGE, BEST = "ema", "best_return"  # checkpoints of the averaged weights, and of the best training return
 LEFT_OUT = ("logging", "distributed")  # sections about where a run ran, not about what was trained
-PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.headers_env")
+PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.urls", "reward.headers_env")
 
 
 @dataclass(frozen=True)

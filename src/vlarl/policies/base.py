@@ -34,6 +34,14 @@ class BaseCheckpoint:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """How many tokens a pass read, and how many it computed, padding included."""
+
+    read: int
+    computed: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What the policy says of given decisions, with gradients where they are enabled."""
 
@@ -41,6 +49,7 @@ class Evaluation:
     entropy: torch.Tensor  # [B, L] float32 at the temperature; anything where the decisions are masked
     values: torch.Tensor | None = None  # [B, V] float32, read before the decision is sampled; None without a critic
     aux_loss: torch.Tensor | None = None  # scalar, what the model wants minimised besides, such as load balance
+    tokens: TokenCount | None = None  # of the pass; None where all rows have as many
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [B, L] what else was asked for
 
 
@@ -51,6 +60,7 @@ class VllmModel(Protocol):
     max_positions: int  # tokens of the longest sequence that the model reads
     head_size: int  # of an attention head
     values_per_token: int  # that the cache holds for each token: keys and values of all layers
+    whole_vocabulary: bool  # log-probs are over all ids, also over those that sampling leaves out
 
     def register(self) -> None:
         """Make the model's class known to vLLM in this process, where it is not one of vLLM's own."""
@@ -60,15 +70,21 @@ class VllmModel(Protocol):
         """Arguments of `vllm.LLM` that the model needs."""
         ...
 
-    def prompt(self, inputs: TensorRows, row: int, longest: int) -> Any:
-        """One row as vLLM reads it; UsageError if it is longer than the engine supports."""
+    def prompt(self, inputs: TensorRows, row: int, sampling: Sampling, longest: int) -> Any:
+        """One row as vLLM reads it; UsageError if it and its decision may be longer than the engine supports."""
         ...
 
     def sampling_arguments(self, sampling: Sampling) -> dict[str, Any]:
         """Arguments of `vllm.SamplingParams`, besides temperature and seed."""
         ...
 
-    def decisions(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Decisions:
+    def ends(self, ids: Sequence[int], sampling: Sampling) -> bool:
+        """Whether a decision ends with these tokens for a reason that vLLM does not know."""
+        ...
+
+    def decisions(
+        self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], sampling: Sampling
+    ) -> Decisions:
         """The decisions that were generated as these tokens, with the log-prob of each."""
         ...
 
@@ -78,6 +94,7 @@ class Policy(nn.Module, ABC):
 
     sampling_options: ClassVar[frozenset[str]] = frozenset({"temperature"})  # fields of `Sampling` that it takes
     extras: ClassVar[frozenset[str]] = frozenset()  # names that `evaluate` can be asked for
+    differs_in_length: ClassVar[bool] = False  # its decisions are texts: what a row costs depends on its tokens
     num_steps: int  # environment steps of a decision: the actions of a chunk
     action_dim: int  # dimensions of an action
     model: nn.Module  # what the checkpoint's weight files hold, and what adapters are added to
@@ -132,6 +149,14 @@ class Policy(nn.Module, ABC):
         Masked elements send no gradient, not even where they overflow. `critic_only`: gradients reach the value head
         and nothing before it. `entropy_gradient`: they reach the entropy, too, which takes memory.
         """
+
+    def use_packing(self) -> None:
+        """From here on `evaluate` and `values` lay rows end to end instead of padding them; UsageError where they would
+        give other results."""
+        raise UsageError(
+            f"optim.packing: the decisions of {type(self).__name__} all have the same length, so there is no padding "
+            "to save; set it to false."
+        )
 
     @abstractmethod
     def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:

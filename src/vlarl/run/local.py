@@ -9,6 +9,7 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.devices import choose_device
 from vlarl.envs.build import build_pool
 from vlarl.rewards import build_reward
@@ -55,7 +56,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
             spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
         check_fit(policy, pool, eval_tasks[0])
-        learner = Learner(policy, algorithm, config, device)
+        learner = Learner(policy, algorithm, config, device, ptx=build_ptx(config, policy))
         parts = Parts(
             policy=policy,
             pool=pool,
@@ -70,7 +71,9 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
                 learner, engine, lambda: engine.weights_changed(learner.version), evaluated_average(learner)
             ),
             eval_tasks=eval_tasks,
-            open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
+            open_store=lambda folder: CheckpointStore(
+                folder, config.checkpoint.keep, max_total_gib=config.checkpoint.max_total_gib
+            ),
             close=pool.close,
         )
         stack.pop_all()

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from vlarl.config.run_checkpoints import PERIODIC
 from vlarl.errors import DivergedError, UsageError, VlarlError
 from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
@@ -44,6 +45,7 @@ from vlarl.training.random_states import (
     restore_random_states,
 )
 from vlarl.training.ranks import Ranks, SingleRank, on_each, on_first
+from vlarl.training.retention import retire
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
 
@@ -53,7 +55,6 @@ TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
 LARGEST_WEIGHT = 1e6  # beyond it training has diverged, even if the weights are finite
-PERIODIC = "step_"  # prefix of the names of checkpoints that are kept only for a while
 
 
 class CheckpointStore:
@@ -65,9 +66,12 @@ class CheckpointStore:
         keep: int,
         ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         generators: Generators = default_generators,
+        max_total_gib: float | None = None,
     ) -> None:
+        """The newest `keep` periodic checkpoints stay; fewer if all checkpoints take more than `max_total_gib`."""
         self.folder = folder
         self.keep = keep
+        self.max_total_gib = max_total_gib
         self.ranks = ranks
         self.generators = generators
         on_first(ranks, self._recover)
@@ -88,6 +92,7 @@ class CheckpointStore:
                 "policy_updates": learner.policy_updates,
                 "kl_coef": learner.kl.coef,
                 "ema_updates": 0 if learner.average is None else learner.average.num_updates,
+                "ptx_position": 0 if learner.ptx is None else learner.ptx.position,
             }
             (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
 
@@ -104,7 +109,7 @@ class CheckpointStore:
             with learner.average.in_place():
                 self.save_policy(AVERAGE, learner.policy, note)
         path = self._replace(name, write)
-        on_first(self.ranks, self._retire)
+        on_first(self.ranks, lambda: retire(self.folder, self.keep, self.max_total_gib))
         return path
 
     def save_policy(
@@ -182,12 +187,6 @@ class CheckpointStore:
             if leftover.exists():
                 shutil.rmtree(leftover)
 
-    def _retire(self) -> None:
-        """Delete all but the newest periodic checkpoints."""
-        periodic = sorted(self.folder.glob(f"{PERIODIC}*"))
-        for path in periodic[: -self.keep]:
-            shutil.rmtree(path)
-
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     """Optimizer state and averages by parameter name."""
@@ -249,6 +248,9 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = _count(counters.pop("version"), "version")
         learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
+        ptx_position = _count(counters.pop("ptx_position", 0), "ptx_position")
+        if learner.ptx is not None:
+            learner.ptx.position = ptx_position
         kl_coef = counters.pop("kl_coef", None)
         if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: keep the configured one
             learner.kl.coef = kl_coef

@@ -19,6 +19,11 @@ class TextSample(TensorRows):
     length: torch.Tensor  # [B] int64 tokens of each text
     stopped: torch.Tensor  # [B] bool: it ended by itself; a text that was cut off has no stop token
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] the tokens of each text."""
+        return self.length
+
     def attended(self) -> torch.Tensor:
         """[B, L] bool: what is not padding."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.length[:, None]

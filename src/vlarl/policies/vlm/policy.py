@@ -17,8 +17,9 @@ from vlarl.config.training_data import TrainingData, training_data_of, write_tra
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters, checksums
-from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy
+from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy, TokenCount, VllmModel
 from vlarl.policies.value_head import ValueHead
+from vlarl.policies.vlm import packing
 from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
 from vlarl.policies.vlm.generation import Stops, generate, max_tokens
 from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
@@ -46,6 +47,7 @@ class VlmPolicy(Policy):
     sampling_options = frozenset(
         {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_strings"},
     )
+    differs_in_length = True
     num_steps = 1
     action_dim = 0
     model: PreTrainedModel
@@ -68,6 +70,7 @@ class VlmPolicy(Policy):
         self.linear_names = adapters.linear_names(model, UNADAPTED) if linear_names is None else linear_names
         self.value_head: ValueHead | None = None
         self.level: Level = "chunk"
+        self.packing = False  # whether rows that are evaluated are laid end to end
         self.positions_at_once = chunk_size(self.access.vocabulary)  # whose logits exist at the same time
 
     @property
@@ -128,9 +131,12 @@ class VlmPolicy(Policy):
         """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
         prefix = self.access.prefix(vlm_inputs(inputs))
         self._check_positions(int(prefix.next_position.max()), sampling)
-        stops = Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
-        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, stops)
+        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, self.stops(sampling))
         return text_decisions(sample, logprobs)
+
+    def stops(self, sampling: Sampling) -> Stops:
+        """What ends a text."""
+        return Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -169,6 +175,7 @@ class VlmPolicy(Policy):
             entropy=sample.padded(entropy),
             values=None if self.value_head is None else self._values(found.states, sample),
             aux_loss=found.aux_loss,
+            tokens=found.tokens,
         )
 
     def _text_states(self, inputs: VlmInputs, sample: TextSample) -> Pass:
@@ -179,13 +186,36 @@ class VlmPolicy(Policy):
         width = max(int(sample.length.max()), 1)
         read = width - 1  # the last token of a text is not read: nothing follows it
         before_last = torch.arange(read, device=self.device) < sample.length[:, None] - 1
-        found = self.access.run(
+        return self._run(
             torch.cat([prefix.ids, sample.ids[:, :read]], dim=1),
             torch.cat([prefix.mask, before_last], dim=1),
             torch.cat([prefix.positions, following(prefix, read)], dim=-1),
             self.access.widened(prefix, read),
+            num_rows,
+            width,
         )
-        return Pass(found.states[:num_rows, -width:], None, found.aux_loss)
+
+    def _run(
+        self,
+        ids: torch.Tensor,  # [B, C]
+        mask: torch.Tensor,  # [B, C] bool: what is not padding
+        positions: torch.Tensor,  # [B, C] or [3, B, C]
+        extra: dict[str, torch.Tensor],
+        num_rows: int,
+        width: int,
+    ) -> Pass:
+        """One pass, packed or padded; its states of the first `num_rows` rows and the last `width` columns."""
+        if self.packing:
+            found = packing.run_packed(self.access, ids, mask, positions, extra, width)
+        else:
+            found = self.access.run(ids, mask, positions, extra)
+        tokens = TokenCount(int(mask[:num_rows].sum()), int(mask.sum()) if self.packing else mask.numel())
+        return Pass(found.states[:num_rows, -width:], None, found.aux_loss, tokens)
+
+    def use_packing(self) -> None:
+        """Lay the rows of every later `evaluate` and `values` end to end."""
+        packing.enable(self.access)
+        self.packing = True
 
     def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
         """The inputs, with a row at the end for each kind of media that other rows of their batch have and these don't.
@@ -203,8 +233,8 @@ class VlmPolicy(Policy):
             sample = text_sample(decisions).to(self.device)
             return self._values(self._text_states(vlm_inputs(inputs), sample).states, sample)
         prefix = self.access.prefix(self._with_all_media(vlm_inputs(inputs)))
-        states = self.access.run(prefix.ids, prefix.mask, prefix.positions, prefix.extra).states
-        return self._value(states[: len(inputs), -1])
+        found = self._run(prefix.ids, prefix.mask, prefix.positions, prefix.extra, len(inputs), 1)
+        return self._value(found.states[:, -1])
 
     def _values(self, states: torch.Tensor, sample: TextSample) -> torch.Tensor:
         if self.level != "token":
@@ -362,6 +392,12 @@ class VlmPolicy(Policy):
         self.model.requires_grad_(False)
         lora.add_from(self.model, folder, self.base.path)
         self.has_adapter = True
+
+    def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
+        """How vLLM runs the model, always by its own class; UsageError if it can't."""
+        from vlarl.policies.vlm.vllm.serving import VlmInVllm
+
+        return VlmInVllm(self)
 
     def attach_value_head(
         self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, level: Level = "chunk"
