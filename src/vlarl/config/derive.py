@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_CHUNKS, SUITES
+from vlarl.config.known import BUILTIN_CHUNKS, SUITES, is_prompts
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
 from vlarl.config.suites import suite_facts
 
@@ -160,6 +160,7 @@ def derive(config: Config) -> Derived:
     assert facts is not None, "a checked configuration names a suite that exists"
     num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else facts.num_tasks
     chunk = config.policy.chunk_length or BUILTIN_CHUNKS.get(config.policy.path.removeprefix("builtin:"))
+    chunk = 1 if is_prompts(config.env.suite) else chunk  # a text is one decision
     decisions = episodes * math.ceil(facts.max_steps / chunk) if facts.max_steps and chunk else None
     per_minibatch = episodes * gathered // config.optim.minibatches
     on_cluster, env_workers = config.distributed.backend == "ray", None

@@ -38,7 +38,7 @@ _METAWORLD = {
     "metaworld_ml45": 45,
     "metaworld_ml45_test": 5,
 }
-_PROMPTS = {"prompts_arithmetic": (4, 300, 100), "prompts_shapes": (5, 1000, 200)}  # tasks, states to train, evaluate
+_PROMPTS = {"prompts_arithmetic": (4, 800, 200), "prompts_shapes": (5, 4000, 200)}  # tasks, states to train, evaluate
 
 SUITES: dict[str, SuiteFacts] = (
     {
@@ -76,17 +76,20 @@ def is_prompts(suite: str) -> bool:
     return suite == PROMPTS or suite in _PROMPTS
 
 
+BUILTIN_HOMES = {"tiny-oft": "tabletop_", "tiny-openvla": "tabletop_", "tiny-qwen2.5-vl": "prompts_"}
+"""Checkpoints that ship with vlarl, `builtin:<name>`, and the beginning of the suites that each was trained on."""
+
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
-"""Sizes of the built-in policy and how each decodes; `builtin:` is the shipped checkpoint, `init:` fresh weights."""
+"""How those of robots decode; `init:<name>` is the same model with fresh weights."""
 
 BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 """Actions that each predicts at once."""
 
 BUILTIN_IMAGE_SIZE = 56
-"""Side length in pixels of the images that they read."""
+"""Side length in pixels of the images that those of robots read."""
 
 BUILTIN_CAMERAS = 1
-"""Views that the built-in policies read."""
+"""Views that they read."""
 
 TEXT_REWARDS = ("exact_match", "number_match", "choice", "format", "length", "overlong")
 """Rewards that score a text."""

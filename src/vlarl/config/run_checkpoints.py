@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_DECODERS
+from vlarl.config.known import BUILTIN_DECODERS, BUILTIN_HOMES
 from vlarl.config.paths import brief, expanded
 from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
@@ -38,8 +38,7 @@ HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.AS
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
-    "openvla/openvla-7b or openvla/openvla-7b@main, or one of "
-    + ", ".join(f"builtin:{name}" for name in BUILTIN_DECODERS)
+    "openvla/openvla-7b or openvla/openvla-7b@main, or one of " + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
 )
 """What is accepted wherever a checkpoint is expected."""
 
@@ -98,10 +97,10 @@ def misspelt_builtin(name: str) -> str | None:
     """The message for a misspelt name of a built-in policy; None for all other names, and if it is a folder."""
     kind, has_kind, size = name.partition(":")
     if has_kind:
-        known = [f"{kind}:{size}" for size in BUILTIN_DECODERS]
+        known = [f"{kind}:{size}" for size in (BUILTIN_DECODERS if kind == "init" else BUILTIN_HOMES)]
         return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
     is_path = "/" in name or local_folder(name) is not None
-    match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTIN_DECODERS, cutoff=0.65)
+    match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTIN_HOMES, cutoff=0.65)
     return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
 
@@ -182,7 +181,10 @@ def other_model(name: str) -> str | None:
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
     reason = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
-    return f"{reason}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+    supported = (
+        "OpenVLA and OpenVLA-OFT, such as openvla/openvla-7b, and for prompts the language models of transformers"
+    )
+    return f"{reason}; {supported} are"
 
 
 def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:

@@ -217,9 +217,9 @@ class PolicyConfig(ModelConfig):
     """The policy that is trained."""
 
     path: str = "builtin:tiny-oft"
-    """`builtin:tiny-oft`, `builtin:tiny-openvla`, a run's name or folder (its final checkpoint, or its newest), a
-    checkpoint or adapter folder, or a hub id such as openvla/openvla-7b; `init:tiny-oft` and `init:tiny-openvla` have
-    fresh weights, for trying out a configuration."""
+    """`builtin:tiny-oft`, `builtin:tiny-openvla`, `builtin:tiny-qwen2.5-vl` (for prompts), a run's name or folder (its
+    final checkpoint, or its newest), a checkpoint or adapter folder, or a hub id such as openvla/openvla-7b;
+    `init:tiny-oft` and `init:tiny-openvla` have fresh weights, for trying out a configuration."""
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
     """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT); auto is the
     checkpoint's."""
@@ -575,7 +575,8 @@ class EvalConfig(Section):
     interval: NonNegativeInt = 10
     """Iterations between evaluations, in addition to those at start and end; 0 for start and end only."""
     states_per_task: PositiveInt = 20
-    """Initial states per task, one episode each."""
+    """Initial states per task, one episode each; of your own prompts (env.suite prompts) as many as there are, at
+    most."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     videos: NonNegativeInt = 4

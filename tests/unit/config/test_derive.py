@@ -77,6 +77,12 @@ def test_a_chunk_that_does_not_divide_the_episode_counts_its_last_part():
     assert derive(config).decisions_per_iteration_max == 24 * 10
 
 
+def test_a_text_is_one_decision():
+    overrides = {"env.suite": "prompts_shapes", "rollout.num_groups": 6, "rollout.group_size": 4}
+    for path in ("builtin:tiny-qwen2.5-vl", "my/checkpoint"):
+        assert derive(load_config(overrides=overrides | {"policy.path": path})).decisions_per_iteration_max == 24
+
+
 def test_what_only_the_checkpoint_knows_is_left_out():
     derived = derive(load_config(overrides=OVERRIDES | {"policy.path": "my/checkpoint"}))
     assert derived.decisions_per_iteration_max is None

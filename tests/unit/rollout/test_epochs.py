@@ -60,9 +60,9 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(episode):
 
 def test_all_tasks_of_a_suite_are_one_dataset(episode):
     source = ArithmeticPrompts()
-    sampler = EpochSampler(config(num_groups=1200), source.spec)
+    sampler = EpochSampler(config(num_groups=3200), source.spec)
     pairs = Counter((task.task_id, task.init_state) for task in sampler.get_batch(1) if task.member == 0)
-    assert len(pairs) == 4 * 300 and set(pairs.values()) == {1}
+    assert len(pairs) == 4 * 800 and set(pairs.values()) == {1}
 
 
 def test_a_resumed_run_continues_at_the_next_sample_also_after_refills(episode):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import CHECKPOINT_SERIES, GYM, KNOWN_SUITES
+from vlarl.config.known import BUILTIN_HOMES, CHECKPOINT_SERIES, GYM, KNOWN_SUITES, PROMPTS
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.effects_table import FINETUNE, TRAIN, Condition
 from vlarl.config.schema import Config
@@ -20,6 +20,9 @@ from vlarl.config.secrets import masked
 from vlarl.config.source.flags import Flags
 from vlarl.config.source.presets import PRESET_FOLDER, presets_for_suite
 from vlarl.config.source.yaml_file import Document
+
+TRAINED_ON = {"tabletop_": "on the tabletop's robot", "prompts_": "on the built-in prompts"}
+"""What the built-in weights were trained on, in words."""
 
 
 def check_given(
@@ -63,23 +66,25 @@ def without_effect(
 
 
 def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterator[Problem]:
-    """Weights that were trained for another suite are used only if the user named them: the built-in ones on other
-    robots than the tabletop's, a preset's checkpoint if there is none of its series for the suite."""
+    """Weights that were trained for another suite are used only if the user named them: the built-in ones on another
+    robot or other prompts, a preset's checkpoint if there is none of its series for the suite."""
     path, suite = config.policy.path, config.env.suite
     named = "policy.path" in flags.values or (_is_own(document) and "policy.path" in _written(document))
     # A Config in place of a file has no document; its combination was checked when it was made.
     named = named or (not document.name and "env.suite" not in flags.values)
     home = next((own for series in CHECKPOINT_SERIES.values() for own, name in series.items() if name == path), None)
-    if path.startswith("builtin:"):
-        home = "tabletop"
+    kind, _, name = path.partition(":")
+    if kind == "builtin":
+        home = BUILTIN_HOMES.get(name)
     is_foreign = home is not None and suite in KNOWN_SUITES and not suite.startswith(home)
     if suite == GYM and config.gym.env is None:  # which is refused already
         return
     if not is_foreign or named:
         return
-    world, fitting = (config.gym.env, []) if suite == GYM else (suite, presets_for_suite(suite))
-    start = f", start from the preset {' or '.join(fitting)}" if fitting and home == "tabletop" else ""
-    trained = "on the tabletop's robot" if home == "tabletop" else f"for {home}"
+    own = {GYM: config.gym.env, PROMPTS: "your data"}
+    world, fitting = (own[suite], []) if suite in own else (suite, presets_for_suite(suite))
+    start = f", start from the preset {' or '.join(fitting)}" if fitting and home in TRAINED_ON else ""
+    trained = TRAINED_ON.get(str(home), f"for {home}")
     remedy = (
         f"these weights were trained {trained}, not for {world}; name a checkpoint made for "
         f"it with --policy.path{start}, or say --policy.path {path} to train these anyway"

@@ -22,11 +22,13 @@ INSTRUCTIONS = (
 )
 
 SIZE = 56  # pixels of a side
-CELLS = 3  # shapes stand in a grid of so many columns and rows, so that they never overlap
+CELLS = 4  # shapes stand in a grid of so many columns and rows, so that they never overlap
 PITCH = SIZE // CELLS
-RADIUS = 7  # of a shape, in pixels
+RADIUS = 5  # of a shape, in pixels
 DARKEST, BRIGHTEST = 8, 72  # grey of the background
+NOISE = 4  # grey levels by which a pixel of the background is off, at most: no two images are the same
 JITTER = 1  # pixels by which a shape is off the centre of its cell, at most: shapes never touch
+DIGIT_JITTER = 3  # pixels by which digits are off the centre of the image, at most
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 90, 230), "yellow": (230, 210, 40)}
 SHAPES = ("circle", "square", "triangle")
 MOST = 5  # shapes that are counted
@@ -90,18 +92,20 @@ def render(shapes: list[Shape], rng: np.random.Generator) -> UInt8Array:
 
 
 def render_digits(text: str, colour: str, rng: np.random.Generator, scale: int = 6) -> UInt8Array:
-    """[SIZE, SIZE, 3] digits somewhere in the image, one beside the other."""
+    """[SIZE, SIZE, 3] digits near the centre of the image, one beside the other."""
     glyphs = [np.array([int(bit) for bit in GLYPHS[int(digit)]], bool).reshape(5, 3) for digit in text]
     line = np.concatenate([np.pad(glyph, ((0, 0), (0, 1))) for glyph in glyphs], axis=1)[:, :-1]
     line = line.repeat(scale, axis=0).repeat(scale, axis=1)
-    top, left = rng.integers(SIZE - line.shape[0] + 1), rng.integers(SIZE - line.shape[1] + 1)
+    off = rng.integers(-DIGIT_JITTER, DIGIT_JITTER + 1, size=2)
+    top, left = ((SIZE - side) // 2 + by for side, by in zip(line.shape, off, strict=True))
     image = _background(rng)
     image[top : top + line.shape[0], left : left + line.shape[1]][line] = COLOURS[colour]
     return image
 
 
 def _background(rng: np.random.Generator) -> UInt8Array:
-    return np.full((SIZE, SIZE, 3), rng.integers(DARKEST, BRIGHTEST + 1), np.uint8)
+    grey = rng.integers(DARKEST, BRIGHTEST + 1) + rng.integers(-NOISE, NOISE + 1, size=(SIZE, SIZE, 1))
+    return np.broadcast_to(grey, (SIZE, SIZE, 3)).astype(np.uint8)
 
 
 def _cells(rng: np.random.Generator, count: int) -> list[int]:

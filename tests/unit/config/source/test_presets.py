@@ -16,7 +16,9 @@ SHIPPED = [(command, name) for command, schema in COMMANDS.items() for name in p
 
 def test_every_file_belongs_to_one_command():
     assert sorted(name for _, name in SHIPPED) == sorted(presets())
-    assert {"tabletop_grpo", "tabletop_ppo", "tabletop_ppo_openvla"} <= set(presets_of(Config))
+    assert {"tabletop_grpo", "tabletop_ppo", "tabletop_ppo_openvla", "prompts_grpo", "prompts_ppo"} <= set(
+        presets_of(Config)
+    )
     assert set(presets_of(FinetuneConfig)) == {"tabletop_base", "tabletop_base_openvla", "metaworld_base"}
 
 
@@ -69,4 +71,4 @@ def test_the_first_line_says_whether_it_is_a_toy(command, name):
 
 def _is_toy(config):
     suites = config.demos.suites if isinstance(config, FinetuneConfig) else (config.env.suite,)
-    return all(suite.startswith("tabletop_") for suite in suites)
+    return all(suite.startswith(("tabletop_", "prompts_")) for suite in suites)
