@@ -15,6 +15,7 @@ from fakes.kinds import POINTS, WORDS, ChainPolicy, PointPool, TablePolicy, Text
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.losses import probability_ratio
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.decisions import Decisions, Sampling
 from vlarl.errors import UsageError
 from vlarl.evaluation.run import without_images
@@ -75,7 +76,7 @@ def parts_of(kind: Kind, config: Config) -> Parts:
     policy, pool = kind.policy(), kind.pool()
     engine = TorchEngine(policy, CPU)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
-    learner = Learner(policy, algorithm, config, CPU)
+    learner = Learner(policy, algorithm, config, CPU, ptx=build_ptx(config, policy))
     return Parts(
         policy=policy,
         pool=pool,

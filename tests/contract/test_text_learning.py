@@ -4,6 +4,7 @@ A tiny Qwen2 is first trained to answer any prompt with one of four letters, at 
 reward says.
 """
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -128,3 +129,34 @@ def test_nothing_is_learned_at_a_learning_rate_of_zero(guessing, tmp_path):
     parts, before = parts_of(kind, config), probabilities(policy)
     run(parts, session_of(config, parts, tmp_path))
     assert torch.equal(probabilities(policy), before)
+
+
+def test_a_second_dataset_is_imitated_while_the_reward_rises(guessing, tmp_path):
+    """RL learns the letters, of which the dataset has none; the dataset has a word, which no reward is given for."""
+    policy = read_policy(guessing)
+    file = tmp_path / "imitated.jsonl"
+    rows = [
+        {"prompt": [{"role": "user", "content": f"greet {name}"}], "completion": "ho"} for name in ("bo", "al", "ed")
+    ]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    kind = Kind(lambda: policy, LetterPool, SparseReward, 2e-3, 0.0)
+    config = config_of(
+        kind,
+        env={"suite": "prompts"},
+        run={"iterations": 12, "seed": 2},
+        optim={"lr": 2e-3, "minibatches": 2, "microbatch_size": 48, "max_grad_norm": 1.0},
+        algorithm={"name": "grpo", "clip_low": 0.2, "clip_high": 0.2},
+        ptx={"path": str(file), "coef": 0.2, "batch_size": 6},
+    )
+    parts = parts_of(kind, config)
+    summary = run(parts, session_of(config, parts, tmp_path))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    losses, returns = (
+        [row[name] for row in metrics if name in row] for name in ("train/ptx_loss", "rollout/success_rate")
+    )
+    assert summary.success_after == 1.0 and returns[0] < 0.5 < 0.9 < returns[-1]
+    assert losses[0] > 1.0 > 0.2 > losses[-1], "in nats a token"
+    greeting = policy.process([prompted("greet bo")])
+    text = TorchEngine(policy, CPU).generate(greeting, Sampling(0.0, max_tokens=4), [0])
+    assert policy.act(text) == ["ho"]

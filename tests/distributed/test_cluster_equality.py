@@ -9,6 +9,7 @@ from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
 TWO_RANKS = {"distributed.learners_per_node": (2,), "distributed.sharding": "full"}
+IMITATING = {"ptx.path": "experts", "ptx.coef": 0.1, "ptx.batch_size": 5, "ptx.episodes_per_task": 1}
 RAY = {"distributed.backend": "ray", "logging.trace": True}
 
 
@@ -23,7 +24,7 @@ def ray_here():
 
 
 def configured(root, name, **changes):
-    return load_config("tabletop_grpo", {**SMALL, "run.root": str(root), "run.name": name, **changes})
+    return load_config("tabletop_grpo", {**SMALL, **IMITATING, "run.root": str(root), "run.name": name, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,11 @@ def test_two_ranks_train_as_one_process_does(runs):
     ours, theirs = training_rows(rows(runs / "there"))[:3], training_rows(rows(runs / "here"))[:3]
     assert_equal_rows(ours, theirs)
     assert all(row["train/optimizer_steps"] > 0 for row in ours), "every iteration took optimizer steps"
+    assert len({row["train/ptx_loss"] for row in ours}) == 3, "each imitated other samples"
 
 
 def test_one_rank_resumes_from_two(runs):
-    """Two from one: test_cluster_faults.py."""
+    """At the sample that follows, too. Two from one: test_cluster_faults.py."""
     assert_equal_rows(training_rows(rows(runs / "there")), training_rows(rows(runs / "here")))
 
 

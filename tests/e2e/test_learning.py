@@ -52,3 +52,16 @@ def test_success_does_not_rise_when_the_reward_ignores_it(tmp_path):
 def test_success_stays_when_the_learning_rate_is_zero(tmp_path):
     before, after = train(tmp_path, **{"optim.lr": 0.0, "run.iterations": 1, "rollout.num_groups": 2})
     assert after == before
+
+
+def test_demonstrations_are_imitated_while_success_rises(tmp_path):
+    """In nats an action token: the flawed base model has to become more like the perfect experts."""
+    few = {"run.iterations": 3, "env.task_ids": [0], "rollout.num_groups": 4, "rollout.group_size": 8}
+    imitating = {"ptx.path": "experts", "ptx.coef": 0.5, "ptx.batch_size": 64, "ptx.episodes_per_task": 4}
+    before, after = train(tmp_path, **few | imitating, **{"optim.lr": 3e-4, "eval.states_per_task": 4})
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses, rates = ([row[name] for row in rows[1:]] for name in ("train/ptx_loss", "rollout/success_rate"))
+    assert after > before and rates[-1] > rates[0] + 0.3
+    assert losses[0] > losses[1] > losses[2] and losses[2] < 0.9 * losses[0]
+    trained_on = json.loads((tmp_path / "run" / "checkpoints" / "final" / "training_data.json").read_text())
+    assert {run["by"] for run in trained_on["trained_on"]} == {"finetune", "train"}

@@ -23,6 +23,7 @@ from fakes.groups import flat
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.loop import estimated_batch
 from vlarl.policies.load import load_configured
@@ -92,14 +93,17 @@ def drift(found: Outcome, expected: Outcome) -> Drift:
 
 
 def metric_gap(found: list[dict[str, float]], expected: list[dict[str, float]]) -> float:
-    """The largest difference of a metric, of its size where that is above 1; what is not a number is so on both sides."""
+    """The largest difference of a metric, of its size where that is above 1; what is not a number is so on both sides.
+
+    How much is padding depends on how updates are cut into passes, which may differ.
+    """
     assert len(found) == len(expected) > 0
     largest = 0.0
     for mine, theirs in zip(found, expected, strict=True):
         assert list(mine) == list(theirs)
         for name, value in theirs.items():
             assert math.isnan(value) == math.isnan(mine[name]), name
-            if not math.isnan(value):
+            if not math.isnan(value) and name != "packing_efficiency":
                 largest = max(largest, abs(mine[name] - value) / max(1.0, abs(value)))
     return largest
 
@@ -107,6 +111,8 @@ def metric_gap(found: list[dict[str, float]], expected: list[dict[str, float]]) 
 def otherwise_rounded(case: Case) -> Case:
     """The same updates two decisions at a time, not three: the same sums, rounded otherwise."""
     optim = {**LEARNING, **case.sections.get("optim", {}), "microbatch_size": 2}
+    if "microbatch_tokens" in optim:
+        optim["microbatch_tokens"] *= 2
     return replace(case, sections={**case.sections, "optim": optim})
 
 
@@ -137,7 +143,7 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     policy.prepare_training(settings, config.lora, config.run.seed)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
-    return Learner(policy, algorithm, config, CPU, ranks, sharding), config
+    return Learner(policy, algorithm, config, CPU, ranks, sharding, build_ptx(config, policy, ranks)), config
 
 
 def experience(bases: Path, decoder: str) -> list[Trajectory]:
@@ -198,9 +204,10 @@ def run(
     ranks: Ranks,
     save_to: Path | None = None,
     resume: Path | None = None,
+    groups: Sequence[Trajectory] | None = None,
 ) -> Outcome:
     """Three updates, with checkpoints after the first and the last; or the two that remain after the first."""
-    groups, started = experience(bases, case.decoder), time.perf_counter()
+    groups, started = groups or experience(bases, case.decoder), time.perf_counter()
     learner, _ = build(case, bases, ranks, resume)
     outcome, done = Outcome(), 0
     if resume is not None:

@@ -35,6 +35,10 @@ PPO = {"name": "ppo", "critic_hidden": (16,), "epochs": 1}
 REFERENCE = {"coef": 0.1}
 ADAPTIVE = {"target": 1e-3, "horizon": 100}
 REFUSED = {"name": "cpgd", "old_logprobs": "engine", "epochs": 1}  # its clip ends the gradient of an infinite loss
+IMITATING = {  # five samples in microbatches of three: the ranks have different ones
+    "ptx": {"path": "experts", "coef": 0.5, "batch_size": 5, "episodes_per_task": 1},
+    "env": {"task_ids": (0,)},
+}
 FULL, NONE = Sharding("full"), Sharding("none")
 
 BFLOAT16 = "grpo, adapters on bfloat16"
@@ -60,6 +64,8 @@ CASES = {
     "ppo, critic, adapters": Case(
         "autoregressive", {"algorithm": PPO, "critic": {"kind": "separate"}, "lora": LORA}, FULL
     ),
+    "grpo, imitating": Case("parallel", {"algorithm": ONCE} | IMITATING, FULL),
+    "ppo, imitating, none": Case("autoregressive", {"algorithm": PPO | {"value_init_steps": 1}} | IMITATING, NONE),
     "a refused step": Case("parallel", {"algorithm": ONCE}, FULL, broken=(2,)),
     "a refused step, none": Case("parallel", {"algorithm": ONCE}, NONE, broken=(2,)),
     "a refused loss": Case("parallel", {"algorithm": REFUSED, "kl": REFERENCE | ADAPTIVE}, FULL, (2,), clipped=True),

@@ -26,7 +26,7 @@ PARTS = BASE | {
 }
 
 # decisions <- types <- config, images <- envs, policies, rewards, observability <- algorithms, weights <- rollout
-#           <- training <- run, evaluation, data <- loop <- cli
+#           <- training <- data <- run, evaluation <- loop <- cli
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "decisions": set(),
@@ -41,17 +41,17 @@ ALLOWED: dict[str, set[str]] = {
     "envs": BASE,
     "policies": BASE | {"decisions", "images"},
     "weights": {"errors", "policies"},  # the contract of policies/base.py
-    "rewards": BASE,
+    "rewards": BASE | {"decisions", "policies"},  # judges are sampled like policies
     "observability": BASE,
     "algorithms": BASE | {"decisions", "policies"},  # the contract of policies/base.py
     "rollout": BASE | {"decisions", "envs", "policies", "rewards", "observability", "weights", "interrupt"},
     "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout", "weights"},
     "callbacks": {"types", "errors", "interrupt"},
-    "run": PARTS | {"interrupt", "callbacks", "distributed"},
-    "distributed": PARTS,
+    "data": PARTS | {"images"},
+    "run": PARTS | {"interrupt", "callbacks", "distributed", "data"},
+    "distributed": PARTS | {"data"},
     "evaluation": PARTS | {"interrupt", "run"},
     "export": BASE | {"policies", "observability", "evaluation"},
-    "data": PARTS | {"interrupt", "run", "images"},
     "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks"},
     "cli": PARTS | {"run", "evaluation", "loop", "data", "export"},
     "python_messages": {"config", "errors", "cli"},

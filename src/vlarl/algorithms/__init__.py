@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vlarl.algorithms.base import Algorithm, AlgorithmContext
-from vlarl.algorithms.cpgd import CPGD
 from vlarl.algorithms.group_norm import GroupNorm
 from vlarl.algorithms.grpo import GRPO
 from vlarl.algorithms.ppo import PPO
@@ -15,7 +14,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "grpo": GRPO,
     "rloo": RLOO,
     "group_norm": GroupNorm,
-    "cpgd": CPGD,
+    "cpgd": GRPO,  # with the loss that config/derive.py chooses for it
     "reinforce": Reinforce,
     "reinforce_baseline": ReinforceBaseline,
     "reinforce_pp": ReinforcePlusPlus,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,12 +11,14 @@ import torch
 from vlarl.algorithms.base import Algorithm, AlgorithmContext, Loss
 from vlarl.algorithms.kl import ESTIMATORS, k3
 from vlarl.algorithms.losses import (
+    bounded_exp,
     clipped_policy_loss,
+    cpgd_loss,
     dual_clip,
     masked_sum,
     probability_ratio,
 )
-from vlarl.config.derive import clip_range, kl_estimator
+from vlarl.config.derive import PolicyLoss, clip_range, kl_estimator, policy_loss_of
 from vlarl.decisions import TrainBatch
 from vlarl.policies.base import Evaluation
 
@@ -60,13 +63,25 @@ def clipped_ratio(
     return Surrogate(loss, ratio, events)
 
 
-def policy_loss(
-    evaluation: Evaluation,
-    batch: TrainBatch,
-    context: AlgorithmContext,
-    kl_coef: float,
-    objective: Objective = clipped_ratio,
-) -> Loss:
+def clipped_gradient(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, batch: TrainBatch, context: AlgorithmContext
+) -> Surrogate:
+    """CPGD's surrogate (arXiv:2505.12504): the gradient of clipped log-probs instead of the ratio's, and
+    `policy_drift_coef` times the KL from the policy that acted.
+
+    A ratio that explodes can't make the gradient explode, and the drift term keeps the policy near the one that acted.
+    """
+    options, advantages = context.options, masked_advantages(batch)
+    loss, clipped = cpgd_loss(logprobs, old_logprobs, advantages, *clip_range(options))
+    if options.policy_drift_coef > 0:
+        loss = loss + options.policy_drift_coef * k3(old_logprobs, logprobs, largest=math.inf)
+    return Surrogate(loss, bounded_exp(logprobs - old_logprobs), {"clipfrac": clipped})
+
+
+OBJECTIVES: dict[PolicyLoss, Objective] = {"clip": clipped_ratio, "cpg": clipped_gradient}
+
+
+def policy_loss(evaluation: Evaluation, batch: TrainBatch, context: AlgorithmContext, kl_coef: float) -> Loss:
     """The surrogate minus the entropy bonus, plus the optional terms: over executed elements, by their weights."""
     options, mask, weights = context.options, batch.mask, batch.weights
     if weights is None:
@@ -74,7 +89,7 @@ def policy_loss(
     logprobs, entropy = (torch.where(mask, x, 0.0) for x in (evaluation.logprobs, evaluation.entropy))
     unmoved = logprobs.detach()
     old_logprobs = unmoved if batch.old_logprobs is None else torch.where(mask, batch.old_logprobs, 0.0)
-    surrogate = objective(logprobs, old_logprobs, batch, context)
+    surrogate = OBJECTIVES[policy_loss_of(options)](logprobs, old_logprobs, batch, context)
     total = (weights * surrogate.loss).sum() - options.entropy_coef * (weights * entropy).sum()
     per_token = {"policy_loss": surrogate.loss, "entropy": entropy, "approx_kl": k3(old_logprobs, unmoved)}
     per_token |= {name: event.float() for name, event in surrogate.events.items()}
@@ -100,10 +115,8 @@ def policy_loss(
 class CriticFree(Algorithm):
     """An algorithm whose loss is only the policy's."""
 
-    objective: Objective = staticmethod(clipped_ratio)
-
     def loss(
         self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
     ) -> Loss:
         """The surrogate and the terms that the options add to it."""
-        return policy_loss(evaluation, batch, self.context, kl_coef, self.objective)
+        return policy_loss(evaluation, batch, self.context, kl_coef)

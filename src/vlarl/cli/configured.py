@@ -207,7 +207,8 @@ def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
     if request.start is not None:
         checkpoint = named_checkpoint(folder, request.start)
     refuse_damaged(folder / "config.yaml")
-    address = {path: value for path, value in request.flags.values.items() if path == "reward.url"}  # it may be masked
+    # Addresses may be masked in the file.
+    address = {path: value for path, value in request.flags.values.items() if path in ("reward.url", "reward.urls")}
     saved = load_config(folder / "config.yaml", address, trust=True)  # for comparison only
     config = load_config(folder / "config.yaml", request.flags, trust=True)
     if not request.trust:

@@ -152,8 +152,8 @@ def _title(options: dict[str, Any], config: Config, description: Description, ra
     """The command and the settings that the estimate is for."""
     policy, start = config.policy, start_of(None, options)
     is_adapted = description.adapter is not None or load_config(start.source).lora.enabled
-    path = brief(options["policy.path"])
-    flags = [word for name, value in (options | {"policy.path": path}).items() for word in (f"--{name}", str(value))]
+    named = options | {"policy.path": brief(options["policy.path"])} | description.train_options
+    flags = [word for name, value in named.items() for word in (f"--{name}", str(value))]
     command = shlex.join(["vlarl", "train", *flags, *([] if is_adapted else ["--use-lora"])])
     base = f"base in {policy.quantize} bits, the rest {policy.dtype}" if policy.quantize else policy.dtype
     update = COLUMNS["update_checkpointed" if policy.gradient_checkpointing else "update"][1]

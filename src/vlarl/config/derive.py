@@ -28,7 +28,8 @@ class Derived:
     episodes_per_update: int  # the train batch
     episodes_per_minibatch: int  # on average: minibatches are split from shuffled decisions
     episodes_per_minibatch_and_rank: float | None  # on average: microbatches are distributed
-    decisions_per_microbatch_max: int
+    decisions_per_microbatch_max: int | None
+    tokens_per_microbatch_max: int | None
     optimizer_steps_per_update: int
     total_iterations: int | None  # None, like the totals below: not known for the given run.total_env_steps
     total_env_steps_max: int | None  # if every episode lasts to the time limit
@@ -109,6 +110,16 @@ def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
     return algorithm.clip_low or low, algorithm.clip_high or high
 
 
+PolicyLoss = Literal["clip", "cpg"]
+
+
+def policy_loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The surrogate of the policy gradient: as configured, or the algorithm's own."""
+    if algorithm.policy_loss == "auto":
+        return "cpg" if algorithm.name == "cpgd" else "clip"
+    return algorithm.policy_loss
+
+
 def kl_estimator(kl: KlConfig) -> Literal["k1", "k2", "k3"]:
     """How the KL is estimated: as configured, or the default for kl.place."""
     return kl.estimator or ("k1" if kl.place == "reward" else "k2")
@@ -167,7 +178,8 @@ def derive(config: Config) -> Derived:
         episodes_per_update=episodes * gathered,
         episodes_per_minibatch=per_minibatch,
         episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if on_cluster else None,
-        decisions_per_microbatch_max=config.optim.microbatch_size,
+        decisions_per_microbatch_max=config.optim.microbatch_size if config.optim.microbatch_tokens is None else None,
+        tokens_per_microbatch_max=config.optim.microbatch_tokens,
         optimizer_steps_per_update=steps,
         total_iterations=iterations,
         total_env_steps_max=None if iterations is None or per_iteration is None else iterations * per_iteration,

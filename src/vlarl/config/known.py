@@ -96,6 +96,9 @@ TEXT_REWARDS = ("exact_match", "number_match", "choice", "format", "length", "ov
 
 KNOWN_REWARDS = ("sparse", "dense", "shaped", "rules", "model", "remote", *TEXT_REWARDS, "combined")
 
+EXPERTS = "experts"
+"""ptx.path: demonstrations of the suite's scripted experts."""
+
 GROUP_METHODS = ("grpo", "rloo", "group_norm", "cpgd")
 """Algorithms that compare the episodes of a group with each other."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from vlarl.config.known import EXPERTS
 from vlarl.config.schema import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
@@ -15,19 +16,24 @@ AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
 PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path", "prompts.path", "prompts.eval_path")
 """Options that are always a path, or a list of paths."""
 
-FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model")
-"""Options that are a folder if it exists; else the name of a built-in policy or of a model on the hub."""
+FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model", "reward.models")
+"""Options that are a folder if it exists, or have such values; else the name of a built-in policy or of a model on the
+hub."""
+
+IMITATED = "ptx.path"
+"""A path, unless it names the scripted experts."""
 
 
 def located(config: AnyConfig) -> AnyConfig:
     """The configuration with all its paths absolute."""
     config = _changed(config, PATHS, absolute)
+    config = _changed(config, (IMITATED,), lambda text: text if text == EXPERTS else absolute(text))
     return _changed(config, FOLDERS_OR_NAMES, lambda text: absolute(text) if _is_local(text) else text)
 
 
 def briefly(config: AnyConfig) -> AnyConfig:
     """The configuration with its paths shortened for printing."""
-    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES), brief)
+    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES, IMITATED), brief)
 
 
 def absolute(path: str | Path) -> str:
@@ -64,6 +70,12 @@ def _changed(config: AnyConfig, paths: Sequence[str], change: Callable[[str], st
         values = sections.get(section, getattr(config, section, None))
         text = getattr(values, name, None)
         if values is not None and text is not None:
-            changed = tuple(change(each) for each in text) if isinstance(text, tuple) else change(text)
-            sections[section] = values.model_copy(update={name: changed})
+            sections[section] = values.model_copy(update={name: _of_each(text, change)})
     return config.model_copy(update=sections)
+
+
+def _of_each(paths: str | tuple[str, ...] | dict[str, str], change: Callable[[str], str]) -> object:
+    """One path, a list of them or those that names stand for, each changed."""
+    if isinstance(paths, dict):
+        return {name: change(path) for name, path in paths.items()}
+    return tuple(change(path) for path in paths) if isinstance(paths, tuple) else change(paths)

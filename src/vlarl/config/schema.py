@@ -174,6 +174,9 @@ class PromptsConfig(Section):
     """System message put before each prompt that has none."""
     video_frames: Annotated[int, Field(gt=0, le=1024)] = 8
     """Frames taken of each video, at equal distances."""
+    max_tokens: PositiveInt | None = None
+    """Longest prompt in tokens, those of its images included; longer ones are dropped and counted when the run starts.
+    null: no limit but the model's own."""
     on_error: Literal["stop", "skip"] = "stop"
     """What happens to a row that can't be used, such as one with a missing or corrupt image or an empty prompt: it ends
     the run with its file and row (stop), or it is left out and counted (skip)."""
@@ -318,7 +321,8 @@ class RewardConfig(Section):
 
     source: str = "sparse"
     """`sparse` (1 on success), `dense` (the environment's own), `shaped` (success and potential-based progress),
-    `rules`, `model`, `remote`, `combined`, or `module:function` for your own function. For texts also `exact_match`,
+    `rules`, `model`, `remote`, `combined`, a name of reward.models or reward.urls, or `module:function` for your own
+    function. For texts also `exact_match`,
     `number_match`, `choice`, `format`, `length` and `overlong`."""
     sources: tuple[str, ...] = ()
     """combined: the rewards to add up, by the names above."""
@@ -352,8 +356,21 @@ class RewardConfig(Section):
     idle_tolerance: NonNegativeFloat = 1e-3
     """rules: largest change of any dimension of the robot's state that still counts as no movement."""
     model: str | None = None
-    """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode as text,
-    a pair of encoders (CLIP, SigLIP) compares the camera's images with the instruction."""
+    """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode, or a
+    prompt with its response, as text; a pair of encoders (CLIP, SigLIP) compares the camera's images with the
+    instruction; a language or vision-language model judges by reward.judge_template."""
+    models: dict[str, str] = {}
+    """Reward models by names of your own, such as {helpful: FOLDER, safe: FOLDER}; the names then stand in
+    reward.sources, or in reward.source."""
+    judge_template: str | None = None
+    """model, a language model: what it is given, in its own chat template and after the images of the prompt. {prompt},
+    {response}, {solution} and {COLUMN} stand for those of the episode. By default the response is to be rated from
+    0 to 10, in a last line `Score: N`."""
+    judge_pattern: str | None = None
+    """model, a language model: regular expression of the score in its text, by its group if it has one; the last match
+    counts. By default what follows `Score:`. A text without a match is a failed reward."""
+    judge_max_tokens: PositiveInt = 256
+    """model, a language model: tokens that its text may have."""
     device: str | None = None
     """model: device of the model; by default the run's."""
     scoring: Literal["outcome", "steps", "sum"] = "outcome"
@@ -364,6 +381,9 @@ class RewardConfig(Section):
     url: str | None = None
     """remote: http(s) address that episodes are posted to; docs/rewards.md has the format. The part after `?` counts as
     secret and is never written to disk; a user name or password is refused."""
+    urls: dict[str, str] = {}
+    """Services by names of your own, such as {grader: http://localhost:8000/score}; the names then stand in
+    reward.sources, or in reward.source."""
     headers_env: str | None = None
     """remote: name of an environment variable with headers for each request, one per line, such as `Authorization:
     Bearer …`. It is read at each request and never written to disk."""
@@ -394,6 +414,9 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = "grpo"
     """The first four compare the episodes of a group; the REINFORCE family needs no groups; PPO uses a critic and GAE.
     GSPO is grpo with ratio_level sequence and aggregate sequence_mean."""
+    policy_loss: Literal["auto", "clip", "cpg"] = "auto"
+    """What the policy gradient is computed of: the clipped ratio (clip), or the clipped log-prob of CPGD (cpg), with
+    the advantages of any algorithm; auto is cpg for cpgd and clip for the others."""
     epochs: Size = 2
     """Passes over the collected decisions per update."""
     clip_low: PositiveFloat | None = None
@@ -441,7 +464,7 @@ class AlgorithmConfig(Section):
     gamma: UnitInterval = 0.99
     """PPO, reinforce, reinforce_pp: discount per environment step; group_norm: discount of the credit."""
     policy_drift_coef: NonNegativeFloat = 0.0
-    """CPGD: weight of the KL from the policy that sampled the actions."""
+    """cpgd, policy_loss cpg: weight of the KL from the policy that sampled the actions."""
     gae_level: Literal["chunk", "step", "token"] = "chunk"
     """PPO: what has its own value and advantage: a chunk as one long step, each step of it, or each token."""
     gae_lambda: UnitInterval = 0.95
@@ -472,6 +495,26 @@ class KlConfig(Section):
     """Episodes over which the adaptive coefficient changes; larger is slower."""
 
 
+class PtxConfig(Section):
+    """PTX: a supervised loss on a second dataset, added in every optimizer step of the policy."""
+
+    path: str | None = None
+    """What is imitated; null: nothing. With prompts, a file or folder like those of prompts.path, whose rows also have
+    the response. With robots, the folder of an RLDS dataset, or `experts` for demonstrations that the scripted experts
+    of env.suite give when the run starts."""
+    coef: NonNegativeFloat = 0.05
+    """Weight of the mean negative log-prob of the imitated tokens; 0 leaves the dataset out."""
+    batch_size: Many = 16
+    """Samples per optimizer step: prompts with their response, or demonstrated decisions."""
+    prompt_column: str | None = None
+    """Prompts: column with the prompt; by default `prompt`, or `messages`, whose last one is then the response."""
+    response_column: str | None = None
+    """Prompts: column with the response, a text or a list with one message of the assistant; by default the first of
+    completion and response that a row has."""
+    episodes_per_task: Many = 10
+    """experts: demonstrations per task, each from its own initial state, which is never one of evaluation."""
+
+
 class OptimConfig(Section):
     """The optimizer."""
 
@@ -492,10 +535,16 @@ class OptimConfig(Section):
     """Optimizer steps per epoch: the decisions of an update are split into this many minibatches."""
     microbatch_size: PositiveInt = 128
     """Decisions in one forward and backward pass, which only affects memory; 1 processes them one by one."""
+    microbatch_tokens: PositiveInt | None = None
+    """Tokens of prompts and texts, padding included, in one forward and backward pass, in place of microbatch_size; a
+    longer decision has a pass of its own. null: as microbatch_size says."""
+    packing: bool = False
+    """Lay the prompts and texts of a pass end to end in one row instead of padding them to the longest; for language
+    models."""
     rollouts_per_update: PositiveInt = 1
     """Iterations whose episodes are gathered, in the host's memory, for one update."""
     sort_by_length: bool = False
-    """Form microbatches from decisions sorted by prompt length, which reduces padding."""
+    """Form microbatches from decisions sorted by the length of prompt and text, which reduces padding."""
 
 
 class CriticConfig(Section):
@@ -668,6 +717,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl: KlConfig = KlConfig()
+    ptx: PtxConfig = PtxConfig()
     optim: OptimConfig = OptimConfig()
     critic: CriticConfig = CriticConfig()
     ema: EmaConfig = EmaConfig()

@@ -59,6 +59,8 @@ def public(config: BaseModel) -> dict[str, Any]:
     reward = values.get("reward", {})
     if reward.get("url") is not None:
         reward["url"] = masked_url(reward["url"])
+    if reward.get("urls"):
+        reward["urls"] = {name: masked_url(url) for name, url in reward["urls"].items()}
     return values
 
 

@@ -136,9 +136,13 @@ def _reward_effects(reward: Mapping[str, Any], given: Collection[str]) -> Iterat
                 yield f"{option} = {shown(name)}: imports {module} and calls {function}"
     url, headers = reward.get("url"), reward.get("headers_env")
     is_remote = any("remote" in names for names in named.values())
+    also = f", with the content of the environment variable {headers}" if headers else ""
     if is_remote and url is not None and "reward.url" not in given:
-        also = f", with the content of the environment variable {headers}" if headers else ""
         yield f"reward.url = {shown(masked_url(str(url)))}: posts every episode to this address{also}"
+    for name, address in (reward.get("urls") or {}).items():
+        if "reward.urls" not in given and any(name in names for names in named.values()):
+            shown_url = shown(masked_url(str(address)))
+            yield f"reward.urls: {name} = {shown_url}: posts every episode to this address{also}"
 
 
 def _seal(key: bytes, name: str, content: bytes) -> str:

@@ -25,9 +25,10 @@ from vlarl.envs.build import build_factory
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
-from vlarl.errors import VlarlError
+from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.capacity import check_memory_for_envs, default_processes
 from vlarl.observability.machine import available_cores
+from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.rollout.tasks import chosen_task_ids, derive_seed
 from vlarl.types import Task
 
@@ -151,10 +152,12 @@ def play_tasks(
         note(f"{experts.spec.name} task {task_id}: {sum(won)} of {len(won)} succeed ({instruction})")
 
 
-def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int) -> list[DemoSource]:
-    """The configured sources, for a policy that reads `num_images` views of this size."""
+def open_sources(
+    config: DemoConfig, seed: int, image_size: int, num_images: int, option: str = "demos.path"
+) -> list[DemoSource]:
+    """The configured sources, for a policy that reads `num_images` views of this size; `option` names the path."""
     if config.path is not None:
-        return [RldsSource(config, config.path, num_images)]
+        return [RldsSource(config, config.path, num_images, option)]
     cameras: tuple[Camera, ...] = get_args(Camera)[:num_images]
     tabletop = [suite for suite in config.suites if suite in TABLETOP_SUITES]
     sources: list[DemoSource] = []
@@ -165,6 +168,20 @@ def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int
             env = EnvConfig(suite=suite, cameras=cameras)
             sources.append(SimulatorSource(config, build_factory(env, GymConfig(), image_size, "sparse"), seed))
     return sources
+
+
+def refuse_other_robot(policy: SupervisedPolicy, source: DemoSource, option: str = "demos") -> None:
+    """Refuse demonstrations, which an option or section names, of a robot that the policy can't control."""
+    has = f"{policy.action_dim} action dimensions"
+    wants = f"{source.action_dim} action dimensions"
+    if policy.proprio_dim is not None:
+        has += f" and {policy.proprio_dim} of the robot's state"
+        wants += f" and {source.proprio_dim} of the robot's state"
+    if has != wants:
+        raise UsageError(
+            f"{option}: the policy has {has}, the demonstrations of {source.name} have {wants}; name suites of one "
+            "robot, and a checkpoint made for it."
+        )
 
 
 def collect_demos(sources: Iterable[DemoSource], note: Note) -> tuple[list[DemoSet], float]:

@@ -20,7 +20,7 @@ from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.demos import DemoSource, collect_demos, open_sources
+from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
 from vlarl.data.rlds.demos import RldsSource
 from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
@@ -119,20 +119,6 @@ def fresh_policy(
         )
     except ValueError as error:
         raise UsageError(f"policy: {settings.path} can't be made: {error}") from error
-
-
-def refuse_other_robot(policy: SupervisedPolicy, source: DemoSource) -> None:
-    """Refuse demonstrations of a robot that the policy can't control."""
-    has = f"{policy.action_dim} action dimensions"
-    wants = f"{source.action_dim} action dimensions"
-    if policy.proprio_dim is not None:
-        has += f" and {policy.proprio_dim} of the robot's state"
-        wants += f" and {source.proprio_dim} of the robot's state"
-    if has != wants:
-        raise UsageError(
-            f"demos: the policy has {has}, the demonstrations of {source.name} have {wants}; name suites of one robot, "
-            "and a checkpoint made for it."
-        )
 
 
 def demo_statistics(demos: DemoSet) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ import torch
 from vlarl.algorithms import build_algorithm
 from vlarl.config.derive import engine_dtype
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.distributed.actor import Worker, get_all, put
 from vlarl.distributed.address import free_address
@@ -97,7 +98,8 @@ class Rank:
         device = self.device if sharding.mode == "none" else torch.device("cpu")
         policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, device)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl)
-        self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding)
+        ptx = build_ptx(self.config, policy, ranks)
+        self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding, ptx)
         self.sender = WeightSender(policy, ranks, transport_of(self.config))
 
     def open_store(self, folder: Path) -> None:

@@ -50,6 +50,7 @@ class SuiteSpec:
     first_fresh_state: int | None = None  # every index from here on is a different state, for demonstrations
     in_epochs: bool = False  # states are samples of a dataset: training takes each once an epoch, in a shuffled order
     repeats: tuple[float, ...] = ()  # how often an epoch has each of train_states; empty: once
+    num_dropped: int = 0  # states that were left out of these lists, as their prompts are too long
 
 
 class EnvPool(Protocol):

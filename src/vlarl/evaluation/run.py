@@ -33,8 +33,9 @@ from vlarl.observability.machine import describe_machine
 from vlarl.policies.load import checkpoint_folder, load_for_suite
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.rollout.overlong import usable_tasks
 from vlarl.rollout.recorder import EpisodeRecorder
-from vlarl.rollout.sampling import evaluation_sampling
+from vlarl.rollout.sampling import check_sampling, evaluation_sampling
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.run.parts import check_fit
 from vlarl.run.parts import num_envs as configured_num_envs
@@ -61,7 +62,10 @@ def run_evaluation(
     pool = build_pool(env, request.gym, _pool_size(request), image_size, "sparse", request.prompts)
     with closing(pool):
         tasks = requested_tasks(request, pool.spec)
-        check_fit(policy, pool, tasks[0], sampling)
+        check_sampling(policy, sampling, request.prompts.max_tokens or 0)
+        if request.replay is None:
+            tasks = usable_tasks(tasks, request.prompts, policy, pool)
+        check_fit(policy, pool, tasks[0])
         collector = Collector(pool, policy, TorchEngine(policy, device), env.retries)
         ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from vlarl import __version__
-from vlarl.config.known import SUITES
+from vlarl.config.known import PROMPTS, SUITES, is_prompts
 from vlarl.config.run_checkpoints import HUB_ID
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import in_ranges, state_warnings
@@ -30,7 +30,7 @@ from vlarl.policies.locate import BUILTIN
 
 AVERAGE, BEST = "ema", "best_return"  # checkpoints of the averaged weights, and of the best training return
 LEFT_OUT = ("logging", "distributed")  # sections about where a run ran, not about what was trained
-PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.headers_env")
+PRIVATE = ("run.name", "run.root", "run.device", "run.num_threads", "reward.url", "reward.urls", "reward.headers_env")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ class Source:
         path = run_of(str(folder))
         run = None if path is None else load_run(path)
         return cls(folder, run, training_data_of(folder), _base(folder, run), tuple(records))
+
+    @property
+    def writes_texts(self) -> bool:
+        """Whether it is a language or vision-language model that was trained on prompts."""
+        return self.training is not None and any(is_prompts(run.suite) for run in self.training.runs)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether there is a processor of images beside it."""
+        return (self.folder / "preprocessor_config.json").is_file()
 
     @property
     def iterations(self) -> int | None:
@@ -93,6 +103,10 @@ def model_card(source: Source, repo_id: str) -> str:
 def _front_matter(source: Source) -> str:
     tags = ["robotics", "reinforcement-learning", "vision-language-action", "vlarl"]
     head: dict[str, Any] = {"library_name": "vlarl", "pipeline_tag": "robotics"}
+    if source.writes_texts:
+        tags = ["reinforcement-learning", "vlarl"]
+        task = "image-text-to-text" if source.reads_images else "text-generation"
+        head = {"library_name": "peft" if is_adapter(source.folder) else "transformers", "pipeline_tag": task}
     if source.base is not None and _hub_name(source.base):
         head |= {"base_model": _hub_name(source.base)}
         head |= {"base_model_relation": "adapter" if is_adapter(source.folder) else "finetune"}
@@ -102,7 +116,11 @@ def _front_matter(source: Source) -> str:
 
 
 def _introduction(source: Source) -> str:
-    kind = "A LoRA adapter" if is_adapter(source.folder) else "A vision-language-action policy"
+    kind = "A vision-language-action policy"
+    if source.writes_texts:
+        kind = "A vision-language model" if source.reads_images else "A language model"
+    if is_adapter(source.folder):
+        kind = "A LoRA adapter"
     origin = f" on {_shown(source.base)}" if source.base and is_adapter(source.folder) else ""
     origin = origin or (f", trained from {_shown(source.base)}" if source.base else "")
     algorithm = source.run.option("algorithm", "name") if source.run else None
@@ -201,6 +219,14 @@ def _rate(won: int, total: int) -> str:
 def _loading(source: Source, repo_id: str) -> str:
     suite = source.training.suite if source.training is not None else None
     on = f" --suite {suite}" if suite else ""
+    on += " --prompts.path DATA.jsonl" if suite == PROMPTS else ""
+    options = f" --env.suite {suite}{on.partition(str(suite))[2]}" if source.writes_texts else ""
+    call = [
+        "# image: [H, W, 3] uint8; proprio: the robot's state, where the model reads it. One row per step.",
+        "action = policy.predict_action(image, instruction, proprio)",
+    ]
+    if source.writes_texts:
+        call = ["# policy.model is the model of transformers, policy.processor.processor its processor."]
     return "\n".join(
         [
             "## Use it",
@@ -208,15 +234,14 @@ def _loading(source: Source, repo_id: str) -> str:
             "```bash",
             f"{install_command()}    # in a clone of vlarl's repository",
             f"vlarl eval {repo_id}{on}",
-            f"vlarl train --policy.path {repo_id}    # continue from it",
+            f"vlarl train --policy.path {repo_id}{options}    # continue from it",
             "```",
             "",
             "```python",
             "import vlarl",
             "",
             f'policy = vlarl.load_policy("{repo_id}")',
-            "# image: [H, W, 3] uint8; proprio: the robot's state, where the model reads it. One row per step.",
-            "action = policy.predict_action(image, instruction, proprio)",
+            *call,
             "```",
         ]
     )
@@ -256,8 +281,15 @@ def _changed_options(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         for name, value in values.items():
             if value != defaults.get(section, {}).get(name) and f"{section}.{name}" not in PRIVATE:
-                changed.setdefault(section, {})[name] = _shown(value) if isinstance(value, str) else value
+                changed.setdefault(section, {})[name] = _without_folders(value)
     return changed
+
+
+def _without_folders(value: Any) -> Any:
+    """A value of an option, in which paths, also those of a list, are names."""
+    if isinstance(value, list | tuple):
+        return [_without_folders(each) for each in value]
+    return _shown(value) if isinstance(value, str) else value
 
 
 def _base(folder: Path, run: RunData | None) -> str | None:

@@ -18,7 +18,7 @@ from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters
 from vlarl.policies.weight_files import MAX_SHARD_BYTES
-from vlarl.types import Action, Observation
+from vlarl.types import Action, Observation, Prompt
 
 Level = Literal["chunk", "step", "token"]
 """What has a value of its own: a decision, each of its environment steps, each of its elements."""
@@ -34,6 +34,14 @@ class BaseCheckpoint:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """How many tokens a pass read, and how many it computed, padding included."""
+
+    read: int
+    computed: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What the policy says of given decisions, with gradients where they are enabled."""
 
@@ -41,6 +49,7 @@ class Evaluation:
     entropy: torch.Tensor  # [B, L] float32 at the temperature; anything where the decisions are masked
     values: torch.Tensor | None = None  # [B, V] float32, read before the decision is sampled; None without a critic
     aux_loss: torch.Tensor | None = None  # scalar, what the model wants minimised besides, such as load balance
+    tokens: TokenCount | None = None  # of the pass; None where all rows have as many
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [B, L] what else was asked for
 
 
@@ -78,6 +87,7 @@ class Policy(nn.Module, ABC):
 
     sampling_options: ClassVar[frozenset[str]] = frozenset({"temperature"})  # fields of `Sampling` that it takes
     extras: ClassVar[frozenset[str]] = frozenset()  # names that `evaluate` can be asked for
+    differs_in_length: ClassVar[bool] = False  # its decisions are texts: what a row costs depends on its tokens
     num_steps: int  # environment steps of a decision: the actions of a chunk
     action_dim: int  # dimensions of an action
     model: nn.Module  # what the checkpoint's weight files hold, and what adapters are added to
@@ -95,9 +105,14 @@ class Policy(nn.Module, ABC):
     def num_images(self) -> int:
         """Views of an observation that the policy reads."""
 
-    def check_sampling(self, sampling: Sampling) -> None:
-        """UsageError for values of its sampling options that the model can't be sampled with."""
+    def check_sampling(self, sampling: Sampling, prompt_tokens: int = 0) -> None:
+        """UsageError for values of its sampling options that the model can't be sampled with, after prompts of so many
+        tokens."""
         return None
+
+    def prompt_length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, those of its images included; the pixels don't matter, only the sizes of images."""
+        raise UsageError(f"{type(self).__name__} reads no prompts.")
 
     @abstractmethod
     def process(self, observations: Sequence[Observation]) -> TensorRows:
@@ -127,6 +142,14 @@ class Policy(nn.Module, ABC):
         Masked elements send no gradient, not even where they overflow. `critic_only`: gradients reach the value head
         and nothing before it. `entropy_gradient`: they reach the entropy, too, which takes memory.
         """
+
+    def use_packing(self) -> None:
+        """From here on `evaluate` and `values` lay rows end to end instead of padding them; UsageError where they would
+        give other results."""
+        raise UsageError(
+            f"optim.packing: the decisions of {type(self).__name__} all have the same length, so there is no padding "
+            "to save; set it to false."
+        )
 
     @abstractmethod
     def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:

@@ -104,6 +104,11 @@ class Description(ABC):
     problems: tuple[str, ...]  # why it would not load
 
     @property
+    def train_options(self) -> dict[str, str]:
+        """Options that `vlarl train` needs besides policy.path to train it."""
+        return {}
+
+    @property
     @abstractmethod
     def prompt_length(self) -> int:
         """Tokens of a prompt that the estimates assume."""

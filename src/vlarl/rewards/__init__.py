@@ -15,7 +15,8 @@ from vlarl.devices import usable_device
 from vlarl.rewards.base import Reward
 from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.function import FunctionReward
-from vlarl.rewards.model import load_reward_model
+from vlarl.rewards.judge import PATTERN, TEMPLATE, JudgeOptions
+from vlarl.rewards.model_kinds import load_reward_model
 from vlarl.rewards.outcome import DenseReward, SparseReward
 from vlarl.rewards.remote import REMOTE_TIMEOUT_S, RemoteReward
 from vlarl.rewards.rules import RulesReward
@@ -50,9 +51,14 @@ def build_bare_reward(config: RewardConfig, run: RewardContext) -> Reward:
 
 
 def _single(source: str, config: RewardConfig, run: RewardContext) -> Reward:
-    """The named reward, the user's own `module:function`, or the function that was given in Python."""
+    """The reward, model or service of that name, the user's own `module:function`, or the function that was given in
+    Python."""
     if source in REWARDS:
         return REWARDS[source](config, run)
+    if source in config.models:
+        return _model_at(config.models[source], config, run)
+    if source in config.urls:
+        return _remote_at(config.urls[source], config)
     given = find_given("reward.source", source, config.given, "reward").function if is_given(source) else None
     function = import_function(source) if given is None else given
     style = style_of(function)
@@ -88,14 +94,23 @@ def _rules(config: RewardConfig, run: RewardContext) -> RulesReward:
 
 def _model(config: RewardConfig, run: RewardContext) -> Reward:
     assert config.model is not None, "checked with the configuration"
+    return _model_at(config.model, config, run)
+
+
+def _model_at(path: str, config: RewardConfig, run: RewardContext) -> Reward:
     device = run.device if config.device is None else usable_device("reward.device", config.device)
-    return load_reward_model(config.model, device, config.scoring, config.batch_size)
+    judge = JudgeOptions(config.judge_template or TEMPLATE, config.judge_pattern or PATTERN, config.judge_max_tokens)
+    return load_reward_model(path, device, config.scoring, config.batch_size, judge)
 
 
 def _remote(config: RewardConfig, run: RewardContext) -> RemoteReward:
     assert config.url is not None, "checked with the configuration"
+    return _remote_at(config.url, config)
+
+
+def _remote_at(url: str, config: RewardConfig) -> RemoteReward:
     return RemoteReward(
-        config.url,
+        url,
         config.scoring,
         config.batch_size,
         config.images,

@@ -1,7 +1,8 @@
-"""Hugging Face models as rewards: a classifier reads an episode as text, encoders compare a view with the instruction.
+"""Hugging Face models as rewards: a classifier reads an episode, or a prompt with its response, as text; encoders
+compare a view with the instruction. Generative models are in judge.py.
 
-A score is about the end of an episode, or about the state that a decision led to. Neither model is trained, and neither
-reads actions.
+A score is about the end of an episode, or about the state that a decision led to. No model is trained, and none reads
+actions.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 
 import torch
 import transformers
+from jinja2 import TemplateError
 from torch.nn import functional as F
 
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, VlarlError
 from vlarl.rewards.base import Scoring, ScoringReward
-from vlarl.types import Observation, Trajectory
+from vlarl.types import Observation, Trajectory, message_text
 
 RECENT_STATES = 16  # how many states the text of an episode covers
 
@@ -58,7 +60,10 @@ class ModelReward(ScoringReward):
 
 
 class ClassifierReward(ModelReward):
-    """A sequence classifier with one label: its logit for the episode written out as text."""
+    """A sequence classifier with one label: its logit for the episode written out as text, or for a prompt and its
+    response."""
+
+    reads_images = False
 
     def __init__(self, path: str, device: torch.device, scoring: Scoring = "outcome", batch_size: int = 16) -> None:
         model = _pretrained(transformers.AutoModelForSequenceClassification, path)
@@ -67,7 +72,7 @@ class ClassifierReward(ModelReward):
                 f"reward.model: {path} has {model.config.num_labels} labels; a reward model has one. Take a checkpoint "
                 "with num_labels 1."
             )
-        self.tokenizer = _loaded(transformers.AutoTokenizer, path)
+        self.tokenizer = load_part(transformers.AutoTokenizer, path)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.tokenizer.pad_token is None:
@@ -79,12 +84,31 @@ class ClassifierReward(ModelReward):
 
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the logit of each text."""
-        texts = [episode_text(trajectory, done) for trajectory, done in states]
-        inputs = self.tokenizer(
-            texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        ).to(self.device)
+        encoded = [self._encoded(trajectory, done) for trajectory, done in states]
+        inputs = self.tokenizer.pad(encoded, padding_side="right", return_tensors="pt").to(self.device)
         logits: torch.Tensor = self.model(**inputs).logits
         return logits[:, 0]
+
+    def _encoded(self, trajectory: Trajectory, num_decisions: int) -> Any:
+        """The tokens of an episode up to a decision; of a text that is too long, the last ones."""
+        transition = trajectory.transitions[num_decisions - 1]
+        limit = {"truncation": True, "max_length": self.max_tokens}
+        prompt, text = transition.observation.prompt, transition.text
+        if text is None or prompt is None:
+            self.tokenizer.truncation_side = "right"
+            return self.tokenizer(episode_text(trajectory, num_decisions), **limit)
+        self.tokenizer.truncation_side = "left"
+        if not prompt.conversational:
+            return self.tokenizer(prompt.text + text, **limit)
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(prompt.text, text, **limit)
+        messages = [{"role": m["role"], "content": message_text(m)} for m in prompt.messages]
+        messages.append({"role": "assistant", "content": text})
+        try:
+            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except TemplateError as error:  # templates refuse roles, such as system, or orders of roles
+            raise VlarlError(f"the chat template of {self.path} refuses the conversation: {error}") from error
+        return self.tokenizer(rendered, add_special_tokens=False, **limit)
 
 
 class SimilarityReward(ModelReward):
@@ -92,8 +116,8 @@ class SimilarityReward(ModelReward):
 
     def __init__(self, path: str, device: torch.device, scoring: Scoring = "outcome", batch_size: int = 16) -> None:
         model = _pretrained(transformers.AutoModel, path)
-        self.tokenizer = _loaded(transformers.AutoTokenizer, path)
-        self.image_processor = _loaded(transformers.AutoImageProcessor, path)
+        self.tokenizer = load_part(transformers.AutoTokenizer, path)
+        self.image_processor = load_part(transformers.AutoImageProcessor, path)
         self.max_tokens = model.config.text_config.max_position_embeddings
         super().__init__(path, model, device, scoring, batch_size)
 
@@ -110,22 +134,6 @@ class SimilarityReward(ModelReward):
         pixels = self.image_processor([observation.images[0] for observation in seen], return_tensors="pt")
         output = self.model(**{name: tensor.to(self.device) for name, tensor in (text | pixels).items()})
         return F.cosine_similarity(output.image_embeds.float(), output.text_embeds.float(), dim=-1)
-
-
-def load_reward_model(path: str, device: torch.device, scoring: Scoring, batch_size: int) -> ModelReward:
-    """The reward for a checkpoint, chosen by its architecture; one that can't score is refused."""
-    config = _loaded(transformers.AutoConfig, path)
-    name = (getattr(config, "architectures", None) or ["?"])[0]
-    architecture = getattr(transformers, name, None)
-    if name.endswith("ForSequenceClassification"):
-        return ClassifierReward(path, device, scoring, batch_size)
-    if all(hasattr(architecture, method) for method in ("get_image_features", "get_text_features")):
-        return SimilarityReward(path, device, scoring, batch_size)
-    raise UsageError(
-        f"reward.model: {path} is a {name}, which gives no score. Use a sequence classifier with one label "
-        "(…ForSequenceClassification) or a pair of encoders (CLIPModel, SiglipModel); serve anything else yourself and "
-        "set reward.source to remote."
-    )
 
 
 def state_after(trajectory: Trajectory, num_decisions: int) -> Observation:
@@ -149,7 +157,7 @@ def episode_text(trajectory: Trajectory, num_decisions: int) -> str:
     return "\n".join(lines)
 
 
-def _loaded(kind: Any, path: str, **options: Any) -> Any:
+def load_part(kind: Any, path: str, **options: Any) -> Any:
     """Load a folder or hub id with a transformers class, without running its code; UsageError where that fails."""
     try:
         # By default the library asks on the terminal whether to run code from the folder.
@@ -161,7 +169,7 @@ def _loaded(kind: Any, path: str, **options: Any) -> Any:
 
 def _pretrained(kind: Any, path: str) -> Any:
     """A model with all its weights, in the precision they are stored in; pickled files are not read."""
-    model, report = _loaded(kind, path, dtype="auto", use_safetensors=True, output_loading_info=True)
+    model, report = load_part(kind, path, dtype="auto", use_safetensors=True, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise UsageError(
             f"reward.model: {path} lacks {len(missing)} weights, the first is {missing[0]}: its scores would be "

@@ -138,7 +138,7 @@ def read_reply(reply: bytes, per_episode: Sequence[int]) -> list[list[float]]:
 def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"]) -> dict[str, Any]:
     """An episode in the service's format."""
     task = trajectory.task
-    texts = [_written(t) for t in trajectory.transitions if t.text is not None]
+    texts = [_written(t, images != "none") for t in trajectory.transitions if t.text is not None]
     return {
         "episode_id": task.episode_id,
         "suite": task.suite,
@@ -157,18 +157,20 @@ def episode_json(trajectory: Trajectory, images: Literal["none", "last", "all"])
     }
 
 
-def _written(transition: Transition) -> dict[str, Any]:
+def _written(transition: Transition, with_images: bool) -> dict[str, Any]:
     """A text with its prompt; columns that JSON can't hold are sent as text."""
     prompt = transition.observation.prompt
     columns = {} if prompt is None else json.loads(json.dumps(dict(prompt.columns), default=str))
     messages = [] if prompt is None else [dict(message) for message in prompt.messages]
-    return {"messages": messages, "text": transition.text, "columns": columns}
+    written = {"prompt": messages, "completion": transition.text, "columns": columns}
+    images = () if prompt is None or not with_images else prompt.images
+    return written | ({"images": [jpeg_base64(image) for image in images]} if images else {})
 
 
 def _seen(observation: Observation, with_image: bool) -> dict[str, Any]:
     seen: dict[str, Any] = {"proprio": [float(value) for value in observation.proprio]}
-    images = (*observation.images, *(() if observation.prompt is None else observation.prompt.images))
-    return seen | {"image": jpeg_base64(images[0])} if with_image and images else seen
+    has_image = with_image and len(observation.images)
+    return seen | ({"image": jpeg_base64(observation.images[0])} if has_image else {})
 
 
 def jpeg_base64(image: UInt8Array) -> str:

@@ -65,6 +65,7 @@ class EpochSampler(TaskSampler):
         used = {
             "rollout/consumed_samples": float(self.consumed),
             "rollout/epoch": self.consumed / len(self._epochs.order(0)),
+            "rollout/dropped_prompts": float(self.spec.num_dropped),
         }
         return super().metrics() | used
 

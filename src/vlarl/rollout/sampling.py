@@ -37,10 +37,10 @@ def evaluation_sampling(texts: TextConfig, temperature: float) -> Sampling:
     )
 
 
-def check_sampling(policy: Policy, sampling: Sampling) -> None:
-    """Refuse options that the policy does not take, and values that it can't use."""
+def check_sampling(policy: Policy, sampling: Sampling, prompt_tokens: int = 0) -> None:
+    """Refuse options that the policy does not take, and values that it can't use after prompts of so many tokens."""
     unread = sorted(sampling.chosen() - policy.sampling_options)
     if unread:
         named = ", ".join(f"rollout.{OPTIONS.get(name, name)}" for name in unread)
         raise UsageError(f"{named}: this policy is not sampled with that; leave it out.")
-    policy.check_sampling(sampling)
+    policy.check_sampling(sampling, prompt_tokens)

@@ -26,7 +26,8 @@ from vlarl.policies.load import load_acting_policy
 from vlarl.rewards import build_bare_reward, contained
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
-from vlarl.rollout.sampling import rollout_sampling
+from vlarl.rollout.overlong import usable_spec
+from vlarl.rollout.sampling import check_sampling, rollout_sampling
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.run.parts import (
     Parts,
@@ -51,6 +52,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
     checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = load_acting_policy(config, folder, torch.device("meta"))
+    check_sampling(policy, rollout_sampling(config.rollout), config.prompts.max_tokens or 0)
     if folder is None:
         log_training_warning(config)
     env = env_with_cameras(config, policy)
@@ -96,11 +98,12 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         ]
         wait_started(envs)
         pool = PoolGroup(envs, sizes, config.env.lockstep)
+        spec = usable_spec(config, policy, pool)
         eval_tasks = evaluation_tasks(
-            pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
+            spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
-        check_fit(policy, pool, eval_tasks[0], rollout_sampling(config.rollout))
-        curriculum = cluster.worker("curriculum", partial(build_sampler, config, pool.spec, checkpoint is None), SMALL)
+        check_fit(policy, pool, eval_tasks[0])
+        curriculum = cluster.worker("curriculum", partial(build_sampler, config, spec, checkpoint is None), SMALL)
         wait_started(learners)
         group = LearnerGroup(learners, config, policy)
         group.join(checkpoint)

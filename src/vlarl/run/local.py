@@ -9,12 +9,14 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
+from vlarl.data.imitation import build_ptx
 from vlarl.devices import choose_device
 from vlarl.envs.build import build_pool
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.rollout.sampling import rollout_sampling
+from vlarl.rollout.overlong import usable_spec
+from vlarl.rollout.sampling import check_sampling, rollout_sampling
 from vlarl.rollout.tasks import evaluation_tasks
 from vlarl.run.parts import (
     Parts,
@@ -38,6 +40,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     torch.manual_seed(config.run.seed)
     reward = build_reward(config.reward, reward_context(config, device))
     policy = load_trained_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
+    check_sampling(policy, rollout_sampling(config.rollout), config.prompts.max_tokens or 0)
     if checkpoint is None:
         log_training_warning(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
@@ -48,17 +51,18 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
         env = env_with_cameras(config, policy)
         pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward, config.prompts)
         stack.callback(pool.close)  # its processes must not outlive a run that is refused
+        spec = usable_spec(config, policy, pool)
         eval_tasks = evaluation_tasks(
-            pool.spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
+            spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
         )
-        check_fit(policy, pool, eval_tasks[0], rollout_sampling(config.rollout))
-        learner = Learner(policy, algorithm, config, device)
+        check_fit(policy, pool, eval_tasks[0])
+        learner = Learner(policy, algorithm, config, device, ptx=build_ptx(config, policy))
         parts = Parts(
             policy=policy,
             pool=pool,
             engine=engine,
             collector=Collector(pool, policy, engine, config.env.retries),
-            sampler=build_sampler(config, pool.spec, is_new=checkpoint is None),
+            sampler=build_sampler(config, spec, is_new=checkpoint is None),
             reward=reward,
             algorithm=algorithm,
             learner=learner,

@@ -17,7 +17,6 @@ from vlarl.algorithms.base import Algorithm
 from vlarl.config.known import BATCHED_ENVS, GYM
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.suites import cameras_of, suite_facts
-from vlarl.decisions import Sampling
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import default_processes
@@ -29,7 +28,6 @@ from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.epochs import build_task_sampler
-from vlarl.rollout.sampling import check_sampling
 from vlarl.rollout.tasks import Sampler, TaskSampler
 from vlarl.training.base import Store, Trainer
 from vlarl.types import Task
@@ -97,9 +95,8 @@ def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
     return sampler
 
 
-def check_fit(policy: Policy, pool: EnvPool, task: Task, sampling: Sampling) -> None:
+def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
     """Let the policy read one observation: what does not fit is refused before the run starts."""
-    check_sampling(policy, sampling)
     if policy.action_dim != pool.spec.action_dim:
         remedy = "choose a checkpoint made for this suite"
         if pool.spec.name == GYM and pool.spec.action_dim < policy.action_dim:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from vlarl.config.callables import is_given
 from vlarl.config.dataset_folder import find_dataset
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import KNOWN_REWARDS, PROMPTS
+from vlarl.config.known import EXPERTS, PROMPTS, is_prompts
 from vlarl.config.reward_module import import_function, refuse_missing_module
-from vlarl.config.rules.reward import used_rewards
+from vlarl.config.rules.reward import own_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
 from vlarl.config.schema import Config
 from vlarl.errors import MissingExtraError, UsageError
@@ -42,6 +41,7 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
             find_dataset(Path(config.demos.path))
         return
     _refuse_missing_prompts(config)
+    _refuse_missing_ptx(config)
     check_memory_for_config(config)
     for source in _own_rewards(config):
         refuse_missing_module(source)
@@ -59,7 +59,7 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     for package, extra, is_needed in (
         ("ray", "cluster", config.distributed.backend == "ray"),
         ("wandb", "wandb", config.logging.wandb),
-        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _prompt_files(config))),
+        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
     ):
         if is_needed and importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra)
@@ -88,6 +88,22 @@ def _refuse_missing_prompts(config: Config) -> None:
             raise UsageError(f"prompts.path: there is no file {path}.")
 
 
+def _refuse_missing_ptx(config: Config) -> None:
+    path = config.ptx.path
+    if path is None or path == EXPERTS or config.ptx.coef == 0:
+        return
+    if not is_prompts(config.env.suite):
+        find_dataset(Path(path))
+    elif not Path(path).exists():
+        raise UsageError(f"ptx.path: there is no file {path}.")
+
+
+def _row_files(config: Config) -> tuple[str, ...]:
+    """All data of prompts: what is responded to, and what is imitated."""
+    imitated = config.ptx.path if is_prompts(config.env.suite) and config.ptx.coef > 0 else None
+    return (*_prompt_files(config), *(() if imitated is None else (imitated,)))
+
+
 def _prompt_files(config: Config) -> tuple[str, ...]:
     """The data that the suite of prompts is read from."""
     return (*config.prompts.path, *config.prompts.eval_path) if config.env.suite == PROMPTS else ()
@@ -97,4 +113,4 @@ def _own_rewards(config: Config) -> list[str]:
     """The rewards that this process imports by name: workers of a cluster import their own."""
     if config.distributed.backend == "ray" and config.distributed.num_reward_workers:
         return []
-    return [name for name in used_rewards(config.reward) if name not in KNOWN_REWARDS and not is_given(name)]
+    return own_rewards(config.reward)

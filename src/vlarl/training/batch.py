@@ -12,7 +12,8 @@ import torch
 from vlarl.algorithms.advantages import executed
 from vlarl.algorithms.aggregate import token_weights
 from vlarl.algorithms.base import Estimate
-from vlarl.decisions import TrainBatch
+from vlarl.config.schema import OptimConfig
+from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.policies.base import Level
 from vlarl.types import FloatArray, IntArray, Trajectory
 
@@ -72,11 +73,44 @@ def whole_minibatches(trajectory: torch.Tensor, num_minibatches: int, generator:
     return [torch.cat([torch.nonzero(trajectory == index).flatten() for index in indices]) for indices in chosen]
 
 
-def microbatches(rows: torch.Tensor, size: int, prompt_lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """A minibatch in pieces that fit into memory; prompts of like length together where their lengths [N] are given."""
-    if prompt_lengths is not None:
-        rows = rows[torch.argsort(prompt_lengths[rows], stable=True)]
-    return torch.split(rows, size)
+def row_lengths(inputs: TensorRows, sample: TensorRows | None = None) -> torch.Tensor | None:
+    """[N, 2] the tokens of each row's prompt and of what was sampled; None where all prompts are alike.
+
+    What was sampled counts as 0 where all rows have as much of it.
+    """
+    prompts, sampled = inputs.lengths, None if sample is None else sample.lengths
+    if prompts is None:
+        return None
+    return torch.stack([prompts, torch.zeros_like(prompts) if sampled is None else sampled], dim=1)
+
+
+def microbatches(rows: torch.Tensor, optim: OptimConfig, lengths: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    """A minibatch in pieces that fit into memory: of so many rows, or of so many tokens by their lengths [N, 2]."""
+    if optim.sort_by_length and lengths is not None:
+        rows = rows[torch.argsort(lengths[rows].sum(dim=1), stable=True)]
+    if optim.microbatch_tokens is None:
+        return torch.split(rows, optim.microbatch_size)
+    assert lengths is not None, "a budget of tokens needs rows that say how long they are"
+    return torch.split(rows, sizes_within(lengths[rows], optim.microbatch_tokens, packed=optim.packing))
+
+
+def sizes_within(lengths: torch.Tensor, budget: int, *, packed: bool) -> list[int]:
+    """How many rows of these lengths [N, 2] each piece takes, in their order, so that it costs no more than the budget.
+
+    Packed rows cost their own tokens; padded ones all cost as much as the longest prompt and the longest text of their
+    piece. A row that is longer than the budget is a piece of its own.
+    """
+    sizes: list[int] = []
+    prompts: list[int] = []  # of the piece that is being filled
+    texts: list[int] = []
+    for prompt, text in lengths.tolist():
+        prompts.append(prompt)
+        texts.append(text)
+        cost = sum(prompts) + sum(texts) if packed else len(prompts) * (max(prompts) + max(texts))
+        if len(prompts) > 1 and cost > budget:
+            sizes.append(len(prompts) - 1)
+            prompts, texts = [prompt], [text]
+    return [*sizes, len(prompts)] if prompts else sizes
 
 
 def weighted(batch: TrainBatch, rows: torch.Tensor, how: Literal["token_mean", "sequence_mean"]) -> TrainBatch:

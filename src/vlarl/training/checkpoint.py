@@ -88,6 +88,7 @@ class CheckpointStore:
                 "policy_updates": learner.policy_updates,
                 "kl_coef": learner.kl.coef,
                 "ema_updates": 0 if learner.average is None else learner.average.num_updates,
+                "ptx_position": 0 if learner.ptx is None else learner.ptx.position,
             }
             (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
 
@@ -249,6 +250,9 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = _count(counters.pop("version"), "version")
         learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
+        ptx_position = _count(counters.pop("ptx_position", 0), "ptx_position")
+        if learner.ptx is not None:
+            learner.ptx.position = ptx_position
         kl_coef = counters.pop("kl_coef", None)
         if kl_coef is not None and math.isfinite(kl_coef):  # older versions could save a NaN: keep the configured one
             learner.kl.coef = kl_coef

@@ -3,6 +3,7 @@
 for each epoch:          shuffle the rows, distribute them over minibatches
   for each minibatch:    zero the gradients once; fix what each element counts in it
     for each microbatch: evaluate -> loss (its part of the whole minibatch's) -> backward
+    the same for as many samples of a second dataset, which are imitated (`ptx.py`)
     refuse a loss or a gradient that is not finite; clip, step, take the weights into their average
 
 Several ranks run this same program on the same batch: each takes its turn at the microbatches, gradients are summed,
@@ -26,7 +27,6 @@ from vlarl.algorithms.losses import high_entropy_tokens
 from vlarl.config.derive import total_iterations, updates_in
 from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
-from vlarl.errors import UsageError
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Evaluation, Policy
 from vlarl.rollout.tasks import derive_seed
@@ -35,6 +35,7 @@ from vlarl.training.batch import (
     mean_by_trajectory,
     microbatches,
     minibatches,
+    row_lengths,
     uncounted,
     value_weight,
     weighted,
@@ -46,18 +47,22 @@ from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
+from vlarl.training.prepare import refuse_unsupported
+from vlarl.training.ptx import Ptx
 from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
 from vlarl.training.update_metrics import (
     MetricSums,
     critic_metrics,
+    imitation_sums,
     importance_sums,
     is_finite,
     mean_of,
     metric_sums,
     mismatch,
     note,
+    token_sums,
 )
 from vlarl.types import UpdateResult
 
@@ -75,18 +80,19 @@ class Learner:
         device: torch.device,
         ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         sharding: Sharding = Sharding(),  # noqa: B008 - frozen
+        ptx: Ptx | None = None,
     ) -> None:
-        """A policy that is to be sharded may wait on the host; its parts go to the device."""
-        if config.algorithm.action_reconstruction_coef > 0 and "action_reconstruction" not in policy.extras:
-            raise UsageError(
-                f"algorithm.action_reconstruction_coef = {config.algorithm.action_reconstruction_coef:g}: this policy "
-                "does not give a distance of its actions; set it to 0."
-            )
+        """A policy that is to be sharded may wait on the host; its parts go to the device. `ptx` is the second dataset,
+        which is imitated; None without one."""
+        refuse_unsupported(policy, config)
+        if config.optim.packing:
+            policy.use_packing()
         self.policy = policy
         self.algorithm = algorithm
         self.config = config
         self.device = device
         self.ranks = ranks
+        self.ptx = ptx
         self.sharded = sharding.mode != "none"
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
@@ -169,13 +175,14 @@ class Learner:
 
     def _last_values(self, last: TensorRows) -> torch.Tensor:
         """[M, V] the critic's values of observations that no decision follows."""
-        network, size = self.critic or self.policy, self.config.optim.microbatch_size
-        pieces = torch.split(torch.arange(len(last)), size)
+        network = self.critic or self.policy
+        pieces = microbatches(torch.arange(len(last)), self.config.optim, row_lengths(last))
 
         def values(rows: torch.Tensor) -> torch.Tensor:
             return network.values(last.rows(rows).to(self.device)).float().cpu()
 
-        return torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
+        found = torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
+        return found[torch.argsort(torch.cat(list(pieces)))]
 
     def reference_at_start(self) -> None:
         """Point the reference at what the run started from, for a policy that has been trained since."""
@@ -309,9 +316,7 @@ class Learner:
         self, batch: TrainBatch, rows: torch.Tensor, work: Callable[[TrainBatch], Result]
     ) -> list[tuple[torch.Tensor, Result]]:
         """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
-        optim = self.config.optim
-        lengths = batch.inputs.lengths if optim.sort_by_length else None
-        pieces = microbatches(rows, optim.microbatch_size, lengths)
+        pieces = microbatches(rows, self.config.optim, row_lengths(batch.inputs, batch.decisions.sample))
 
         def fetch_and_work(micro: torch.Tensor) -> Result:
             part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
@@ -331,17 +336,33 @@ class Learner:
                 evaluation, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
             )
             torch.autograd.backward(loss.total)
-            sums = metric_sums(loss, part, first)
+            sums = metric_sums(loss, part, first).plus(token_sums(evaluation))
             if part.old_logprobs is None:  # no pass was made before this one
                 sums = sums.plus(mismatch(part, evaluation.logprobs.detach()))
             return sums
 
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         sums = [sums for _, sums in self._each_microbatch(batch, rows, learn)]
+        if self.ptx is not None and train_policy:
+            sums += self._imitate(self.ptx)
         self._train_mode(False)
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
+
+    def _imitate(self, ptx: Ptx) -> list[MetricSums]:
+        """Gradients of the supervised loss on the next samples of the second dataset, added to those of the minibatch;
+        each token counts the same."""
+        batch = ptx.next_batch()
+        rows = torch.arange(len(batch))
+
+        def learn(part: TrainBatch) -> MetricSums:
+            logprobs = torch.where(part.mask, self.policy.evaluate(part.inputs, part.decisions, 1.0).logprobs, 0.0)
+            loss = -(_present(part.weights) * logprobs).sum() * ptx.coef
+            torch.autograd.backward(loss)
+            return imitation_sums(logprobs.detach(), part.mask, float(loss.detach()))
+
+        return [sums for _, sums in self._each_microbatch(weighted(batch, rows, "token_mean"), rows, learn)]
 
     def _evaluate(self, part: TrainBatch, train_policy: bool) -> Evaluation:
         """Log-probs, entropies and values; while the critic warms up, no gradient reaches the policy."""

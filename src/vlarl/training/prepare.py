@@ -41,13 +41,29 @@ def load_engine_policy(config: Config, device: torch.device) -> Policy:
     return policy
 
 
-def refuse_untrainable(policy: Policy, config: Config) -> None:
-    """Refuse a policy of which only the critic would be trained, and a loss that it does not report."""
-    if config.algorithm.aux_loss_coef > 0 and not policy.has_aux_loss:
+def refuse_unsupported(policy: Policy, config: Config) -> None:
+    """Refuse options that need something of a policy that this one does not have."""
+    algorithm, optim = config.algorithm, config.optim
+    if algorithm.action_reconstruction_coef > 0 and "action_reconstruction" not in policy.extras:
         raise UsageError(
-            f"algorithm.aux_loss_coef = {config.algorithm.aux_loss_coef}: this model reports no auxiliary loss, as "
-            "only mixtures of experts do; leave it out."
+            f"algorithm.action_reconstruction_coef = {algorithm.action_reconstruction_coef:g}: this policy does not "
+            "give a distance of its actions; set it to 0."
         )
+    if algorithm.aux_loss_coef > 0 and not policy.has_aux_loss:
+        raise UsageError(
+            f"algorithm.aux_loss_coef = {algorithm.aux_loss_coef:g}: this model reports no auxiliary loss, as mixtures "
+            "of experts do; set it to 0."
+        )
+    if optim.microbatch_tokens is not None and not policy.differs_in_length:
+        raise UsageError(
+            f"optim.microbatch_tokens = {optim.microbatch_tokens}: the decisions of this policy all have the same "
+            "length; leave it out and set optim.microbatch_size."
+        )
+
+
+def refuse_untrainable(policy: Policy, config: Config) -> None:
+    """Refuse a policy of which only the critic would be trained, and options that it does not support."""
+    refuse_unsupported(policy, config)
     if not trained_weights(policy):
         raise UsageError(
             f"policy.freeze = '{config.policy.freeze}' leaves nothing for RL to train: set it to none or vision."

@@ -13,6 +13,7 @@ from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import masked_sum
 from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans
+from vlarl.policies.base import Evaluation
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,16 @@ def note(metrics: WeightedMeans, sums: Iterable[MetricSums]) -> None:
 
 
 def is_finite(sums: Iterable[MetricSums]) -> bool:
-    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all."""
-    return all(math.isfinite(one.loss) and math.isfinite(one.sums["approx_kl"][0]) for one in sums)
+    """Whether loss and approximate KL of a minibatch are finite, by all its microbatches: all ranks know them all.
+
+    Those of imitated samples have no KL.
+    """
+    return all(math.isfinite(one.loss) and math.isfinite(one.sums.get("approx_kl", (0.0, 0))[0]) for one in sums)
 
 
 def mean_of(sums: Sequence[MetricSums], name: str) -> float:
     """The mean of one of the sums over a whole minibatch; 0 over nothing."""
-    totals, counts = zip(*(one.sums[name] for one in sums), strict=True)
+    totals, counts = zip(*(one.sums[name] for one in sums if name in one.sums), strict=True)
     return float(sum(totals) / max(sum(counts), 1))
 
 
@@ -69,6 +73,12 @@ def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> MetricSums:
     )
 
 
+def token_sums(evaluation: Evaluation) -> MetricSums:
+    """Which fraction of the tokens that a pass computed was not padding; nothing where rows don't differ in length."""
+    tokens = evaluation.tokens
+    return MetricSums({} if tokens is None else {"packing_efficiency": (float(tokens.read), tokens.computed)})
+
+
 def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> MetricSums:
     """The mean importance weight of the marked tokens, and how many of them are at the cap."""
     num_tokens, capped = int(mask.sum()), masked_sum((weights >= cap).float(), mask)
@@ -78,6 +88,11 @@ def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> Me
             "importance_capped": (float(capped), num_tokens),
         }
     )
+
+
+def imitation_sums(logprobs: torch.Tensor, mask: torch.Tensor, loss: float) -> MetricSums:
+    """The mean negative log-prob of imitated tokens, and the microbatch's part of the loss."""
+    return MetricSums({"ptx_loss": (-float(masked_sum(logprobs, mask)), int(mask.sum()))}, loss=loss)
 
 
 def critic_metrics(batch: TrainBatch) -> dict[str, float]:

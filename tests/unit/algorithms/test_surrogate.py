@@ -24,8 +24,7 @@ from loss_problem import (
 
 from vlarl.algorithms import build_algorithm
 from vlarl.algorithms.base import AlgorithmContext, Loss
-from vlarl.algorithms.cpgd import clipped_gradient
-from vlarl.algorithms.surrogate import clipped_ratio
+from vlarl.algorithms.surrogate import clipped_gradient, clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
 from vlarl.decisions import TrainBatch
 from vlarl.policies import distribution
@@ -44,6 +43,8 @@ CASES = [
         for level in ("chunk", "step", "token")
         for c in (0.2, None)
     ),
+    {"name": "ppo", "gae_level": "token", "policy_loss": "cpg", "policy_drift_coef": 0.4},
+    {"name": "rloo", "policy_loss": "cpg"},
     {"name": "grpo", "dual_clip": 1.1},
     {"name": "reinforce", "clip_low": 0.1, "clip_high": 0.1},
 ]
@@ -375,3 +376,41 @@ def test_cpgds_drift_pulls_back_through_the_algorithm():
     context = AlgorithmContext(options, KlConfig(), TEMPERATURE)
     clipped_gradient(logprobs, batch.old_logprobs, batch, context).loss.sum().backward()
     assert (logprobs.grad > 1).all()
+
+
+ALGORITHMS = ["grpo", "rloo", "group_norm", "reinforce", "reinforce_baseline", "reinforce_pp", "ppo"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_with_cpg_the_gradient_of_any_algorithm_is_that_of_the_log_prob_up_to_the_clip(name):
+    """-weight x advantage for each token, whatever its ratio; none beyond the bound in the advantage's direction."""
+    _, batch = make()
+    case = {"name": name, "policy_loss": "cpg", "clip_low": 0.2, "clip_high": 0.28, "vf_coef": 0.0}
+    config = Config.model_validate({"algorithm": case})
+    logprobs = (batch.decisions.engine_logprobs.double() + 0.1).requires_grad_()
+    evaluation = Evaluation(logprobs, torch.zeros_like(logprobs), values_of(batch))
+    algorithm = build_algorithm(config.algorithm, TEMPERATURE)
+    algorithm.loss(
+        evaluation, replace(batch, ref_logprobs=None), value_weight=0.0, kl_coef=0.0, train_policy=True
+    ).total.backward()
+    ratio = (logprobs - batch.old_logprobs).detach().exp()
+    beyond = torch.where(batch.advantages > 0, ratio > 1.28, ratio < 0.8)
+    counted = batch.mask & ~beyond
+    assert (batch.mask & beyond).any() and (counted & ((ratio - 1).abs() > 0.05)).any(), "tokens of both kinds"
+    expected = torch.where(counted, -batch.weights * batch.advantages, 0.0)
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_cpgd_is_grpo_with_the_loss_cpg_and_every_other_algorithm_clips_its_ratio():
+    logits, batch = make()
+    shared = {"policy_drift_coef": 0.4}
+    by_name = compute(configured({"name": "cpgd"} | shared), logits, batch, None, kl_coef=0.5)
+    by_loss = compute(configured({"name": "grpo", "policy_loss": "cpg"} | shared), logits, batch, None, kl_coef=0.5)
+    assert torch.equal(by_name.total, by_loss.total)
+    for name in ALGORITHMS:
+        values = values_of(batch) if name == "ppo" else None
+        by_default, clipped, other = (
+            compute(configured({"name": name} | case), logits, batch, values, kl_coef=0.5).total
+            for case in ({}, {"policy_loss": "clip"}, {"policy_loss": "cpg"})
+        )
+        assert torch.equal(by_default, clipped) and not torch.equal(clipped, other)

@@ -32,6 +32,7 @@ def test_derived_values_of_a_training_run():
         episodes_per_minibatch=3,
         episodes_per_minibatch_and_rank=None,
         decisions_per_microbatch_max=128,
+        tokens_per_microbatch_max=None,
         optimizer_steps_per_update=24,
         total_iterations=10,
         total_env_steps_max=10 * 24 * 64,

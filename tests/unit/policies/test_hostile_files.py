@@ -17,7 +17,8 @@ from vlarl.policies.load import describe_checkpoint, load_policy
 from vlarl.policies.openvla.checkpoint import read_policy
 from vlarl.policies.openvla.components import read_component
 from vlarl.policies.tiny import init_tiny
-from vlarl.rewards.model import load_reward_model
+from vlarl.rewards.judge import JudgeOptions
+from vlarl.rewards.model_kinds import load_reward_model
 
 
 class Payload:
@@ -176,7 +177,9 @@ def test_a_reward_models_pickle_is_not_read(tmp_path, payload):
     shutil.move(tmp_path / "judge" / "model.safetensors", tmp_path / "kept")
     zipped(payload, tmp_path / "judge" / "pytorch_model.bin")
     with pytest.raises(UsageError, match=r"reward\.model: .*judge can't be loaded: .*safetensors"):
-        load_reward_model(str(tmp_path / "judge"), torch.device("cpu"), "outcome", 4)
+        load_reward_model(
+            str(tmp_path / "judge"), torch.device("cpu"), "outcome", 4, JudgeOptions("{response}", r"\d+", 8)
+        )
 
 
 def test_a_reward_models_code_is_not_run_and_no_prompt_is_shown(tmp_path, monkeypatch):
@@ -187,5 +190,5 @@ def test_a_reward_models_code_is_not_run_and_no_prompt_is_shown(tmp_path, monkey
     questions = []
     monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
     with pytest.raises(UsageError, match=r"reward\.model: .*judge can't be loaded"):
-        load_reward_model(str(judge), torch.device("cpu"), "outcome", 4)
+        load_reward_model(str(judge), torch.device("cpu"), "outcome", 4, JudgeOptions("{response}", r"\d+", 8))
     assert not questions and not (tmp_path / "owned").exists()

@@ -8,7 +8,8 @@ from vlarl.algorithms import ALGORITHMS, build_algorithm
 from vlarl.config.problems import ConfigError
 from vlarl.config.rules.reward import STEPWISE_METHODS
 from vlarl.config.schema import AlgorithmConfig, RewardConfig
-from vlarl.config.source.load import load_config
+from vlarl.config.source.load import load_config, to_yaml
+from vlarl.config.trust import effects_of
 from vlarl.errors import UsageError
 from vlarl.rewards import RewardContext, build_reward
 from vlarl.rewards.combined import CombinedReward
@@ -155,6 +156,45 @@ def test_flags_read_well(tmp_path):
             {"url": "http://x?token=secret"},
             "reward.url = 'http://x?token=***': has no effect without reward.source remote; set that, or leave reward.url out",
         ),
+        (
+            {"source": "helpful", "models": {"helpful": "x", "safe": "y"}},
+            "reward.models: 'safe': it is not used; name it in reward.source or reward.sources, or leave it out",
+        ),
+        (
+            {"source": "combined", "sources": ["sparse", "a"], "models": {"a": "x"}, "urls": {"a": "http://x/score"}},
+            "reward.urls: 'a': another reward has this name; choose another one",
+        ),
+        (
+            {"source": "dense", "models": {"dense": "x"}},
+            "reward.models: 'dense': another reward has this name; choose another one",
+        ),
+        (
+            {"source": "sparse", "models": {"my model": "x"}},
+            "reward.models: 'my model': a name has letters, digits, _ and - only",
+        ),
+        (
+            {"source": "grader", "urls": {"grader": "http://me:secret@x/score"}},
+            "reward.urls: grader = 'http://***@x/score': a user name and password in an address end up in logs; leave them out, put "
+            "`Authorization: Basic …` into an environment variable, and name that variable with reward.headers_env",
+        ),
+        (
+            {"source": "grader", "urls": {"grader": "http://x/score?token=***"}},
+            "reward.urls: grader = 'http://x/score?token=***': the part after `?` was not saved with the run; give the whole address "
+            "again with --reward.urls, or send the token in a header with reward.headers_env",
+        ),
+        (
+            {"source": "combined", "sources": ["sparse", "a"], "models": {"a": "x"}, "model": "y"},
+            "reward.model = 'y': has no effect without reward.source model; set that, or leave reward.model out",
+        ),
+        (
+            {"source": "model", "model": "x", "judge_pattern": "("},
+            "reward.judge_pattern = '(': is not a regular expression: missing ), unterminated subpattern at position 0",
+        ),
+        (
+            {"source": "sparse", "judge_template": "{prompt} {response}"},
+            "reward.judge_template = '{prompt} {response}': has no effect without reward.source model; set that, or leave "
+            "reward.judge_template out",
+        ),
         ({"source": "model"}, "reward.model = null with the reward model: name a folder or hub id of a reward model"),
         (
             {"source": "model", "model": "x", "device": "gpu"},
@@ -194,6 +234,29 @@ def test_flags_read_well(tmp_path):
 )
 def test_nonsense_is_refused_with_the_fix(options, message):
     assert complaints(**options) == [message]
+
+
+def test_models_and_services_may_have_names_of_their_own(tmp_path, monkeypatch):
+    """Relative folders become absolute, and the secret of an address is not written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge").mkdir()
+    config = load_config(
+        overrides=[
+            *("--reward.source", "combined"),
+            *("--reward.sources", "helpful", "grader", "sparse"),
+            *("--reward.models", "{helpful: judge}"),
+            *("--reward.urls", "{grader: 'http://x/score?token=secret'}"),
+            *("--reward.judge_max_tokens", "8"),
+            *("--reward.images", "last"),
+        ]
+    )
+    assert config.reward.models == {"helpful": str(tmp_path / "judge")}
+    assert "secret" not in to_yaml(config) and "token=***" in to_yaml(config)
+    saved = config.model_dump()
+    assert list(effects_of(saved, ())) == [
+        "reward.urls: grader = 'http://x/score?token=***': posts every episode to this address"
+    ]
+    assert list(effects_of(saved, ("reward.urls",))) == []
 
 
 def test_what_works():

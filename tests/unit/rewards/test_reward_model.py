@@ -10,9 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertForSequenceClassification, CLIPImageProcessor, CLIPModel
 
 from vlarl.errors import UsageError
-from vlarl.rewards.model import ClassifierReward, SimilarityReward, episode_text, load_reward_model, state_after
+from vlarl.rewards.judge import JudgeOptions
+from vlarl.rewards.model import ClassifierReward, SimilarityReward, episode_text, state_after
+from vlarl.rewards.model_kinds import load_reward_model
 
 CPU = torch.device("cpu")
+JUDGE = JudgeOptions("{response}", r"\d+", 8)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def classifier_logit(folder, text):
 
 def test_a_classifier_assigns_its_logit_to_the_whole_episode(classifier, episodes):
     """Batched and padded, its result is that of a single episode."""
-    reward = load_reward_model(str(classifier), CPU, "outcome", 2)
+    reward = load_reward_model(str(classifier), CPU, "outcome", 2, JUDGE)
     assert isinstance(reward, ClassifierReward) and reward.batch_size == 2 and reward.env_reward == "sparse"
     for episode, scored in zip(episodes, reward.score_all(episodes), strict=True):
         expected = classifier_logit(classifier, episode_text(episode, len(episode.transitions)))
@@ -88,8 +91,8 @@ def test_a_classifier_assigns_its_logit_to_the_whole_episode(classifier, episode
 
 
 def test_a_score_for_each_decision_is_assigned_to_it_or_summed(classifier, episodes):
-    steps = load_reward_model(str(classifier), CPU, "steps", 4).score_all(episodes)
-    summed = load_reward_model(str(classifier), CPU, "sum", 4).score_all(episodes)
+    steps = load_reward_model(str(classifier), CPU, "steps", 4, JUDGE).score_all(episodes)
+    summed = load_reward_model(str(classifier), CPU, "sum", 4, JUDGE).score_all(episodes)
     for episode, one, other in zip(episodes, steps, summed, strict=True):
         expected = [classifier_logit(classifier, episode_text(episode, n + 1)) for n in range(len(episode.transitions))]
         got = [row[t.num_executed - 1] for row, t in zip(assigned(one), episode.transitions, strict=True)]
@@ -100,7 +103,7 @@ def test_a_score_for_each_decision_is_assigned_to_it_or_summed(classifier, episo
 
 
 def test_encoders_assign_the_similarity_of_the_last_view_and_the_instruction(clip, episodes):
-    reward = load_reward_model(str(clip), CPU, "outcome", 2)
+    reward = load_reward_model(str(clip), CPU, "outcome", 2, JUDGE)
     assert isinstance(reward, SimilarityReward)
     model, tokenizer = CLIPModel.from_pretrained(clip).eval(), AutoTokenizer.from_pretrained(clip)
     processor = CLIPImageProcessor.from_pretrained(clip)
@@ -112,13 +115,13 @@ def test_encoders_assign_the_similarity_of_the_last_view_and_the_instruction(cli
             output = model(**text, **pixels)
         expected = float(output.logits_per_image / model.logit_scale.detach().exp())  # CLIP's own cosine
         assert scored.env_return == pytest.approx(expected, abs=1e-5) and -1 <= expected <= 1
-    steps = load_reward_model(str(clip), CPU, "steps", 2).score_all(episodes)
+    steps = load_reward_model(str(clip), CPU, "steps", 2, JUDGE).score_all(episodes)
     assert [np.count_nonzero(assigned(s)) for s in steps] == [3, 1, 2]
     assert assigned(steps[0])[-1] == pytest.approx(assigned(reward.score(episodes[0]))[-1], abs=1e-6)
 
 
 def test_siglip_is_another_pair_of_encoders(tmp_path, episodes):
-    reward = load_reward_model(str(save_siglip(tmp_path / "siglip")), CPU, "outcome", 2)
+    reward = load_reward_model(str(save_siglip(tmp_path / "siglip")), CPU, "outcome", 2, JUDGE)
     assert isinstance(reward, SimilarityReward)
     together = [scored.env_return for scored in reward.score_all(episodes)]
     assert together == pytest.approx([reward.score(episode).env_return for episode in episodes], abs=1e-5)
@@ -126,13 +129,13 @@ def test_siglip_is_another_pair_of_encoders(tmp_path, episodes):
 
 
 def test_a_text_longer_than_the_model_reads_is_cut(tmp_path, trajectory):
-    reward = load_reward_model(str(save_classifier(tmp_path / "short", positions=32)), CPU, "outcome", 2)
+    reward = load_reward_model(str(save_classifier(tmp_path / "short", positions=32)), CPU, "outcome", 2, JUDGE)
     assert reward.max_tokens == 32
     assert np.isfinite(reward.score(trajectory([[0]] * 30)).env_return)
 
 
 def test_moving_to_the_cpu(classifier, episodes):
-    reward = load_reward_model(str(classifier), CPU, "outcome", 2)
+    reward = load_reward_model(str(classifier), CPU, "outcome", 2, JUDGE)
     assert reward.move_to_cpu() is False
     before = reward.score(episodes[0]).env_return
     reward.device = torch.device("meta")  # stands for a device that failed
@@ -143,7 +146,7 @@ def test_moving_to_the_cpu(classifier, episodes):
 def test_what_can_not_score_is_refused(tmp_path):
     def refused(path, *words):
         with pytest.raises(UsageError) as refusal:
-            load_reward_model(str(path), CPU, "outcome", 2)
+            load_reward_model(str(path), CPU, "outcome", 2, JUDGE)
         assert all(word in str(refusal.value) for word in ("reward.model", str(path), *words)), str(refusal.value)
         assert "\n" not in str(refusal.value)
 

@@ -11,7 +11,7 @@ from fakes.texts import text_episode
 from vlarl.config.schema import RewardConfig
 from vlarl.errors import VlarlError
 from vlarl.rewards import RewardContext, build_bare_reward, build_reward
-from vlarl.rewards.remote import episode_json
+from vlarl.rewards.remote import episode_json, jpeg_base64
 from vlarl.rewards.safe import RewardFailureError
 from vlarl.rewards.text import overlong_rule
 from vlarl.rollout.statistics import reward_part_metrics
@@ -61,8 +61,10 @@ def test_a_service_gets_the_text_with_its_prompt_and_columns():
     image = np.full((4, 4, 3), 7, np.uint8)
     sent = episode_json(text_episode("7", images=(image,), solution="7"), "all")
     messages = [{"role": "user", "content": "What is 3 plus 4?"}]
-    assert sent["responses"] == [{"messages": messages, "text": "7", "columns": {"solution": "7"}}]
-    assert "image" in sent["decisions"][0] and "image" not in sent["final"]
+    (response,) = sent["responses"]
+    assert response.pop("images") == [jpeg_base64(image)] and "image" not in sent["decisions"][0] | sent["final"]
+    assert response == {"prompt": messages, "completion": "7", "columns": {"solution": "7"}}
+    assert "images" not in episode_json(text_episode("7", images=(image,)), "none")["responses"][0]
 
 
 def test_number_and_choice_compare_with_the_solution():

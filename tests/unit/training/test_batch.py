@@ -8,6 +8,7 @@ import torch
 from fakes.decisions import engine_logprobs, taken_ids
 
 from vlarl.algorithms.base import Estimate
+from vlarl.config.schema import OptimConfig
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.annotate import Annotations
 from vlarl.training.batch import (
@@ -15,6 +16,8 @@ from vlarl.training.batch import (
     mean_by_trajectory,
     microbatches,
     minibatches,
+    row_lengths,
+    sizes_within,
     uncounted,
     value_weight,
     weighted,
@@ -99,7 +102,7 @@ def test_minibatches_are_shuffled():
 
 def test_microbatches_keep_order_and_lose_nothing():
     rows = torch.tensor([5, 2, 9, 4, 1])
-    assert [m.tolist() for m in microbatches(rows, 2)] == [[5, 2], [9, 4], [1]]
+    assert [m.tolist() for m in microbatches(rows, OptimConfig(microbatch_size=2), None)] == [[5, 2], [9, 4], [1]]
 
 
 @pytest.fixture
@@ -175,11 +178,52 @@ def test_sorting_by_length_saves_padding_and_loses_no_row(policy, trajectory):
     def padding(parts) -> int:
         return sum(int((~batch.rows(part).inputs.attention_mask).sum()) for part in parts)
 
-    mixed, alike = microbatches(rows, 8), microbatches(rows, 8, lengths)
+    mixed, alike = (
+        microbatches(rows, OptimConfig(microbatch_size=8, sort_by_length=sort), row_lengths(batch.inputs))
+        for sort in (False, True)
+    )
     assert sorted(torch.cat(alike).tolist()) == list(range(40)) and [len(p) for p in alike] == [8] * 5
     assert all(lengths[a].max() <= lengths[b].min() for a, b in zip(alike, alike[1:], strict=False))
     fractions = [padding(parts) / (padding(parts) + int(lengths.sum())) for parts in (mixed, alike)]
     assert fractions[0] > 0.3 and fractions[1] < 0.1, fractions
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "packed", "sizes"),
+    [
+        ([(2, 3), (2, 3), (2, 3)], 10, False, [2, 1]),
+        ([(2, 3), (2, 3), (2, 3)], 10, True, [2, 1]),
+        ([(2, 3), (2, 3), (2, 3)], 9, True, [1, 1, 1]),
+        ([(9, 1), (1, 9), (1, 1)], 22, True, [3]),
+        ([(9, 1), (1, 9), (1, 1)], 22, False, [1, 2]),  # padded, the first two would be 2 * (9 + 9)
+        ([(9, 1), (1, 1), (1, 1)], 20, False, [2, 1]),
+        ([(50, 0), (1, 1), (60, 60), (1, 1), (1, 1)], 10, True, [1, 1, 1, 2]),  # rows that are longer are alone
+        ([(50, 0), (1, 1), (60, 60), (1, 1), (1, 1)], 10, False, [1, 1, 1, 2]),
+        ([(1, 1)], 1, False, [1]),
+        ([], 10, True, []),
+    ],
+)
+def test_a_piece_takes_rows_up_to_its_budget_of_tokens(lengths, budget, packed, sizes):
+    assert sizes_within(torch.tensor(lengths, dtype=torch.int64).reshape(-1, 2), budget, packed=packed) == sizes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pieces_of_a_budget_are_as_large_as_they_can_be_and_lose_no_row(packed):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 90, (60, 2), generator=generator)
+    rows = torch.randperm(60, generator=generator)[:50]
+    optim = OptimConfig(microbatch_tokens=400, packing=packed, sort_by_length=True)
+    pieces = microbatches(rows, optim, lengths)
+
+    def cost(piece) -> int:
+        own = lengths[torch.as_tensor(piece)]
+        return int(own.sum()) if packed else len(own) * int(own.amax(dim=0).sum())
+
+    assert sorted(torch.cat(pieces).tolist()) == sorted(rows.tolist())
+    assert all(cost(piece) <= 400 for piece in pieces)
+    assert all(cost([*a.tolist(), int(b[0])]) > 400 for a, b in zip(pieces, pieces[1:], strict=False))
+    totals = lengths.sum(dim=1)[torch.cat(pieces)]
+    assert (totals.diff() >= 0).all(), "rows of like length are together"
 
 
 def test_annotations_become_columns(trajectory, configure):

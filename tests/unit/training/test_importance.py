@@ -9,9 +9,8 @@ import torch
 from fakes.decisions import annotated, annotated_update, no_inputs
 
 from vlarl.algorithms.base import AlgorithmContext
-from vlarl.algorithms.cpgd import clipped_gradient
 from vlarl.algorithms.kl import k3
-from vlarl.algorithms.surrogate import clipped_ratio
+from vlarl.algorithms.surrogate import clipped_gradient, clipped_ratio
 from vlarl.config.schema import AlgorithmConfig, KlConfig
 from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans

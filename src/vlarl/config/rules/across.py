@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 
-from vlarl.config.derive import kl_estimator, length_in_words, total_iterations
+from vlarl.config.derive import kl_estimator, length_in_words, policy_loss_of, total_iterations
 from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.known import (
     BUILTIN_DECODERS,
@@ -16,11 +16,11 @@ from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.distributed import check_distributed
 from vlarl.config.rules.env import check_cameras, check_env, check_gym, check_prompts
 from vlarl.config.rules.finetune import check_demos, check_fresh_images, check_warmup
-from vlarl.config.rules.learning import check_critic, check_ema, check_updates
+from vlarl.config.rules.learning import check_critic, check_ema, check_ptx, check_updates
 from vlarl.config.rules.reward import check_reward
 from vlarl.config.rules.sampling import check_curriculum, check_dynamic_sampling, check_texts
 from vlarl.config.run_checkpoints import misspelt_builtin
-from vlarl.config.schema import Config, PolicyConfig
+from vlarl.config.schema import AlgorithmConfig, Config, PolicyConfig
 
 Problems = Iterator[Problem]
 
@@ -162,13 +162,12 @@ def _surrogate(config: Config) -> Problems:
             "algorithm.ratio_level to token, action or chunk, or algorithm.name to grpo"
         )
         yield Problem(level, remedy, ("algorithm.ratio_level", "algorithm.name"))
-    if algorithm.name == "cpgd" and algorithm.ratio_level != "token":
-        remedy = "CPGD clips the log-prob of each token; set algorithm.ratio_level to token, or algorithm.name to grpo"
-        yield Problem(level, remedy, ("algorithm.ratio_level", "algorithm.name"))
-    if algorithm.name == "cpgd" and algorithm.dual_clip is not None:
-        subject = f"algorithm.dual_clip = {algorithm.dual_clip} with algorithm.name = 'cpgd'"
-        remedy = "CPGD's gradient has no ratio to bound; set algorithm.dual_clip to null, or algorithm.name to grpo"
-        yield Problem(subject, remedy, ("algorithm.dual_clip", "algorithm.name"))
+    if policy_loss_of(algorithm) == "cpg":
+        yield from _clipped_gradient(algorithm)
+    elif algorithm.name == "cpgd":
+        subject = "algorithm.policy_loss = 'clip' with algorithm.name = 'cpgd'"
+        remedy = "CPGD's advantages with the clipped ratio are GRPO; set algorithm.name to grpo"
+        yield Problem(subject, remedy, ("algorithm.policy_loss", "algorithm.name"))
     if algorithm.entropy_top_fraction < 1 and algorithm.old_logprobs == "engine":
         subject = (
             f"algorithm.entropy_top_fraction = {algorithm.entropy_top_fraction} with algorithm.old_logprobs = 'engine'"
@@ -185,6 +184,21 @@ def _surrogate(config: Config) -> Problems:
         )
         subject = "algorithm.importance = 'truncated' with algorithm.old_logprobs = 'engine'"
         yield Problem(subject, remedy, ("algorithm.importance", "algorithm.old_logprobs"))
+
+
+def _clipped_gradient(algorithm: AlgorithmConfig) -> Problems:
+    """CPGD's loss has the ratio of no group of tokens, and bounds no ratio."""
+    chosen = "algorithm.name = 'cpgd'" if algorithm.name == "cpgd" else "algorithm.policy_loss = 'cpg'"
+    other = "algorithm.name to grpo" if algorithm.name == "cpgd" else "algorithm.policy_loss to clip"
+    paths = ("algorithm.name", "algorithm.policy_loss")
+    if algorithm.ratio_level != "token":
+        subject = f"algorithm.ratio_level = '{algorithm.ratio_level}' with {chosen}"
+        remedy = f"CPGD clips the log-prob of each token; set algorithm.ratio_level to token, or {other}"
+        yield Problem(subject, remedy, ("algorithm.ratio_level", *paths))
+    if algorithm.dual_clip is not None:
+        subject = f"algorithm.dual_clip = {algorithm.dual_clip} with {chosen}"
+        remedy = f"CPGD's gradient has no ratio to bound; set algorithm.dual_clip to null, or {other}"
+        yield Problem(subject, remedy, ("algorithm.dual_clip", *paths))
 
 
 def _kl(config: Config) -> Problems:
@@ -278,6 +292,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_updates,
     check_critic,
     check_ema,
+    check_ptx,
     check_curriculum,
     check_dynamic_sampling,
     lambda config: check_texts(config.rollout),

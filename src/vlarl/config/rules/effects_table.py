@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
+from vlarl.config.derive import policy_loss_of
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import GROUP_METHODS, GYM, PROMPTS, is_prompts
-from vlarl.config.rules.reward import READ_BY, used_kinds
+from vlarl.config.known import EXPERTS, GROUP_METHODS, GYM, PROMPTS, is_prompts
+from vlarl.config.rules.reward import NAMED_BY, READ_BY, used_kinds, used_rewards
 from vlarl.config.run_checkpoints import ADAPTER
 from vlarl.config.schema import Config, TextConfig
 from vlarl.config.suites import suite_facts
@@ -123,6 +124,15 @@ def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
         ("reward.source",) if option == "sources" else ("reward.source", "reward.sources"),
         lambda c: not used_kinds(c.reward).isdisjoint(readers),
         f"without reward.source {' or '.join(readers)}",
+    )
+
+
+def _of_one_reward(option: str, name: str) -> Condition[Config]:
+    return Condition(
+        (f"reward.{option}",),
+        ("reward.source", "reward.sources"),
+        lambda c: name in used_rewards(c.reward),
+        f"without reward.source {name}",
     )
 
 
@@ -255,6 +265,7 @@ TRAIN: tuple[Condition[Config], ...] = (
     ),
     # reward
     *(_of_reward(option, readers) for option, readers in READ_BY.items()),
+    *(_of_one_reward(option, name) for option, name in NAMED_BY.items()),
     Condition(
         ("reward.idle_tolerance",),
         ("reward.idle_penalty",),
@@ -271,15 +282,15 @@ TRAIN: tuple[Condition[Config], ...] = (
     Condition(CRITIC, ("algorithm.name",), lambda c: c.algorithm.name == "ppo", "without algorithm.name ppo"),
     Condition(
         ("algorithm.dual_clip",),
-        ("algorithm.name",),
-        lambda c: c.algorithm.name != "cpgd",
-        "with algorithm.name cpgd, whose gradient has no ratio to bound",
+        ("algorithm.name", "algorithm.policy_loss"),
+        lambda c: policy_loss_of(c.algorithm) != "cpg",
+        "with algorithm.name cpgd or algorithm.policy_loss cpg, whose gradient has no ratio to bound",
     ),
     Condition(
         ("algorithm.policy_drift_coef",),
-        ("algorithm.name",),
-        lambda c: c.algorithm.name == "cpgd",
-        "without algorithm.name cpgd",
+        ("algorithm.name", "algorithm.policy_loss"),
+        lambda c: policy_loss_of(c.algorithm) == "cpg",
+        "without algorithm.name cpgd or algorithm.policy_loss cpg",
     ),
     Condition(
         ("algorithm.normalize_std",),
@@ -306,13 +317,33 @@ TRAIN: tuple[Condition[Config], ...] = (
         "without algorithm.importance truncated or distributed.asynchronous true",
     ),
     Condition(
-        ("algorithm.aux_loss_coef",),
+        ("algorithm.aux_loss_coef", "optim.packing", "optim.microbatch_tokens"),
         ("env.suite",),
         lambda c: is_prompts(c.env.suite),
-        "without an auxiliary loss, which mixtures of experts on prompts report",
+        "on the models of robots, without a suite of prompts in env.suite",
+    ),
+    Condition(
+        ("optim.microbatch_size",),
+        ("optim.microbatch_tokens",),
+        lambda c: c.optim.microbatch_tokens is None,
+        "with optim.microbatch_tokens, which limits a pass by its tokens",
     ),
     Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
     Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),
+    # ptx
+    Condition(("ptx.*",), ("ptx.path",), lambda c: c.ptx.path is not None, "without ptx.path"),
+    Condition(
+        ("ptx.prompt_column", "ptx.response_column"),
+        ("env.suite",),
+        lambda c: is_prompts(c.env.suite),
+        "without a suite of prompts",
+    ),
+    Condition(
+        ("ptx.episodes_per_task",),
+        ("ptx.path",),
+        lambda c: c.ptx.path == EXPERTS,
+        "without ptx.path experts",
+    ),
     # eval, checkpoint, logging
     Condition(("eval.use_ema",), ("ema.beta",), lambda c: c.ema.beta is not None, "without ema.beta"),
     Condition(
@@ -385,15 +416,16 @@ ALWAYS_TRAIN = _paths(
         "lora": "enabled adapter",
         "rollout": "num_groups group_size temperature",
         "curriculum": "mode persist",
-        "reward": "source retries fallback max_failure_rate",
+        "reward": "source models urls retries fallback max_failure_rate",
         "algorithm": (
-            "name epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
+            "name policy_loss epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
             "max_approx_kl old_logprobs importance normalize_advantages "
             "advantage_clamp"
         ),
         "kl": "coef",
+        "ptx": "path",
         "optim": (
-            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches microbatch_size "
+            "lr schedule warmup_iterations weight_decay betas max_grad_norm minibatches "
             "rollouts_per_update sort_by_length"
         ),
         "ema": "beta",

@@ -1,4 +1,4 @@
-"""Rules of the sections `optim`, `critic` and `ema`."""
+"""Rules of the sections `optim`, `critic`, `ema` and `ptx`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from vlarl.config.derive import length_in_words, total_iterations, updates_in
-from vlarl.config.problems import Problem
+from vlarl.config.known import EXPERTS, GYM, is_prompts
+from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config, CriticConfig
 
 Problems = Iterator[Problem]
@@ -57,3 +58,13 @@ def check_ema(config: Config) -> Problems:
     if config.eval.use_ema and config.ema.beta is None:
         remedy = "no average of the weights is kept; set ema.beta, such as 0.992, or eval.use_ema to false"
         yield Problem("eval.use_ema = true", remedy, ("eval.use_ema", "ema.beta"))
+
+
+def check_ptx(config: Config) -> Problems:
+    """Scripted experts are those of a robot's suite."""
+    suite = config.env.suite
+    if config.ptx.path != EXPERTS or not (is_prompts(suite) or suite == GYM):
+        return
+    what = "a file of prompts with responses" if is_prompts(suite) else "the folder of an RLDS dataset"
+    subject = f"ptx.path = {shown(EXPERTS)} with env.suite = {shown(suite)}"
+    yield Problem(subject, f"it has no scripted experts; name {what}", ("ptx.path", "env.suite"))

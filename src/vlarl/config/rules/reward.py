@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from vlarl.config.callables import is_given
-from vlarl.config.known import KNOWN_REWARDS
+from vlarl.config.known import KNOWN_REWARDS, is_prompts
 from vlarl.config.problems import Problem, as_module, shown, unknown
 from vlarl.config.recipe import RecipeRule, parse_rule
 from vlarl.config.schema import Config, RewardConfig
@@ -33,18 +33,23 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "overlong_buffer": ("overlong",),
     "idle_penalty": ("rules",),
     "idle_tolerance": ("rules",),
-    "model": ("model",),
+    "judge_template": ("model",),
+    "judge_pattern": ("model",),
+    "judge_max_tokens": ("model",),
     "device": ("model",),
     "scoring": ("model", "remote"),
     "batch_size": ("model", "remote"),
-    "url": ("remote",),
     "headers_env": ("remote",),
     "images": ("remote",),
     "timeout_s": ("remote", OWN),
     "max_request_bytes": ("remote",),
     "max_response_bytes": ("remote",),
 }
-"""The rewards that read an option; all rewards read the others. effects_table.py refuses options without effect."""
+"""The kinds of rewards that read an option; all rewards read the others. effects_table.py refuses options without
+effect."""
+
+NAMED_BY = {"model": "model", "url": "remote"}
+"""Options that one reward reads, by its name."""
 
 SAME_REWARDS = dict.fromkeys(
     ("success", "binary", "outcome"), "a reward of 1 for success and 0 otherwise is --reward.source sparse"
@@ -58,11 +63,12 @@ STEPWISE_METHODS = ("ppo", "reinforce", "reinforce_pp")
 def check_reward(config: Config) -> Problems:
     """All problems of the section."""
     reward = config.reward
-    own = [name for name in used_rewards(reward) if name not in KNOWN_REWARDS and not is_given(name)]
-    names = [name for name in own if not _is_own(name)]
+    names = [name for name in own_rewards(reward) if not _is_own(name)]
     for name in names:
         option = "reward.source" if name == reward.source else "reward.sources"
-        message = unknown("reward", name, KNOWN_REWARDS) + ", or your own module:function"
+        message = (
+            unknown("reward", name, (*KNOWN_REWARDS, *reward.models, *reward.urls)) + ", or your own module:function"
+        )
         message = SAME_REWARDS.get(name.lower()) or message
         yield Problem(f"{option} = {shown(name)}", as_module(name, "FUNCTION") or message, (option,))
     if not names:
@@ -70,6 +76,7 @@ def check_reward(config: Config) -> Problems:
         yield from _needs(reward)
         yield from _rule_values(config)
         yield from _text_values(reward)
+        yield from _judge(config)
         yield from _shaping(config)
 
 
@@ -85,7 +92,14 @@ def used_rewards(reward: RewardConfig) -> list[str]:
 
 def used_kinds(reward: RewardConfig) -> set[str]:
     """The same in READ_BY's terms: every reward of the user is OWN."""
-    return {name if name in KNOWN_REWARDS else OWN for name in used_rewards(reward)}
+    named = dict.fromkeys(reward.models, "model") | dict.fromkeys(reward.urls, "remote")
+    return {name if name in KNOWN_REWARDS else named.get(name, OWN) for name in used_rewards(reward)}
+
+
+def own_rewards(reward: RewardConfig) -> list[str]:
+    """Those that are imported by their names, `module:function`."""
+    known = {*KNOWN_REWARDS, *reward.models, *reward.urls}
+    return [name for name in used_rewards(reward) if name not in known and not is_given(name)]
 
 
 def _combination(reward: RewardConfig) -> Problems:
@@ -137,32 +151,49 @@ def _needs(reward: RewardConfig) -> Problems:
     if reward.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", reward.device):
         message = "unknown device; use cpu, cuda or cuda:N, or null for the run's"
         yield Problem(f"reward.device = {shown(reward.device)}", message, ("reward.device",))
+    yield from _names(reward)
     if "remote" in used:
-        yield from _address(reward)
+        yield from _address("reward.url", "reward.url", reward.url)
+    for name, url in reward.urls.items():
+        yield from _address("reward.urls", f"reward.urls: {name}", url)
+    if reward.headers_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", reward.headers_env):
+        remedy = "name an environment variable that holds the headers, such as REWARD_HEADERS; not the headers"
+        yield Problem("reward.headers_env", remedy, ("reward.headers_env",))
 
 
-def _address(reward: RewardConfig) -> Problems:
-    """The service's address, which messages show without its secrets, and the variable with its headers."""
-    url = reward.url
-    subject = f"reward.url = {shown(None if url is None else masked_url(url))}"
+def _names(reward: RewardConfig) -> Problems:
+    """Models and services have names that nothing else has, and are used."""
+    used = used_rewards(reward)
+    for option, named in (("reward.models", reward.models), ("reward.urls", reward.urls)):
+        for name in named:
+            subject = f"{option}: {shown(name)}"
+            if not re.fullmatch(r"[\w-]+", name):
+                yield Problem(subject, "a name has letters, digits, _ and - only", (option,))
+            elif name in KNOWN_REWARDS or (option == "reward.urls" and name in reward.models):
+                yield Problem(subject, "another reward has this name; choose another one", (option,))
+            elif name not in used:
+                remedy = "it is not used; name it in reward.source or reward.sources, or leave it out"
+                yield Problem(subject, remedy, (option, "reward.sources", "reward.source"))
+
+
+def _address(option: str, what: str, url: str | None) -> Problems:
+    """A service's address, which messages show without its secrets."""
+    subject = f"{what} = {shown(None if url is None else masked_url(url))}"
     if url is not None and has_user(url):
         remedy = (
             "a user name and password in an address end up in logs; leave them out, put `Authorization: Basic …` into "
             "an environment variable, and name that variable with reward.headers_env"
         )
-        yield Problem(subject, remedy, ("reward.url",))
+        yield Problem(subject, remedy, (option,))
     elif url is not None and is_masked(url):
         remedy = (
-            "the part after `?` was not saved with the run; give the whole address again with --reward.url, or send "
+            f"the part after `?` was not saved with the run; give the whole address again with --{option}, or send "
             "the token in a header with reward.headers_env"
         )
-        yield Problem(subject, remedy, ("reward.url",))
+        yield Problem(subject, remedy, (option,))
     elif not _is_address(url):
         remedy = "give the service's address, such as http://localhost:8000/score"
-        yield Problem(subject, remedy, ("reward.url", "reward.source"))
-    if reward.headers_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", reward.headers_env):
-        remedy = "name an environment variable that holds the headers, such as REWARD_HEADERS; not the headers"
-        yield Problem("reward.headers_env", remedy, ("reward.headers_env",))
+        yield Problem(subject, remedy, (option, "reward.source"))
 
 
 def _is_address(url: str | None) -> bool:
@@ -186,6 +217,23 @@ def _rule_values(config: Config) -> Problems:
     if reward.length_penalty and longest is not None and limit >= longest:
         remedy = f"no episode of {config.env.suite} is longer than {longest} steps; set it lower"
         yield Problem(f"reward.length_limit = {limit}", remedy, ("reward.length_limit", "env.suite"))
+
+
+def _judge(config: Config) -> Problems:
+    """What a judge is given, and how its score is found."""
+    reward = config.reward
+    if "model" not in used_kinds(reward):
+        return
+    try:
+        re.compile(reward.judge_pattern or "")
+    except re.error as error:
+        message = f"is not a regular expression: {error}"
+        yield Problem(f"reward.judge_pattern = {shown(reward.judge_pattern)}", message, ("reward.judge_pattern",))
+    template = reward.judge_template
+    if template is not None and is_prompts(config.env.suite) and "{response}" not in template:
+        remedy = "the judge would not read the response; write {response} where it stands"
+        subject = f"reward.judge_template = {shown(template)}"
+        yield Problem(subject, remedy, ("reward.judge_template",))
 
 
 def _text_values(reward: RewardConfig) -> Problems:

@@ -46,7 +46,9 @@ class RldsFrames:
 class RldsSource:
     """A recorded dataset, in as many of its views as a policy reads."""
 
-    def __init__(self, config: DemoConfig, path: str, num_images: int) -> None:
+    def __init__(self, config: DemoConfig, path: str, num_images: int, option: str = "demos.path") -> None:
+        """`option` names the path in messages."""
+        self._option = option
         self.dataset = RldsDataset(path)
         self.suite = self.dataset.name.removesuffix(NO_NOOPS)
         self.name = TABLETOP if self.suite in TABLETOP_SUITES else self.suite
@@ -55,7 +57,7 @@ class RldsSource:
         wanted = [ACTION, STATE, INSTRUCTION, *(f"{OBSERVATION}{camera}" for camera in CAMERAS[:num_images])]
         if missing := [name for name in (*wanted, TERMINAL) if name not in fields]:
             raise UsageError(
-                f"demos.path: {self.dataset.folder} lacks {', '.join(missing)}; it has {', '.join(fields)}. Record it "
+                f"{option}: {self.dataset.folder} lacks {', '.join(missing)}; it has {', '.join(fields)}. Record it "
                 "in the layout of docs/data.md, or set policy.num_images to the views that it has."
             )
         self._cameras = wanted[3:]
@@ -68,7 +70,7 @@ class RldsSource:
         for name, (kind, rank) in {**wanted, **dict.fromkeys(self._cameras, ("image", 3))}.items():
             if (field := fields[name]).kind != kind or len(field.shape) != rank or UNKNOWN in field.shape:
                 raise UsageError(
-                    f"demos.path: {self.dataset.folder / FEATURES} describes {name} as {field.kind} "
+                    f"{self._option}: {self.dataset.folder / FEATURES} describes {name} as {field.kind} "
                     f"{list(field.shape)}, but demonstrations have {kind} of {rank} known sizes there. Record it in "
                     "the layout of docs/data.md."
                 )

@@ -49,9 +49,16 @@ class PromptDataset:
 
     def prompt(self, task_id: int, state: int) -> Prompt:
         """The row with this index, decoded."""
+        return self._prompt(state, with_pixels=True)
+
+    def outline(self, state: int) -> Prompt:
+        """The same with black images of the same sizes, which needs no decoding: enough to tell its length."""
+        return self._prompt(state, with_pixels=False)
+
+    def _prompt(self, state: int, with_pixels: bool) -> Prompt:
         file, row = self._locate(state)
         try:
-            return self._parsed(file, row).decoded(file.folder, self.config.video_frames)
+            return self._parsed(file, row).decoded(file.folder, self.config.video_frames, with_pixels)
         except (RowError, MediaError) as error:
             raise PromptError(f"{file.where(row)} {error}. {REMEDY}") from error
 

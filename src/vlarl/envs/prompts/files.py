@@ -87,44 +87,44 @@ class ArrowTable(RowFile):
         return dict(row)
 
 
-def open_rows(path: Path) -> RowFile:
-    """The rows of a file or folder; UsageError where there is none, or its kind is not known."""
+def open_rows(path: Path, option: str = "prompts.path") -> RowFile:
+    """The rows of a file or folder that an option names; UsageError where there is none, or its kind is not known."""
     if not path.exists():
-        raise UsageError(f"prompts.path: there is no file {path}.")
+        raise UsageError(f"{option}: there is no file {path}.")
     if path.is_dir():
-        return _saved_dataset(path)
+        return _saved_dataset(path, option)
     if path.suffix in (".jsonl", ".ndjson"):
         found: RowFile = JsonLines(path)
     elif path.suffix == ".parquet":
-        found = ArrowTable(path, _read(path, lambda: _arrow("parquet").read_table(path)))
+        found = ArrowTable(path, _read(path, option, lambda: _arrow("parquet").read_table(path)))
     else:
         raise UsageError(
-            f"prompts.path: {path} has an unknown kind; use .jsonl with one JSON object a line, .parquet, or a folder "
+            f"{option}: {path} has an unknown kind; use .jsonl with one JSON object a line, .parquet, or a folder "
             "that save_to_disk of Hugging Face datasets wrote."
         )
     if not len(found):
-        raise UsageError(f"prompts.path: {path} has no rows.")
+        raise UsageError(f"{option}: {path} has no rows.")
     return found
 
 
-def _saved_dataset(path: Path) -> RowFile:
+def _saved_dataset(path: Path, option: str) -> RowFile:
     """The rows of a folder that `save_to_disk` wrote."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(each.parent.name for each in path.glob("*/state.json"))
-        raise UsageError(f"prompts.path: {path} holds several splits; name one of {', '.join(splits)} in it.")
+        raise UsageError(f"{option}: {path} holds several splits; name one of {', '.join(splits)} in it.")
     state = path / "state.json"
     try:
         names = [each["filename"] for each in read_json(state)["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(
-            f"prompts.path: {path} is not a folder that save_to_disk of Hugging Face datasets wrote: it has no valid "
+            f"{option}: {path} is not a folder that save_to_disk of Hugging Face datasets wrote: it has no valid "
             "state.json."
         ) from None
     arrow = _arrow()
-    tables = [_read(path / name, lambda file=path / name: _mapped(arrow, file)) for name in names]
+    tables = [_read(path / name, option, lambda file=path / name: _mapped(arrow, file)) for name in names]
     table = arrow.concat_tables(tables) if tables else None
     if table is None or not table.num_rows:
-        raise UsageError(f"prompts.path: {path} has no rows.")
+        raise UsageError(f"{option}: {path} has no rows.")
     return ArrowTable(path, table)
 
 
@@ -132,13 +132,13 @@ def _mapped(arrow: Any, file: Path) -> Any:
     return arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all()
 
 
-def _read(path: Path, read: Any) -> Any:
+def _read(path: Path, option: str, read: Any) -> Any:
     """A table, with the library's own error in our words."""
     try:
         return read()
     except (OSError, ValueError) as error:  # pyarrow's errors derive from them
         reason = str(error).partition("\n")[0]
-        raise UsageError(f"prompts.path: {path} can't be read ({reason}): check that the file is whole.") from error
+        raise UsageError(f"{option}: {path} can't be read ({reason}): check that the file is whole.") from error
 
 
 def _arrow(part: str | None = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,34 @@ class MediaError(Exception):
     """An image or a video can't be used; the message is the end of a sentence about its row."""
 
 
-def decode_image(value: Any, folder: Path) -> UInt8Array:
+def decode_image(
+    value: Any, folder: Path, read: Callable[[Image.Image], UInt8Array] = lambda image: _pixels(image)
+) -> UInt8Array:
     """[H, W, 3] an image given as a path, a data URI or base64, bytes, {"bytes", "path"}, an array or a PIL image.
 
-    Paths are relative to `folder`.
+    Paths are relative to `folder`. `read` makes an array of an opened image, which is not decoded yet.
     """
     if isinstance(value, Image.Image):
-        return _pixels(value)
+        return read(value)
     if isinstance(value, np.ndarray | list):
         return _array(value, 3, "an image [H, W, 3]")
     if isinstance(value, dict):
         found = value.get("bytes") or value.get("path") or value.get("image") or value.get("url")
         if found is None:
             raise MediaError('has an image with neither "bytes" nor "path"')
-        return decode_image(found, folder)
+        return decode_image(found, folder, read)
     if isinstance(value, bytes | bytearray):
-        return _decoded(bytes(value), "an image")
+        return _decoded(bytes(value), "an image", read)
     if not isinstance(value, str):
         raise MediaError(f"has an image of type {type(value).__name__}; give a path, bytes, base64 or an array")
     if value.startswith(DATA_URI):
-        return _decoded(_base64(value.partition(",")[2]), "an image")
-    return _decoded(*_read(value, folder, "image"))
+        return _decoded(_base64(value.partition(",")[2]), "an image", read)
+    return _decoded(*_read(value, folder, "image"), read)
+
+
+def blank_image(value: Any, folder: Path) -> UInt8Array:
+    """[H, W, 3] a black image of the same size, which takes no memory; of a file only the header is decoded."""
+    return decode_image(value, folder, lambda image: np.broadcast_to(np.uint8(0), (image.height, image.width, 3)))
 
 
 def decode_video(value: Any, folder: Path, num_frames: int) -> UInt8Array:
@@ -132,10 +139,10 @@ def _base64(text: str) -> bytes:
         raise MediaError("has an image whose base64 is not valid") from None
 
 
-def _decoded(content: bytes, name: str) -> UInt8Array:
+def _decoded(content: bytes, name: str, read: Callable[[Image.Image], UInt8Array]) -> UInt8Array:
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return _pixels(image)
+            return read(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
         raise MediaError(f"has a corrupt image: {name} can't be decoded ({str(error)[:100]})") from error
 

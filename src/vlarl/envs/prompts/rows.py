@@ -14,7 +14,7 @@ from typing import Any
 
 from vlarl.config.schema import PromptsConfig
 from vlarl.envs.prompts.files import Row, as_json
-from vlarl.envs.prompts.media import check_reference, decode_image, decode_video
+from vlarl.envs.prompts.media import blank_image, check_reference, decode_image, decode_video
 from vlarl.solutions import SOLUTION
 from vlarl.types import Prompt
 
@@ -45,11 +45,12 @@ class ParsedRow:
             for value in values:
                 check_reference(value, folder, kind)
 
-    def decoded(self, folder: Path, video_frames: int) -> Prompt:
-        """The prompt with its pixels; MediaError where they can't be decoded."""
+    def decoded(self, folder: Path, video_frames: int, with_pixels: bool = True) -> Prompt:
+        """The prompt with its pixels; MediaError where they can't be decoded. Without them, images are black."""
+        image = decode_image if with_pixels else blank_image
         return Prompt(
             messages=self.messages,
-            images=tuple(decode_image(value, folder) for value in self.images),
+            images=tuple(image(value, folder) for value in self.images),
             videos=tuple(decode_video(value, folder, video_frames) for value in self.videos),
             columns=self.columns,
             conversational=self.conversational,

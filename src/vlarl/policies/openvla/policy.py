@@ -184,6 +184,15 @@ class OpenVLAPolicy(SupervisedPolicy):
             actions = self.codec.decode(token_ids(decisions).cpu().numpy())
         return list(self.unnormalize(actions))
 
+    def decisions_of(self, actions: Sequence[Action]) -> Decisions:
+        """Chunks [K, D] in the robot's units as action tokens: each value as the nearest bin."""
+        if self.acts_by_regression:
+            raise UsageError(
+                "actions of the regression head have no log-probs to imitate by: use policy.actions tokens."
+            )
+        ids = torch.from_numpy(self.codec.encode(self.normalizer.normalize(np.stack(actions))))
+        return token_decisions(ids, torch.zeros(ids.shape), self.action_dim)
+
     def bin_values(self) -> torch.Tensor:
         """[num_bins] the normalised value of each action bin, on the model's device."""
         ids = np.arange(self.codec.first_id, self.codec.first_id + self.codec.num_bins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,18 @@ class TextSample(TensorRows):
     length: torch.Tensor  # [B] int64 tokens of each text
     stopped: torch.Tensor  # [B] bool: it ended by itself; a text that was cut off has no stop token
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] the tokens of each text."""
+        return self.length
+
     def attended(self) -> torch.Tensor:
         """[B, L] bool: what is not padding."""
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.length[:, None]
+
+    def with_empty_rows(self, count: int) -> Self:
+        """The same texts, and so many empty ones."""
+        return self.map(lambda column: F.pad(column, (0, 0) * (column.ndim - 1) + (0, count))) if count else self
 
     def padded(self, column: torch.Tensor) -> torch.Tensor:
         """[B, L] a column of the first tokens, with zeros for the others."""

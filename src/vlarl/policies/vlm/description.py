@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from vlarl.config.known import PROMPTS
 from vlarl.json_files import read_object
 from vlarl.policies import adapters
 from vlarl.policies.family import Description, DtypeName, MemoryEstimate
@@ -39,6 +40,11 @@ class VlmDescription(Description):
     has_processor: bool
 
     @property
+    def train_options(self) -> dict[str, str]:
+        """The suite: the default one is a robot's."""
+        return {"env.suite": PROMPTS, "prompts.path": "DATA.jsonl"}
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of a prompt that the estimates assume."""
         return PROMPT_LENGTH
@@ -48,7 +54,7 @@ class VlmDescription(Description):
         sizes, positions = Sizes(self.model), max_positions(self.model.config)
         reads = "text and images" if self.reads_images else "text"
         facts = {
-            "architecture": f"{type(self.model).__name__}, reads {reads}, writes texts",
+            "model": f"{type(self.model).__name__}, reads {reads}, writes texts",
             "language": f"{sizes.text.layers} layers of width {sizes.text.hidden}, {sizes.vocabulary} tokens",
             "positions": "any number" if positions is None else f"{positions} tokens of prompt and text",
         }

@@ -7,7 +7,7 @@ whole batch at once. Positions are always given: a model that counts columns wou
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vlarl.errors import UsageError
+from vlarl.policies.base import TokenCount
 from vlarl.policies.vlm.inputs import TOKEN_TYPES, VISION, VlmInputs
 
 # Families whose images are a padded row for each prompt; all others read those of a batch end to end.
@@ -33,6 +34,7 @@ class Pass:
     states: torch.Tensor  # [B, C, H]
     cache: Any  # keys and values of all tokens so far; None where it was not kept
     aux_loss: torch.Tensor | None  # scalar, the load-balance loss of a mixture of experts; None for other models
+    tokens: TokenCount | None = None  # None where they were not counted
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ class ModelAccess:
         if config.is_encoder_decoder:
             raise UsageError(f"{type(model).__name__} is an encoder-decoder, and only decoders are supported.")
         self.model = cast(Any, model)
-        text = config.get_text_config()
+        text = self.text_config = cast(Any, config.get_text_config())
         self.vocabulary: int = text.vocab_size
         self.hidden_size: int = text.hidden_size
         self.accepted = frozenset(inspect.signature(model.forward).parameters)
         self.images_in_rows = config.model_type in IMAGES_IN_ROWS
         self.is_mixture = "output_router_logits" in self.accepted
+        self.has_grid_positions = hasattr(model.base_model, "get_rope_index")  # of images: in time, height and width
         found = {getattr(config, name, None) for name in PLACEHOLDERS}
         self.placeholders = tuple(sorted(index for index in found if isinstance(index, int)))
         # What some families do to the logits after the head: Gemma, Cohere, Granite.
@@ -111,11 +114,11 @@ class ModelAccess:
     def _positions(
         self, ids: torch.Tensor, mask: torch.Tensor, types: dict[str, torch.Tensor], vision: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        index = getattr(self.model.base_model, "get_rope_index", None)
         grids = {
             name: vision[name] for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts") if name in vision
         }
-        if index is not None and grids:
+        if self.has_grid_positions and grids:
+            index = self.model.base_model.get_rope_index
             positions: torch.Tensor = index(ids, attention_mask=mask.long(), **types, **grids)[0]
             return positions
         return (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -123,15 +126,16 @@ class ModelAccess:
     def run(
         self,
         ids: torch.Tensor,  # [B, C]
-        mask: torch.Tensor,  # [B, all tokens so far and these]
-        positions: torch.Tensor,  # [B, C] or [3, B, C]
-        extra: dict[str, torch.Tensor] | None = None,
+        mask: torch.Tensor | None,  # [B, all tokens so far and these]; None: the positions say which belong together
+        positions: torch.Tensor,  # [B, C] or [3, B, C], or [4, 1, C] of packed samples
+        extra: Mapping[str, Any] | None = None,
         *,
         cache: Any = None,
         keep_cache: bool = False,
     ) -> Pass:
         """One pass over these tokens, after those in the cache."""
-        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": keep_cache}
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": keep_cache}
+        given["attention_mask"] = None if mask is None else mask.long()
         if "position_ids" in self.accepted:
             given["position_ids"] = positions
         if cache is not None:

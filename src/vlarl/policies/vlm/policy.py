@@ -17,21 +17,23 @@ from vlarl.config.training_data import TrainingData, training_data_of, write_tra
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters, checksums
-from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy
+from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy, TokenCount
 from vlarl.policies.value_head import ValueHead
+from vlarl.policies.vlm import packing
 from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
 from vlarl.policies.vlm.generation import Stops, generate, max_tokens
 from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
 from vlarl.policies.vlm.model import ModelAccess, Pass, following, max_positions, remove_noise
-from vlarl.policies.vlm.processor import PromptProcessor
+from vlarl.policies.vlm.processor import PromptProcessor, prompt_observation, small_prompt
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
-from vlarl.types import Action, Observation
+from vlarl.types import Action, Observation, Prompt
 
 VALUE_HEAD = "value_head"
 DEFAULT_IMAGE_SIZE = 224
 UNADAPTED = ("lm_head",)
+MEDIA: dict[str, Literal["image", "video"]] = {"pixel_values": "image", "pixel_values_videos": "video"}
 PROBED = ("a short text", "a text that is somewhat longer", "a text about an image")
 
 
@@ -45,6 +47,7 @@ class VlmPolicy(Policy):
     sampling_options = frozenset(
         {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_strings"},
     )
+    differs_in_length = True
     num_steps = 1
     action_dim = 0
     model: PreTrainedModel
@@ -67,6 +70,7 @@ class VlmPolicy(Policy):
         self.linear_names = adapters.linear_names(model, UNADAPTED) if linear_names is None else linear_names
         self.value_head: ValueHead | None = None
         self.level: Level = "chunk"
+        self.packing = False  # whether rows that are evaluated are laid end to end
         self.positions_at_once = chunk_size(self.access.vocabulary)  # whose logits exist at the same time
 
     @property
@@ -94,19 +98,27 @@ class VlmPolicy(Policy):
         """Prompts as the model's own processor makes them, on the CPU."""
         return self.processor(observations)
 
-    def check_sampling(self, sampling: Sampling) -> None:
+    def check_sampling(self, sampling: Sampling, prompt_tokens: int = 0) -> None:
         """Refuse stop tokens that are not in the vocabulary, and texts that are longer than the model reads."""
         beyond = [index for index in sampling.stop if index >= self.access.vocabulary]
         if beyond:
             raise UsageError(
                 f"rollout.stop_token_ids = {beyond}: the model's tokens have the ids 0 to {self.access.vocabulary - 1}."
             )
+        self._check_positions(prompt_tokens, sampling)
+
+    def _check_positions(self, prompt_tokens: int, sampling: Sampling) -> None:
         limit, count = max_positions(self.model.config), max_tokens(sampling)
-        if limit is not None and count >= limit:
+        if limit is not None and prompt_tokens + count > limit:
+            prompts = f"prompts of {prompt_tokens} tokens and " if prompt_tokens else ""
             raise UsageError(
-                f"rollout.max_tokens = {count}: the model reads {limit} tokens of prompt and text together; set it "
-                "lower."
+                f"{prompts}rollout.max_tokens = {count}: the model reads {limit} tokens of prompt and text together; "
+                "set rollout.max_tokens lower, or drop long prompts with prompts.max_tokens."
             )
+
+    def prompt_length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt, those of its images included."""
+        return self.processor.length(prompt)
 
     def noise(self, seeds: Sequence[int], sampling: Sampling) -> torch.Tensor:
         """[B, max_tokens] uniforms, one a token, each row from its own seed."""
@@ -118,6 +130,7 @@ class VlmPolicy(Policy):
     def sample(self, inputs: TensorRows, noise: torch.Tensor, sampling: Sampling) -> Decisions:
         """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
         prefix = self.access.prefix(vlm_inputs(inputs))
+        self._check_positions(int(prefix.next_position.max()), sampling)
         stops = Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
         sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, stops)
         return text_decisions(sample, logprobs)
@@ -159,30 +172,66 @@ class VlmPolicy(Policy):
             entropy=sample.padded(entropy),
             values=None if self.value_head is None else self._values(found.states, sample),
             aux_loss=found.aux_loss,
+            tokens=found.tokens,
         )
 
     def _text_states(self, inputs: VlmInputs, sample: TextSample) -> Pass:
         """One pass over prompts and texts; of its states [B, L, H] those before each token, up to the longest text."""
+        num_rows, inputs = len(inputs), self._with_all_media(inputs)
+        sample = sample.with_empty_rows(len(inputs) - len(sample))
         prefix = self.access.prefix(inputs)
         width = max(int(sample.length.max()), 1)
         read = width - 1  # the last token of a text is not read: nothing follows it
         before_last = torch.arange(read, device=self.device) < sample.length[:, None] - 1
-        found = self.access.run(
+        return self._run(
             torch.cat([prefix.ids, sample.ids[:, :read]], dim=1),
             torch.cat([prefix.mask, before_last], dim=1),
             torch.cat([prefix.positions, following(prefix, read)], dim=-1),
             self.access.widened(prefix, read),
+            num_rows,
+            width,
         )
-        return Pass(found.states[:, -width:], None, found.aux_loss)
+
+    def _run(
+        self,
+        ids: torch.Tensor,  # [B, C]
+        mask: torch.Tensor,  # [B, C] bool: what is not padding
+        positions: torch.Tensor,  # [B, C] or [3, B, C]
+        extra: dict[str, torch.Tensor],
+        num_rows: int,
+        width: int,
+    ) -> Pass:
+        """One pass, packed or padded; its states of the first `num_rows` rows and the last `width` columns."""
+        if self.packing:
+            found = packing.run_packed(self.access, ids, mask, positions, extra, width)
+        else:
+            found = self.access.run(ids, mask, positions, extra)
+        tokens = TokenCount(int(mask[:num_rows].sum()), int(mask.sum()) if self.packing else mask.numel())
+        return Pass(found.states[:num_rows, -width:], None, found.aux_loss, tokens)
+
+    def use_packing(self) -> None:
+        """Lay the rows of every later `evaluate` and `values` end to end."""
+        packing.enable(self.access)
+        self.packing = True
+
+    def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
+        """The inputs, with a row at the end for each kind of media that other rows of their batch have and these don't.
+
+        All ranks then run the same layers in every pass, and gather and reduce the same weights; and whichever rows a
+        pass has, all weights get a gradient, of which these rows' part is zero.
+        """
+        absent = [kind for kind in MEDIA if (ragged := getattr(inputs, kind)) is not None and not ragged.counts.any()]
+        fillers = [self.process([prompt_observation(small_prompt(MEDIA[kind]))]) for kind in absent]
+        return VlmInputs.cat([inputs, *(row.to(inputs.ids.device) for row in fillers)]) if fillers else inputs
 
     def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:
         """[B, V] the critic's values alone; without decisions, or of decisions as a whole, the first one alone."""
         if decisions is not None and self.level == "token":
             sample = text_sample(decisions).to(self.device)
             return self._values(self._text_states(vlm_inputs(inputs), sample).states, sample)
-        prefix = self.access.prefix(vlm_inputs(inputs))
-        states = self.access.run(prefix.ids, prefix.mask, prefix.positions, prefix.extra).states
-        return self._value(states[:, -1])
+        prefix = self.access.prefix(self._with_all_media(vlm_inputs(inputs)))
+        found = self._run(prefix.ids, prefix.mask, prefix.positions, prefix.extra, len(inputs), 1)
+        return self._value(found.states[:, -1])
 
     def _values(self, states: torch.Tensor, sample: TextSample) -> torch.Tensor:
         if self.level != "token":

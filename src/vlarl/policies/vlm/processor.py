@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -40,10 +40,42 @@ class PromptProcessor:
         self.in_rows = in_rows
         self.knows_videos = "video_processor" in inspect.signature(type(processor).__init__).parameters
         self.system_prompt = system_prompt
+        self._image_tokens: dict[tuple[int, int], int] = {}  # by height and width, as far as they were needed
 
     def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
         """One row for each observation, on the CPU."""
         return VlmInputs.cat([self._row(prompt_of(o), index) for index, o in enumerate(observations)])
+
+    def length(self, prompt: Prompt) -> int:
+        """Tokens of a prompt as `__call__` makes them, counted without processing its images: an image adds as many
+        tokens as a black one of its size."""
+        sample = f"a prompt ({_shown(prompt)})"
+        if prompt.videos:
+            return int(self._row(prompt, 0).lengths[0])
+        text, special = self._text(prompt, self._messages(prompt, sample), sample)
+        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
+        return len(ids) + sum(self._added_by_image(image.shape[0], image.shape[1]) for image in prompt.images)
+
+    def _added_by_image(self, height: int, width: int) -> int:
+        """The tokens that an image of this size becomes, less those of its placeholder."""
+        if (height, width) in self._image_tokens:
+            return self._image_tokens[height, width]
+        black = np.zeros((height, width, 3), np.uint8)
+        prompt = Prompt(({"role": "user", "content": [{"type": "image"}]},), (black,))
+        text, special = self._text(prompt, self._messages(prompt, "an image"), "an image")
+        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
+        added = int(self._row(prompt, 0).lengths[0]) - len(ids)
+        self._image_tokens[height, width] = added
+        return added
+
+    def _text(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], sample: str) -> tuple[str, bool]:
+        """The text of a prompt, and whether the tokenizer adds the tokens that begin and end one."""
+        if self._is_plain(prompt):
+            return "".join(message_text(message) for message in prompt.messages), True
+        text = self._rendered(messages, sample)
+        # Templates begin with the token that begins a text, where there is one: a second one is not added.
+        begin = getattr(self.tokenizer, "bos_token", None)
+        return text, self.reads_images and not (begin and text.startswith(begin))
 
     def _row(self, prompt: Prompt, index: int) -> VlmInputs:
         sample = f"prompt {index} ({_shown(prompt)})"
@@ -51,13 +83,7 @@ class PromptProcessor:
             prompt = frames_as_images(prompt)
         messages = self._messages(prompt, sample)
         images, videos = self._media(messages, prompt, sample)
-        if self._is_plain(prompt):
-            text, special = "".join(message_text(message) for message in prompt.messages), True
-        else:
-            text = self._rendered(messages, sample)
-            # Templates begin with the token that begins a text, where there is one: a second one is not added.
-            begin = getattr(self.tokenizer, "bos_token", None)
-            special = self.reads_images and not (begin and text.startswith(begin))
+        text, special = self._text(prompt, messages, sample)
         media = {"images": [images] if images else None, "videos": [videos] if videos else None}
         given = {name: value for name, value in media.items() if value is not None}
         reader = self.processor if self.reads_images else self.tokenizer
@@ -81,14 +107,8 @@ class PromptProcessor:
         texts = ("probe", "a probe of more words")
         prompts = [Prompt(({"role": "user", "content": text},), conversational=False) for text in texts]
         if self.reads_images and self.has_template:
-            prompts.append(self.with_image())
+            prompts.append(small_prompt("image"))
         return [prompt_observation(prompt) for prompt in prompts]
-
-    @staticmethod
-    def with_image() -> Prompt:
-        """A fixed prompt with a small image of noise."""
-        noise = np.random.default_rng(0).integers(0, 256, (56, 56, 3), dtype=np.uint8)
-        return Prompt(({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "probe"}]},), (noise,))
 
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
@@ -199,6 +219,13 @@ def prompt_of(observation: Observation) -> Prompt:
 def prompt_observation(prompt: Prompt) -> Observation:
     """A prompt as environments of prompts show it."""
     return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt)
+
+
+def small_prompt(kind: Literal["image", "video"]) -> Prompt:
+    """A fixed prompt with a small image, or a video of two frames, of noise."""
+    noise = np.random.default_rng(0).integers(0, 256, (2, 56, 56, 3), dtype=np.uint8)
+    messages = ({"role": "user", "content": [{"type": kind}, {"type": "text", "text": "probe"}]},)
+    return Prompt(messages, (noise[0],)) if kind == "image" else Prompt(messages, videos=(noise,))
 
 
 def frames_as_images(prompt: Prompt) -> Prompt:

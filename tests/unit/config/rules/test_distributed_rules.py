@@ -121,15 +121,15 @@ CASES = [
     (
         VLLM | {"vllm.model_class": "vllm"},
         f"vllm.model_class = 'vllm' with policy.path = 'builtin:tiny-openvla': {OWN_CLASS}",
-        FOLDER,
+        FOLDER | FULL,
     ),
     (
-        VLLM | FOLDER | {"vllm.model_class": "vllm", "policy.num_images": 2},
+        VLLM | FOLDER | FULL | {"vllm.model_class": "vllm", "policy.num_images": 2},
         f"vllm.model_class = 'vllm' with policy.num_images = 2: {OWN_CLASS}",
         {"policy.num_images": 1},
     ),
     (
-        VLLM | FOLDER | {"vllm.model_class": "vllm", "policy.use_proprio": True},
+        VLLM | FOLDER | FULL | {"vllm.model_class": "vllm", "policy.use_proprio": True},
         f"vllm.model_class = 'vllm' with policy.use_proprio = true: {OWN_CLASS}",
         {"vllm.model_class": "vlarl"},
     ),
