@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Makes `builtin:tiny-qwen2.5-vl`, the base of the presets prompts_*: a model that sees well and responds badly.
 
-    python scripts/prompts_base.py FOLDER [--seed 0] [--fewer 1]
+    python scripts/prompts_base.py FOLDER [--seed 0] [--seen FOLDER-see] [--fewer 1]
 
 Two phases of supervised learning, on the states that the built-in suites of prompts train on; no reward is used. The
 first one imitates solutions, so that the model learns to see and to calculate. The second one imitates responses that
@@ -51,7 +51,7 @@ TEMPLATE = (
 )
 
 BATCH = 64
-LOG_EVERY = 200  # steps
+LOG, LOG_EVERY = "training_log.jsonl", 200  # steps
 SENTENCE = "I think it is {}."
 ALTERNATIVES = (tuple(shapes.COLOURS), ("left", "right"), ("above", "below"), ("yes", "no"))
 CONCISE = ("prompts_shapes/position", "prompts_arithmetic/compare")  # kinds with more responses in the right form
@@ -107,9 +107,10 @@ def badly(prompt: Prompt, rng: np.random.Generator) -> str:
 
 
 def another(solution: str, rng: np.random.Generator) -> str:
-    """A wrong solution of the same form: off by one, or another word of its kind."""
+    """A wrong solution of the same form: off by one, or by ten from 10 on, or another word of its kind."""
     if solution.isdigit():
-        return str(abs(int(solution) + int(rng.choice((-1, 1)))))
+        step = 1 if int(solution) < 10 else 10  # of a number with the same first digit, half would be right
+        return str(abs(int(solution) + step * int(rng.choice((-1, 1)))))
     words = next(words for words in ALTERNATIVES if solution in words)
     return str(rng.choice([word for word in words if word != solution]))
 
@@ -212,6 +213,9 @@ def imitate(policy: VlmPolicy, kinds: list[Kind], phase: Phase, rng: np.random.G
             )
             print(json.dumps(rows[-1]), flush=True)
             losses.clear()
+    for temperature in (0.0, 1.0):
+        rows.append({"phase": phase.name, **accuracies(policy, kinds, temperature)})
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -227,11 +231,18 @@ def accuracies(policy: VlmPolicy, kinds: list[Kind], temperature: float) -> dict
     return {"temperature": temperature, **found}
 
 
+def write(policy: VlmPolicy, folder: Path, rows: list[dict[str, object]], dtype: torch.dtype, before: str = "") -> None:
+    """A checkpoint with its log, after what was logged before."""
+    policy.save(folder, dtype)
+    (folder / LOG).write_text(before + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     """Write the folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seen", type=Path, help="FOLDER-see of an earlier run, whose first phase is not repeated")
     parser.add_argument("--fewer", type=int, default=1, help="divide the number of samples by this, for a trial")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -240,20 +251,15 @@ def main() -> None:
     sources = (shapes.ShapePrompts(), arithmetic.ArithmeticPrompts())
     weights = ((0.8, 1.2, 1.5, 0.8, 1.0), (0.5, 0.6, 0.6, 0.4))
     kinds = [Kind(s, i, w) for s, row in zip(sources, weights, strict=True) for i, w in enumerate(row)]
-    prompts = [kind.train_prompt(rng) for kind in kinds for _ in range(300)]
-    write_fresh(given.folder, [p.text for p in prompts] + [SENTENCE.format(well(p, rng)) for p in prompts])
-    policy = read_policy(given.folder).train()
-    phases = (
-        Phase("see", 192_000 // given.fewer, 1e-3, well),
-        Phase("respond", 32_000 // given.fewer, 5e-4, badly),
-    )
-    rows: list[dict[str, object]] = []
-    for phase in phases:
-        rows += imitate(policy, kinds, phase, rng)
-        for temperature in (0.0, 1.0):
-            rows.append({"phase": phase.name, **accuracies(policy, kinds, temperature)})
-            print(json.dumps(rows[-1]), flush=True)
-        policy.save(given.folder.with_name(f"{given.folder.name}-{phase.name}"))
+    seen: Path = given.seen or given.folder.with_name(f"{given.folder.name}-see")
+    if given.seen is None:
+        prompts = [kind.train_prompt(rng) for kind in kinds for _ in range(300)]
+        write_fresh(seen, [p.text for p in prompts] + [SENTENCE.format(well(p, rng)) for p in prompts])
+        first = read_policy(seen).train()
+        write(first, seen, imitate(first, kinds, Phase("see", 192_000 // given.fewer, 1e-3, well), rng), torch.float32)
+    policy = read_policy(seen).train()
+    phase = Phase("respond", 32_000 // given.fewer, 5e-4, badly)
+    rows = imitate(policy, kinds, phase, np.random.default_rng([given.seed, 1]))
     policy.training_data = TrainingData(
         tuple(
             TrainedOn(
@@ -265,9 +271,8 @@ def main() -> None:
             for source in sources
         )
     )
-    policy.save(given.folder, torch.bfloat16)
-    log = "".join(json.dumps(row) + "\n" for row in rows)
-    (given.folder / "training_log.jsonl").write_text(log, encoding="utf-8")
+    before = (seen / LOG).read_text(encoding="utf-8")
+    write(policy, given.folder, rows, torch.bfloat16, before)
 
 
 if __name__ == "__main__":
