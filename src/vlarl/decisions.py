@@ -147,7 +147,7 @@ class Decisions(TensorRows):
     For one chunk of two actions with three dimensions: `engine_logprobs` [1, 6], `mask` all True, `step` 0 0 0 1 1 1.
     """
 
-    sample: TensorRows  # private to the policy that made it; that of a text has `ids` [B, L], its tokens
+    sample: TensorRows  # private to the policy; that of a text has `ids` [B, L], its tokens, and `stopped` [B] bool
     engine_logprobs: torch.Tensor  # [B, L] float32, of the weights that sampled, at the sampling temperature
     mask: torch.Tensor  # [B, L] bool: the elements that count; padding does not, nor what was not executed
     step: torch.Tensor  # [B, L] int64 which environment step of the decision an element belongs to
@@ -159,6 +159,11 @@ class Decisions(TensorRows):
         if ids is None:
             return [[] for _ in range(len(self))]
         return [row[mask].tolist() for row, mask in zip(ids, self.mask, strict=True)]
+
+    def cut_off(self) -> list[bool]:
+        """Whether each text reached its limit of tokens before a stop token; False for any other decision."""
+        stopped = getattr(self.sample, "stopped", None)
+        return [False] * len(self) if stopped is None else [not ended for ended in stopped.tolist()]
 
     def of_version(self, version: int) -> Decisions:
         """The same decisions, made by weights of this version."""

@@ -209,7 +209,9 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
     unscored: dict[int, Trajectory] = {}  # with their images only where the reward reads them: those take memory
     sampling = evaluation_sampling(session.config.rollout, session.config.eval.temperature)
     with session.timed("evaluation"), parts.weights.for_evaluation():
-        episodes = evaluate_policy(parts.collector, tasks, sampling, num_videos, session.guard.check)
+        episodes = evaluate_policy(
+            parts.collector, tasks, sampling, num_videos, session.guard.check, session.schedule.num_eval_samples
+        )
         for index, result, trajectory in episodes:
             results[index] = result
             unscored[index] = trajectory if reward.reads_images else without_images(trajectory)
@@ -232,6 +234,11 @@ def score_evaluated(
     except RewardFailureError as error:
         raise VlarlError(f"evaluation after iteration {session.state.iteration}: {error}") from error
     return {
-        index: replace(results[index], episode_return=each.env_return, reward_error=each.reward_error)
+        index: replace(
+            results[index],
+            episode_return=each.env_return,
+            reward_error=each.reward_error,
+            reward_parts=each.reward_parts,
+        )
         for index, each in zip(indices, scored, strict=True)
     }

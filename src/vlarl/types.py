@@ -66,6 +66,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...]  # role and content: a text, or parts of type text, image and video
     images: tuple[UInt8Array, ...] = ()  # [H, W, 3] each, in the order of the parts of type image
     videos: tuple[UInt8Array, ...] = ()  # [T, H, W, 3] each, in the order of the parts of type video
+    video_fps: tuple[float | None, ...] = ()  # frames a second of each video, as they are here; None: not known
     columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, for rewards
     conversational: bool = True  # False: the row has a plain text, and rewards get plain texts as well
 
@@ -77,7 +78,7 @@ class Prompt:
 
     def without_images(self) -> Prompt:
         """The same prompt without its pixels."""
-        return replace(self, images=(), videos=())
+        return replace(self, images=(), videos=(), video_fps=())
 
 
 def message_text(message: Mapping[str, Any]) -> str:
@@ -119,6 +120,21 @@ class ChunkOutcome:
 
 
 @dataclass(frozen=True)
+class Response:
+    """The text that a policy wrote in response to a prompt.
+
+    >>> prompt = Prompt(({"role": "user", "content": "What is 3 plus 4?"},), columns={"solution": "7"})
+    >>> Response(prompt, "It is 7", num_tokens=4, cut_off=False).prompt.text
+    'What is 3 plus 4?'
+    """
+
+    prompt: Prompt
+    text: str
+    num_tokens: int  # its stop token included
+    cut_off: bool  # it reached the limit of tokens: it has no stop token
+
+
+@dataclass(frozen=True)
 class Transition:
     """One decision of the policy and its outcome."""
 
@@ -133,6 +149,14 @@ class Transition:
     def version(self) -> int:
         """Version of the weights that decided."""
         return int(self.decision.version)
+
+    @property
+    def response(self) -> Response | None:
+        """The text with the prompt that it responds to; None: the decision became actions."""
+        prompt = self.observation.prompt
+        if self.text is None or prompt is None:
+            return None
+        return Response(prompt, self.text, len(self.decision.token_ids()[0]), self.decision.cut_off()[0])
 
 
 @dataclass(frozen=True)
@@ -160,6 +184,11 @@ class Trajectory:
     def env_return(self) -> float:
         """Undiscounted sum of the environment's rewards."""
         return float(sum(float(t.rewards.sum()) for t in self.transitions))
+
+    @property
+    def response(self) -> Response | None:
+        """The last text that it wrote; None: it is of a robot, or it crashed before its first decision."""
+        return self.transitions[-1].response if self.transitions else None
 
     @property
     def group(self) -> tuple[int, int]:
@@ -227,6 +256,8 @@ class EpisodeResult:
     status: EpisodeStatus = "ok"  # only what is ok is counted: a simulator that failed says nothing about the policy
     num_retries: int = 0  # how often it had to be run again because its simulator died or hung
     reward_error: str | None = None  # why it could not be scored: it is left out of the mean return then
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: return by each, without weights
+    response: Response | None = field(default=None, repr=False, compare=False)  # None: of a robot
 
     @classmethod
     def of(cls, trajectory: Trajectory, instruction: str, frames: tuple[UInt8Array, ...] = ()) -> EpisodeResult:
@@ -241,6 +272,8 @@ class EpisodeResult:
             status=trajectory.status,
             num_retries=trajectory.num_retries,
             reward_error=trajectory.reward_error,
+            reward_parts=trajectory.reward_parts,
+            response=trajectory.response,
         )
 
     @property
@@ -292,6 +325,11 @@ class EvalResult:
     def mean_length(self) -> float:
         """Mean number of environment steps; NaN where no episode could be run."""
         return _mean([float(e.length) for e in self.counted])
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean number of tokens of the responses; NaN where there is none."""
+        return _mean([float(e.response.num_tokens) for e in self.counted if e.response is not None])
 
     def by_task(self) -> dict[int, EvalResult]:
         """task_id -> its episodes."""

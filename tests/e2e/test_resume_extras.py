@@ -22,6 +22,9 @@ PPO = (
     *("--kl.coef", "0.05"),
     *("--kl.target", "0.01"),
     *("--kl.horizon", "20"),
+    *("--ptx.path", "experts"),
+    *("--ptx.episodes_per_task", "1"),
+    *("--ptx.batch_size", "7"),
 )
 
 
@@ -85,6 +88,8 @@ def test_critic_average_and_kl_coefficient_resume(checkpoint, tmp_path, lora):
     )
     assert whole[1]["train/kl_coef"] == 0.05 != whole[3]["train/kl_coef"]
     assert whole[2]["train/critic_grad_norm"] > 0
+    assert "train/ptx_loss" not in whole[1] and whole[2]["train/ptx_loss"] != whole[3]["train/ptx_loss"]
+    assert json.loads((final / "trainer.json").read_text())["ptx_position"] == 2 * 2 * 7, "of two updates"
     averages, newest = (load_policy(final.parent / name) for name in ("ema", "final"))
     pairs = [(a, b) for a, b in zip(averages.parameters(), newest.parameters(), strict=True) if not a.equal(b)]
     assert pairs, "the average lags behind"

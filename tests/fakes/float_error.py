@@ -85,7 +85,7 @@ class FloatJudge:
         """What is wrong with an answer, or nothing."""
         worst, rms = _errors(found, self.exact)
         allowed = max(factor * self.worst, WORST_FLOOR * EPS * self.scale)
-        allowed_rms = max(factor * self.rms, RMS_FLOOR * EPS * self.scale)
+        allowed_rms = max(factor * self.rms, RMS_FLOOR * EPS * self.scale) if found.numel() > 1 else allowed
         if worst <= allowed and rms <= allowed_rms:
             return ""
         return (

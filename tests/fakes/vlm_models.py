@@ -95,70 +95,77 @@ TEXT_SIZES: dict[str, Any] = {
     "pad_token_id": PAD,
     "bos_token_id": None,
 }
-MOE_SIZES = TEXT_SIZES | {"num_experts_per_tok": 2, "num_local_experts": 4}
-ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+# vLLM's attention on a CPU takes heads of 32 dimensions and more.
+WIDE_SIZES = TEXT_SIZES | {"hidden_size": 128, "head_dim": 32}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 
-def _qwen2_5_vl() -> PreTrainedModel:
-    text = TEXT_SIZES | {"rope_parameters": ROPE}
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"patch_size": 14, "spatial_merge_size": 2, "window_size": 56, "fullatt_block_indexes": [1]}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_image_ids()))
+def _rope(sizes: dict[str, Any]) -> dict[str, Any]:
+    section = {8: [1, 1, 2], 32: [4, 6, 6]}[sizes["head_dim"]]  # half a head
+    return {"rope_type": "default", "mrope_section": section, "rope_theta": 1e4}
 
 
-def _qwen3_vl() -> PreTrainedModel:
-    text = TEXT_SIZES | {"rope_parameters": ROPE | {"mrope_interleaved": True}}
-    vision = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [1],
-    }
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_image_ids()))
+def _qwen2_5_vl(sizes: dict[str, Any]) -> PreTrainedModel:
+    text = sizes | {"rope_parameters": _rope(sizes)}
+    vision = {"depth": 2, "intermediate_size": 24, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision | _vision(sizes), **_image_ids(sizes))
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _image_ids() -> dict[str, Any]:
+def _qwen3_vl(sizes: dict[str, Any]) -> PreTrainedModel:
+    text = sizes | {"rope_parameters": _rope(sizes) | {"mrope_interleaved": True}}
+    vision = {"depth": 3, "intermediate_size": 24, "num_heads": 2, "num_position_embeddings": 16}
+    vision |= {"deepstack_visual_indexes": [1]} | _vision(sizes)
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_image_ids(sizes)))
+
+
+def _vision(sizes: dict[str, Any]) -> dict[str, Any]:
+    hidden = sizes["hidden_size"]
+    return {"hidden_size": hidden // 2, "out_hidden_size": hidden, "patch_size": 14, "spatial_merge_size": 2}
+
+
+def _image_ids(sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         "image_token_id": IDS["<|image_pad|>"],
         "video_token_id": IDS["<|video_pad|>"],
         "vision_start_token_id": IDS["<|vision_start|>"],
         "vision_end_token_id": IDS["<|vision_end|>"],
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": sizes["tie_word_embeddings"],
     }
 
 
-def _smolvlm() -> PreTrainedModel:
+def _smolvlm(sizes: dict[str, Any]) -> PreTrainedModel:
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 7}
-    text = TEXT_SIZES | {"model_type": "llama"}
+    text = sizes | {"model_type": "llama"}
     ids = {"image_token_id": IDS["<image>"], "pad_token_id": PAD, "tie_word_embeddings": False}
     return SmolVLMForConditionalGeneration(SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, **ids))
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+MODELS: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "smolvlm": _smolvlm,
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TEXT_SIZES)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT_SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TEXT_SIZES | {"tie_word_embeddings": True})),
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**MOE_SIZES, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
+    "qwen2": lambda sizes: Qwen2ForCausalLM(Qwen2Config(**sizes)),
+    "llama": lambda sizes: LlamaForCausalLM(LlamaConfig(**sizes)),
+    "qwen3": lambda sizes: Qwen3ForCausalLM(Qwen3Config(**sizes | {"tie_word_embeddings": True})),
+    "qwen3_moe": lambda sizes: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**sizes, **EXPERTS, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
     ),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**MOE_SIZES)),
+    "mixtral": lambda sizes: MixtralForCausalLM(MixtralConfig(**sizes, **EXPERTS)),
 }
 WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 TEXT_ONLY = ("qwen2", "llama", "qwen3")
 MIXTURES = ("qwen3_moe", "mixtral")
 
 
-def write_model(kind: str, folder: Path, seed: int = 0) -> Path:
-    """A folder with a model of this kind, its tokenizer and, where it reads images, its processor."""
+def write_model(kind: str, folder: Path, seed: int = 0, *, wide: bool = False, tied: bool = False) -> Path:
+    """A folder with a model of this kind, its tokenizer and, where it reads images, its processor. `wide`: of a size
+    that vLLM runs on a CPU. `tied`: the output layer is the embedding."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MODELS[kind]()
+        model = MODELS[kind]((WIDE_SIZES if wide else TEXT_SIZES) | {"tie_word_embeddings": tied})
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.ndim > 1:
@@ -174,8 +181,9 @@ def write_model(kind: str, folder: Path, seed: int = 0) -> Path:
         ).save_pretrained(folder)
         name = "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor"
         _write_json(folder / "processor_config.json", {"processor_class": name})
-        video = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14, "merge_size": 2}
-        _write_json(folder / "video_preprocessor_config.json", video)
+        video = {"video_processor_type": "Qwen2VLVideoProcessor" if kind == "qwen2_5_vl" else "Qwen3VLVideoProcessor"}
+        video |= {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 24}}
+        _write_json(folder / "video_preprocessor_config.json", video | {"cap_pixels_per_frame": False})
         template = image_template("<|vision_start|><|image_pad|><|vision_end|>")
     elif kind == "smolvlm":
         Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}).save_pretrained(
@@ -195,6 +203,16 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def random_image(rng: np.random.Generator) -> UInt8Array:
     height, width = rng.integers(20, 90, size=2)
     return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def video_observation(text: str, seed: int = 0, fps: float | None = None, num_frames: int = 4) -> Observation:
+    """A prompt of a video and words, and an image after them."""
+    rng = np.random.default_rng(seed)
+    height, width = rng.integers(40, 90, size=2)
+    video = rng.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
+    content = [{"type": "video"}, {"type": "text", "text": text}, {"type": "image"}]
+    prompt = Prompt(({"role": "user", "content": content},), (random_image(rng),), (video,), (fps,))
+    return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), text, prompt)
 
 
 def observation(text: str, num_images: int = 0, seed: int = 0, system: str | None = None) -> Observation:

@@ -16,6 +16,7 @@ from vlarl.policies import checksums
 from vlarl.training.checkpoint import CheckpointStore, restore
 from vlarl.training.fsdp import Sharding
 from vlarl.training.ranks import Ranks, SingleRank, on_each
+from vlarl.training.retention import size_of
 from vlarl.training.state import TrainerState
 
 SECTIONS: dict[str, dict[str, Any]] = {"algorithm": {"epochs": 1}, "ema": {"beta": 0.9}, "run": {"seed": 11}}
@@ -58,6 +59,17 @@ def refusal(case: Case, bases: Path, ranks: Ranks, folder: Path) -> str:
     except VlarlError as error:
         return str(error)
     return "saved"
+
+
+def retained(bases: Path, ranks: Ranks, folder: Path) -> list[str]:
+    """The checkpoints that are left of three, with space for two and a half sharded ones."""
+    learner, _ = build(CASES["full"], bases, ranks)
+    CheckpointStore(folder, 9, ranks).save("step_000001", learner, TrainerState(iteration=1))
+    limit = 2.5 * size_of(folder) / 2**30
+    for iteration in (2, 3):
+        store = CheckpointStore(folder, 9, ranks, max_total_gib=limit)
+        store.save(f"step_{iteration:06d}", learner, TrainerState(iteration=iteration))
+    return sorted(path.name for path in folder.iterdir())
 
 
 def read_for_checksums(work: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -118,6 +130,7 @@ def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[st
         results |= {f"{name}, next": drawn, f"{name}, resumed": after}
         results[f"{name}, of one process"] = resumed(case, bases, ranks, alone / "step_000001")
         results[f"{name}, refused"] = refusal(case, bases, ranks, folder / name)
+    results["retained"] = retained(bases, ranks, folder / "retained")
     for part in PARTS:
         results[part] = damage(ranks, bases, folder / "full" / "step_000001", part)
     return results
@@ -170,6 +183,12 @@ def test_one_process_continues_from_the_first_of_two_ranks(bases, two, name):
 def test_what_is_not_finite_on_one_rank_is_saved_by_none(two, name):
     assert all("not finite" in results[f"{name}, refused"] for results in two[0])
     assert [path.name for path in (two[1] / name).glob("*step*")] == ["step_000001"]
+
+
+def test_sharded_checkpoints_are_removed_by_their_size_and_all_their_parts(two):
+    assert two[0][0]["retained"] == two[0][1]["retained"] == ["step_000002", "step_000003"]
+    parts = sorted(path.name for path in (two[1] / "retained" / "step_000002" / "sharded").iterdir())
+    assert parts == [".metadata", *PARTS]
 
 
 def test_each_rank_reads_its_own_parts_for_their_checksums(two):

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes.eval_records import episode, record
+from fakes.eval_records import SETTINGS, episode, record
+from fakes.responses import prompt_of, responded
 from rich.console import Console
 
 from vlarl.cli import main
@@ -27,7 +28,8 @@ from vlarl.cli.evaluate import _more_tasks, _options, _parser, _request
 from vlarl.config.training_data import TrainedOn, TrainingData, write_training_data
 from vlarl.errors import UsageError
 from vlarl.evaluation.compare import compare as compare_records
-from vlarl.evaluation.record import EvalDirectory, read_record
+from vlarl.evaluation.record import EvalDirectory, EvalRecord, read_record
+from vlarl.types import EvalResult
 
 REPLAY = ["eval", "x", "--episode", "tabletop_goal-t00-s030-0000000000000001"]
 
@@ -192,6 +194,31 @@ def test_the_table_counts_crashes_neither_as_won_nor_as_lost():
     num_retries = replace(made.result.episodes[0], num_retries=2)
     again = replace(made, result=replace(made.result, episodes=(num_retries,), complete=True), folder=None)
     assert closing_lines(again)[0] == "2 times an episode was retried because its simulator had died."
+
+
+def test_prompts_are_counted_in_their_own_words():
+    prompt = prompt_of("What is 3 plus 4?", "7")
+    episodes = (
+        responded("7", prompt, True, 1.0, 300, num_tokens=2),
+        responded("8", prompt, False, 0.0, 301, num_tokens=5),
+        responded("", prompt, state=302, status="crashed"),
+    )
+    settings = replace(SETTINGS, suite="prompts_arithmetic", task_ids=(0,), init_states=(300, 301, 302))
+    made = EvalRecord(settings, 5, EvalResult(episodes, complete=False))
+    assert success_table(made.result).splitlines() == [
+        "task  correct  accuracy  95% interval  tokens  a prompt of the task",
+        "   0      1/2     50.0%   9.5 - 90.5%     3.5  What is 3 plus 4?",
+        " all      1/2     50.0%   9.5 - 90.5%     3.5",
+    ]
+    assert closing_lines(made) == [
+        "1 of 3 responses could not be run because the prompt can't be used, and count neither as correct nor as wrong.",
+        "prompts: indices 300 to 302 of task 0; whether they were trained on is not known",
+        "interrupted: 3 of 5 responses had finished and are kept.",
+    ]
+    unjudged = EvalRecord(settings, 1, EvalResult((responded("a", prompt_of("Write a poem.")),)))
+    assert closing_lines(unjudged)[0] == (
+        "no prompt has a solution (prompts.solution_column), so the accuracy says nothing."
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from vlarl.errors import VlarlError
 from vlarl.loop import estimated_batch, improve, refuse_unscored, score_evaluated
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
+from vlarl.rewards.combined import CombinedReward
 from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.safe import SafeReward
 from vlarl.run.schedule import Schedule
@@ -276,6 +277,13 @@ def test_an_evaluation_is_scored_by_the_configured_reward_in_its_batches(traject
     scored = score_evaluated(parts.reward.for_evaluation(6), session, results, episodes)
     assert [scored[index].episode_return for index in range(6)] == [1.0] * 6 and reward.batches == [4, 2]
     assert parts.reward._judged == 0, "the fraction of failures among rollouts is not changed"
+
+
+def test_an_evaluation_has_the_parts_of_a_combined_reward(trajectory):
+    reward = SafeReward(CombinedReward({"sparse": SparseReward()}, {"sparse": 0.5}))
+    session = SimpleNamespace(guard=SimpleNamespace(check=lambda: None))
+    scored = score_evaluated(reward.for_evaluation(1), session, *evaluated(trajectory, 1))
+    assert (scored[0].episode_return, scored[0].reward_parts) == (0.5, {"sparse": 1.0})
 
 
 def test_a_reward_that_fails_on_an_evaluation_ends_the_run_with_its_cause(trajectory):

@@ -138,7 +138,9 @@ def test_an_adapter_that_vllm_would_ignore_is_refused():
     from vlarl.weights.vllm_adapters import attach
 
     model = torch.nn.Module()
-    model.lm_head = ParallelLMHead.__new__(ParallelLMHead)
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    torch.nn.Module.__init__(head)
+    model.lm_head = head
     with pytest.raises(UsageError, match=r"an adapter on lm_head can't run in vLLM.*lora.target_modules"):
         attach(model, {"lm_head": (4, 1.0)})
     with pytest.raises(UsageError, match=r"an adapter on towers\.qkv can't run in vLLM"):

@@ -17,6 +17,7 @@ from vlarl.cli.runs import find_run
 from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.known import is_prompts
 from vlarl.config.paths import brief, briefly
 from vlarl.config.resume_command import refuse_without_callables, resume_command
 from vlarl.config.run_checkpoints import resumed_checkpoint, run_progress
@@ -30,6 +31,7 @@ from vlarl.config.source.start import Start, start_of
 from vlarl.config.state_choice import SeenStates, seen_by_run
 from vlarl.config.suites import SuiteStates, suite_facts
 from vlarl.config.trust import refuse_untrusted
+from vlarl.config.words import plural, words_of
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
@@ -52,10 +54,10 @@ WITH_NAME = {
 """Flags of `train` that take a name: the field of the request, and what the name is."""
 
 WHERE = {
-    "unseen": "unseen initial states",
-    "trained": "the training's own initial states",
-    "partly trained": "initial states, some of which were trained on",
-    "not known": "initial states that may have been trained on",
+    "unseen": "unseen {}",
+    "trained": "the training's own {}",
+    "partly trained": "{}, some of which were trained on",
+    "not known": "{} that may have been trained on",
 }
 
 
@@ -254,23 +256,25 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     """Success before and after, and the paths of the results."""
     run = summary.run_dir
     lines = []
-    how = "greedy" if config.eval.temperature == 0 else "sampled"
+    how, words = "greedy" if config.eval.temperature == 0 else "sampled", words_of(config.env.suite)
     if summary.success_before is not None and summary.success_after is None:
-        lines.append(f"{how} success before training: {summary.success_before:.1%}; there is no later evaluation")
+        lines.append(
+            f"{how} {words.success} before training: {summary.success_before:.1%}; there is no later evaluation"
+        )
     if summary.success_before is not None and summary.success_after is not None:
         change = f"{summary.success_before:.1%} → {summary.success_after:.1%}"
         if summary.interrupted:  # an intermediate sharded checkpoint has no training_data.json
-            lines.append(f"{how} success: {change}")
+            lines.append(f"{how} {words.success}: {change}")
         else:
             seen = _seen(run, config)
-            lines.append(f"{how} success on {WHERE[seen.kind]}: {change}")
+            lines.append(f"{how} {words.success} on {WHERE[seen.kind].format(plural(2, words.state))}: {change}")
             lines += [f"warning: {warning}" for warning in seen.warnings]
     if summary.interrupted:
         lines.append(f"interrupted and saved; resume with: {resume_command(run)}")
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
-        "videos": run / "videos",
+        **({"samples": run / "samples.jsonl"} if is_prompts(config.env.suite) else {"videos": run / "videos"}),
     }
     there = ((name, path) for name, path in places.items() if path is not None and path.exists())
     lines += [f"{name + ':':<12}{brief(path)}" for name, path in there]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from vlarl.config.paths import brief
 from vlarl.config.state_choice import in_ranges
-from vlarl.config.words import counted
+from vlarl.config.words import ROBOT_WORDS, SuiteWords, counted, plural, words_of
 from vlarl.evaluation.compare import Comparison
 from vlarl.evaluation.record import EvalRecord, EvalSettings
 from vlarl.observability.clock import duration
 from vlarl.observability.significance import wilson_interval
+from vlarl.solutions import find_solution
 from vlarl.types import EpisodeResult, EvalResult
 
 LINES = 10  # progress lines of a whole evaluation, if the output is not a terminal
@@ -26,8 +28,9 @@ LISTED = 5  # unpaired episodes that are listed
 class EpisodeCounter:
     """Shows the progress of an evaluation on stderr: a bar in a terminal, otherwise a line from time to time."""
 
-    def __init__(self, label: str, console: Console | None = None) -> None:
+    def __init__(self, label: str, console: Console | None = None, words: SuiteWords = ROBOT_WORDS) -> None:
         self._label = label
+        self._words = words
         self._console = console or Console(stderr=True)
         self._bar: Progress | None = None
         self._place: TaskID | None = None
@@ -55,7 +58,7 @@ class EpisodeCounter:
         self._won += result.outcome == "success"
         self._counted += result.outcome != "crashed"
         elapsed = time.monotonic() - self._started
-        rate = f"{self._won / self._counted:.1%} won, " if self._counted else ""
+        rate = f"{self._won / self._counted:.1%} {self._words.won}, " if self._counted else ""
         so_far = f"{rate}{duration(elapsed)} elapsed, {duration(elapsed / done * (total - done))} left"
         if self._bar is not None:
             if self._place is None:
@@ -64,7 +67,7 @@ class EpisodeCounter:
         elif done * LINES // total > (done - 1) * LINES // total or time.monotonic() - self._last_line > SILENCE_S:
             self._last_line = time.monotonic()
             self._console.print(
-                f"{self._label}: {done}/{counted(total, 'episode')}, {so_far}",
+                f"{self._label}: {done}/{counted(total, self._words.episode)}, {so_far}",
                 soft_wrap=True,
                 highlight=False,
                 markup=False,
@@ -73,27 +76,32 @@ class EpisodeCounter:
 
 def success_table(result: EvalResult) -> str:
     """Successes of each task and of all, with Wilson's 95% intervals and mean lengths, as aligned text."""
-    parts = result.by_task()
+    parts, words = result.by_task(), words_of(result.episodes[0].task.suite)
     rows = [(str(i), *_cells(part), part.episodes[0].instruction) for i, part in parts.items()]
-    table = [("task", "won", "success", "95% interval", "steps", "instruction"), *rows, ("all", *_cells(result), "")]
-    return _aligned(table)
+    head = ("task", words.won, words.success, "95% interval", words.length, words.instruction)
+    return _aligned([head, *rows, ("all", *_cells(result), "")])
 
 
 def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
     """Remarks on an evaluation below its table; a comparison has printed the states already."""
     result, settings, lines = record.result, record.settings, []
+    words = words_of(settings.suite)
     if result.num_crashed:
+        cause = "the simulator failed" if words is ROBOT_WORDS else "the prompt can't be used"
         lines.append(
-            f"{result.num_crashed} of {counted(len(result.episodes), 'episode')} could not be run because the "
-            "simulator failed, and count neither as won nor as lost."
+            f"{result.num_crashed} of {counted(len(result.episodes), words.episode)} could not be run because {cause}, "
+            f"and count neither as {words.won} nor as {words.lost}."
         )
     if num_retries := sum(e.num_retries for e in result.episodes):
         lines.append(f"{counted(num_retries, 'time')} an episode was retried because its simulator had died.")
+    responses = [episode.response for episode in result.counted if episode.response is not None]
+    if responses and all(find_solution(response.prompt.columns) is None for response in responses):
+        lines.append("no prompt has a solution (prompts.solution_column), so the accuracy says nothing.")
     lines += states_lines(settings) if with_states else []
     if not result.complete:
         lines.append(
-            f"interrupted: {len(result.episodes)} of {counted(record.num_planned, 'episode')} had finished and are "
-            "kept. Successes end first, so the rate may be too high."
+            f"interrupted: {len(result.episodes)} of {counted(record.num_planned, words.episode)} had finished and are "
+            f"kept.{' Successes end first, so the rate may be too high.' if words is ROBOT_WORDS else ''}"
         )
     if record.folder is not None:
         lines.append(f"results: {brief(record.folder)}")
@@ -112,7 +120,8 @@ def states_lines(settings: EvalSettings) -> list[str]:
         else:
             verb = "was" if trained in (0, 1) else "were"
             seen = f"{trained or 'none'} of them {verb} trained on, says {settings.training_data_from}"
-        kind = "initial state: index" if is_one else "initial states: indices"
+        state = words_of(settings.suite).state
+        kind = f"{state}: index" if is_one else f"{plural(2, state)}: indices"
         tasks = "each task" if len(settings.task_ids) > 1 else f"task {settings.task_ids[0]}"
         lines.append(f"{kind} {in_ranges(settings.init_states)} of {tasks}; {seen}")
     return [*lines, *(f"warning: {warning}" for warning in settings.warnings)]
@@ -123,7 +132,8 @@ def comparison_table(comparison: Comparison) -> str:
     a, b = comparison.a.by_task(), comparison.b.by_task()
     rows = [(str(i), *_side_by_side(a[i], b[i]), a[i].episodes[0].instruction) for i in a]
     last = ("all", *_side_by_side(comparison.a, comparison.b), "")
-    return _aligned([("task", "A", "", "B", "", "B - A", "instruction"), *rows, last])
+    given = words_of(comparison.a.episodes[0].task.suite).instruction if a else ""
+    return _aligned([("task", "A", "", "B", "", "B - A", given), *rows, last])
 
 
 def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> list[str]:
@@ -145,13 +155,14 @@ def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> li
 
 
 def _cells(result: EvalResult) -> tuple[str, str, str, str]:
-    """won, success, interval, steps."""
+    """won, success, interval, steps or tokens."""
     total = len(result.counted)
     if not total:
         return "0/0", "-", "-", "-"
     low, high = wilson_interval(result.won, total)
     interval = f"{100 * low:.1f} - {100 * high:.1f}%"
-    return f"{result.won}/{total}", f"{result.success_rate:.1%}", interval, f"{result.mean_length:.1f}"
+    length = result.mean_length if math.isnan(result.mean_tokens) else result.mean_tokens
+    return f"{result.won}/{total}", f"{result.success_rate:.1%}", interval, f"{length:.1f}"
 
 
 def _side_by_side(a: EvalResult, b: EvalResult) -> tuple[str, ...]:

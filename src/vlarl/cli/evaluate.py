@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.known import KNOWN_SUITES
+from vlarl.config.known import KNOWN_SUITES, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
@@ -21,7 +21,7 @@ from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import DEFAULT_EPISODES
 from vlarl.config.training_data import TrainingData, run_of
-from vlarl.config.words import counted, plural
+from vlarl.config.words import counted, plural, words_of
 from vlarl.errors import UsageError
 from vlarl.evaluation.request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
 from vlarl.observability.terminal import printable
@@ -258,7 +258,7 @@ def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     from vlarl.cli.eval_display import EpisodeCounter
     from vlarl.evaluation.run import run_evaluation  # after the line: torch takes seconds to load
 
-    with EpisodeCounter(name + request.env.suite) as counter:
+    with EpisodeCounter(name + request.env.suite, words=words_of(request.env.suite)) as counter:
         return run_evaluation(request, folder, counter)
 
 
@@ -301,7 +301,7 @@ def _replay(located: LocatedCheckpoint, given: argparse.Namespace, options: dict
         options,
         training=_hub_training_data(located.path),
         temperature=given.temperature,
-        videos="all",
+        videos=0 if is_prompts(given.episode.partition("-")[0]) else "all",
         device=given.device,
         trust=given.trust,
         episode=given.episode,
@@ -315,9 +315,15 @@ def _replay(located: LocatedCheckpoint, given: argparse.Namespace, options: dict
     from vlarl.cli.eval_display import closing_lines
 
     (episode,) = record.result.episodes
-    steps = counted(episode.length, "step")
-    outcome = f"{given.episode}: {episode.outcome} after {steps} ({episode.instruction})"
-    print(printable("\n".join([outcome, _on_record(record), *closing_lines(record)])))
+    lines = [f"{given.episode}: {episode.outcome} after {counted(episode.length, 'step')} ({episode.instruction})"]
+    if episode.response is not None:
+        words = words_of(request.env.suite)
+        lines = [
+            f"{given.episode}: {words.won if episode.success else words.lost}",
+            f"prompt:   {episode.instruction}",
+            f"response: {episode.response.text}",
+        ]
+    print(printable("\n".join([*lines, _on_record(record), *closing_lines(record)])))
     return 0
 
 

@@ -20,6 +20,7 @@ from vlarl.cli.runs import find_run
 from vlarl.config.paths import brief, expanded
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import list_runs
+from vlarl.config.words import PROMPT_WORDS, ROBOT_WORDS
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
 from vlarl.observability.terminal import printable
@@ -49,6 +50,10 @@ class RunStatus:
     rollout_iteration: int | None
     val_success: float | None
     val_iteration: int | None
+    rollout_reward: float | None  # mean return
+    val_reward: float | None
+    response_length: float | None  # tokens of a response; None: of a robot
+    truncated_fraction: float | None  # of the responses
     message: str
     resume: str  # empty if the run can't be resumed
     pid: int | None
@@ -98,6 +103,7 @@ def run_status(run: RunDirectory, now: float) -> RunStatus:
         # The current iteration has used some of this time already.
         left = max(0.0, (iterations - iteration) * iteration_s - (now - updated))
     rollout, val = _newest(rows, "rollout/success_rate"), _newest(rows, "val/success_rate")
+    reward, val_reward = _newest(rows, "rollout/mean_return"), _newest(rows, "val/mean_reward")
     return RunStatus(
         run=run.name,
         path=str(run.path),
@@ -110,9 +116,13 @@ def run_status(run: RunDirectory, now: float) -> RunStatus:
         left_s=left,
         iteration_s=iteration_s,
         rollout_success=rollout[1],
-        rollout_iteration=rollout[0],
+        rollout_iteration=rollout[0] if rollout[0] is not None else reward[0],
         val_success=val[1],
-        val_iteration=val[0],
+        val_iteration=val[0] if val[0] is not None else val_reward[0],
+        rollout_reward=reward[1],
+        val_reward=val_reward[1],
+        response_length=_newest(rows, "rollout/response_length")[1],
+        truncated_fraction=_newest(rows, "rollout/truncated_fraction")[1],
         message=run.status_problem() or (saved.get("message", "") if saved else "it has not written a status.json"),
         resume=resume_command(run.path) if saved.get("resume", True) else "",
         pid=saved.get("pid"),
@@ -190,7 +200,7 @@ def _table(statuses: Sequence[RunStatus], root: str, now: float) -> str:
     rows = [("state", "iteration", "val", "ago", "run")]
     for s in statuses:
         ago = "-" if s.updated is None else _short(now - s.updated)
-        rows.append((s.state, f"{s.iteration}/{s.iterations}", _percent(s.val_success), ago, s.run))
+        rows.append((s.state, f"{s.iteration}/{s.iterations}", _val(s), ago, s.run))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join("  ".join([*(f"{c:<{w}}" for c, w in zip(row[:4], widths, strict=True)), row[4]]) for row in rows)
 
@@ -205,12 +215,12 @@ def _described(s: RunStatus, now: float) -> list[str]:
         facts.append(("updated", f"{_date(s.updated)}, {duration_in_words(now - s.updated)} ago"))
     if s.left_s is not None and s.iteration_s is not None:
         facts.append(("left", f"about {duration_in_words(s.left_s)}, at {s.iteration_s:.1f} s per iteration"))
-    if s.rollout_success is not None:
-        facts.append(("success", f"{_percent(s.rollout_success)} in the rollout of iteration {s.rollout_iteration}"))
-    if s.val_success is not None:
-        when = f"after iteration {s.val_iteration}" if s.val_iteration else "before training"
-        label = "success" if s.rollout_success is None else ""
-        facts.append((label, f"{_percent(s.val_success)} evaluated {when}"))
+    words = ROBOT_WORDS if s.response_length is None else PROMPT_WORDS
+    facts += _figures(s, words.success, s.rollout_success, s.val_success, "{:.1%}")
+    if s.response_length is not None:
+        facts += _figures(s, words.reward, s.rollout_reward, s.val_reward, "{:.3f}")
+        cut_off = f", {s.truncated_fraction:.0%} cut off" if s.truncated_fraction else ""
+        facts.append(("length", f"{s.response_length:.1f} tokens{cut_off}"))
     if s.machine:
         facts.append(("machine", s.machine))
     if s.message:
@@ -219,6 +229,17 @@ def _described(s: RunStatus, now: float) -> list[str]:
     if s.resume and s.state in ("failed", "interrupted", "died"):
         lines.append(f"{'resume':<{LABEL}}{s.resume}")  # on one line, to be copied
     return lines
+
+
+def _figures(s: RunStatus, label: str, rollout: float | None, val: float | None, form: str) -> list[tuple[str, str]]:
+    """A value of the newest rollout and of the newest evaluation, as far as they are there."""
+    facts = []
+    if rollout is not None:
+        facts.append((label, f"{form.format(rollout)} in the rollout of iteration {s.rollout_iteration}"))
+    if val is not None:
+        when = f"after iteration {s.val_iteration}" if s.val_iteration else "before training"
+        facts.append((label if rollout is None else "", f"{form.format(val)} evaluated {when}"))
+    return facts
 
 
 def _fact(label: str, text: str) -> list[str]:
@@ -245,8 +266,11 @@ def _columns() -> int | None:
     return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1%}"
+def _val(s: RunStatus) -> str:
+    """The newest success rate; of prompts without solutions, the reward."""
+    if s.val_success is not None:
+        return f"{s.val_success:.1%}"
+    return "-" if s.response_length is None or s.val_reward is None else f"{s.val_reward:.3f}"
 
 
 def _date(seconds: float) -> str:

@@ -181,7 +181,10 @@ def other_model(name: str) -> str | None:
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
     reason = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
-    return f"{reason}; only OpenVLA and OpenVLA-OFT checkpoints are read, such as openvla/openvla-7b"
+    supported = (
+        "OpenVLA and OpenVLA-OFT, such as openvla/openvla-7b, and for prompts the language models of transformers"
+    )
+    return f"{reason}; {supported} are"
 
 
 def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:

@@ -575,7 +575,8 @@ class EvalConfig(Section):
     interval: NonNegativeInt = 10
     """Iterations between evaluations, in addition to those at start and end; 0 for start and end only."""
     states_per_task: PositiveInt = 20
-    """Initial states per task, one episode each."""
+    """Initial states per task, one episode each; of your own prompts (env.suite prompts) as many as there are, at
+    most."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     videos: NonNegativeInt = 4
@@ -591,6 +592,9 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; 0 for the final one only."""
     keep: PositiveInt = 2
     """Periodic checkpoints that are kept, the newest ones."""
+    max_total_gib: PositiveFloat | None = None
+    """GiB that all checkpoints of the run may take together: the oldest periodic ones are removed until they fit; the
+    newest one always stays. By default there is no limit."""
     best_return: bool = True
     """Keep the policy with the best moving average of the training return: one average per task, all tasks with equal
     weight."""
@@ -617,6 +621,9 @@ class LoggingConfig(Section):
     """W&B group; by default none."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline keeps the W&B files in the run directory."""
+    samples: NonNegativeInt = 4
+    """Responses of each iteration that are kept in samples.jsonl with their prompts, images and rewards, and shown by
+    TensorBoard and W&B, for suites of prompts; those of evaluations are kept too, up to 256 each. 0: none."""
     report: bool = True
     """Write report.html at the end."""
     trace: bool = False
@@ -637,11 +644,13 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt = 64
     """Decisions that one engine generates at a time."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence of prompt, images and action, in tokens; by default what the language model reads."""
+    """Longest sequence of prompt, images and action or text, in tokens; by default what the language model reads, for
+    which there must be memory."""
     prefix_caching: bool = False
     """Cache the computed beginnings of prompts, for prompts that begin alike."""
     model_class: Literal["vlarl", "vllm"] = "vlarl"
-    """vlarl's own model class, for any size and several images; or vLLM's, which supports the original 7B only."""
+    """OpenVLA: vlarl's own model class, for any size and several images; or vLLM's, which supports the original 7B
+    only."""
     sync_backend: Literal["object_store", "nccl", "ipc"] = "object_store"
     """How weights reach the engines: through Ray's object store; by NCCL between GPUs; or by CUDA IPC handles on one
     GPU."""

@@ -9,7 +9,7 @@ from typing import Literal
 from vlarl.config.known import PROMPTS
 from vlarl.config.suites import StateProtocol, SuiteStates
 from vlarl.config.training_data import FILE_NAME, TrainingData
-from vlarl.config.words import counted, plural
+from vlarl.config.words import ROBOT_WORDS, counted, plural, words_of
 
 DEFAULT_EPISODES = 20  # per task, if there are that many initial states
 
@@ -94,23 +94,30 @@ def state_warnings(
     gym_env: str | None,
     episodes: Collection[tuple[int, int]],
     who: str = "this checkpoint",
+    held_out: bool = False,
 ) -> tuple[str, ...]:
-    """The warnings that accompany the success rate on these (task, initial state) pairs."""
+    """The warnings that accompany the success rate on these (task, initial state) pairs.
+
+    `held_out`: the evaluation is that of a run on prompts, which holds its rows out of its own training.
+    """
+    words = words_of(suite)
+    states = plural(2, words.state)
     if training is None:
         return (
-            f"{who} does not say which initial states it was trained on (it has no valid {FILE_NAME}): it may have "
-            "been trained on those of this evaluation, and the success rate may be too high.",
+            f"{who} does not say which {states} it was trained on (it has no valid {FILE_NAME}): it may have been "
+            f"trained on those of this evaluation, and the {words.rate} may be too high.",
         )
     warnings = []
     if seen := _num_seen(training, suite, gym_env, episodes):
-        begin = f"{counted(len(episodes), 'episode')} {'begins' if seen == 1 else 'begin'}"
+        of, on = counted(len(episodes), words.episode), "states" if words is ROBOT_WORDS else states
+        begin = ("begins from", "begin from") if words is ROBOT_WORDS else ("is to", "are to")
         warnings.append(
-            f"{seen} of {begin} from initial states that {who} was trained on: the success rate says little about "
-            "states that it has never seen."
+            f"{seen} of {of} {begin[seen > 1]} {states} that {who} was trained on: the {words.rate} says "
+            f"little about {on} that it has never seen."
         )
     tasks = {task_id for task_id, _ in episodes}
     runs = [run for task_id in tasks for run in training.on(suite, gym_env, task_id)]
-    if any(run.suite == PROMPTS for run in runs):
+    if any(run.suite == PROMPTS for run in runs) and not held_out:
         warnings.append(
             f"{who} was trained on rows of data (prompts.path) that are not listed with it: make sure that those of "
             "this evaluation are not among them."
@@ -122,8 +129,8 @@ def state_warnings(
         )
     if training.unknown:
         warnings.append(
-            f"{who} comes from {', '.join(training.unknown)}, and it is not known which initial states that was "
-            "trained on or recorded from: they may be those of this evaluation."
+            f"{who} comes from {', '.join(training.unknown)}, and it is not known which {states} that was trained on"
+            f"{' or recorded from' if words is ROBOT_WORDS else ''}: they may be those of this evaluation."
         )
     return tuple(warnings)
 
@@ -152,7 +159,8 @@ def seen_by_run(
     episodes: Collection[tuple[int, int]],
 ) -> SeenStates:
     """For the report and the last lines of `vlarl train`; `training` comes from the run's newest checkpoint."""
-    warnings = state_warnings(training, suite, gym_env, episodes, who="this run's policy")
+    held_out = suite == PROMPTS and protocol != "benchmark"
+    warnings = state_warnings(training, suite, gym_env, episodes, "this run's policy", held_out)
     if protocol == "benchmark":  # such a run trains on the states that it is evaluated on
         return SeenStates(len(episodes), len(episodes), warnings)
     return SeenStates(0 if training is None else _num_seen(training, suite, gym_env, episodes), len(episodes), warnings)

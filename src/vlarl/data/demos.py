@@ -152,12 +152,10 @@ def play_tasks(
         note(f"{experts.spec.name} task {task_id}: {sum(won)} of {len(won)} succeed ({instruction})")
 
 
-def open_sources(
-    config: DemoConfig, seed: int, image_size: int, num_images: int, option: str = "demos.path"
-) -> list[DemoSource]:
-    """The configured sources, for a policy that reads `num_images` views of this size; `option` names the path."""
+def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int) -> list[DemoSource]:
+    """The configured sources, for a policy that reads `num_images` views of this size."""
     if config.path is not None:
-        return [RldsSource(config, config.path, num_images, option)]
+        return [RldsSource(config, config.path, num_images)]
     cameras: tuple[Camera, ...] = get_args(Camera)[:num_images]
     tabletop = [suite for suite in config.suites if suite in TABLETOP_SUITES]
     sources: list[DemoSource] = []

@@ -17,7 +17,7 @@ from vlarl.config.schema import Config
 from vlarl.config.suites import cameras_of
 from vlarl.config.training_data import TrainingData, by_demonstrations
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.demos import DemoSource, SimulatorSource, collect_demos, open_sources, refuse_other_robot
+from vlarl.data.demos import DemoSource, SimulatorSource, TabletopSource, collect_demos, refuse_other_robot
 from vlarl.data.rlds.demos import RldsSource
 from vlarl.envs.build import build_factory
 from vlarl.envs.prompts.responses import PromptedResponses
@@ -96,8 +96,10 @@ def _demonstrated(
 
 def _source(config: Config, demos: DemoConfig, policy: Policy) -> DemoSource:
     size, seed = config.env.image_size or policy.image_size, config.run.seed
-    if demos.path is None and config.env.suite not in TABLETOP_SUITES:
-        env = config.env.model_copy(update={"cameras": cameras_of(config.env, policy.num_images)})
-        return SimulatorSource(demos, build_factory(env, config.gym, size, "sparse"), seed)
-    (source,) = open_sources(demos, seed, size, policy.num_images, PATH)
-    return source
+    if demos.path is not None:
+        return RldsSource(demos, demos.path, policy.num_images, PATH)
+    cameras = cameras_of(config.env, policy.num_images)
+    if config.env.suite in TABLETOP_SUITES:
+        return TabletopSource(demos, demos.suites, seed, size, cameras)
+    env = config.env.model_copy(update={"cameras": cameras})
+    return SimulatorSource(demos, build_factory(env, config.gym, size, "sparse"), seed)

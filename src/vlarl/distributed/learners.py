@@ -104,7 +104,8 @@ class Rank:
 
     def open_store(self, folder: Path) -> None:
         """Keep checkpoints in this folder."""
-        self.store = CheckpointStore(folder, self.config.checkpoint.keep, self.learner.ranks)
+        kept = self.config.checkpoint
+        self.store = CheckpointStore(folder, kept.keep, self.learner.ranks, max_total_gib=kept.max_total_gib)
 
     def restore(self, checkpoint: Path) -> tuple[TrainerState, int, float]:
         """Resume from a checkpoint; returns the counters, the version and the KL coefficient."""

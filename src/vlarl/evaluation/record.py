@@ -4,6 +4,7 @@
            episodes.jsonl   one row per episode, written when it ends
            eval.log         warnings and errors
            videos/          videos, named by the episode's id and outcome
+           samples.jsonl    of prompts: responses and rewards, with their images in samples/
 
 results.json exists from the beginning, with `complete: false`, and is written again at the end, whatever the cause of
 the end. The results of a killed process are read from both files.
@@ -26,6 +27,7 @@ from vlarl.observability.episodes import episode_row, read_episode
 from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.run_dir import check_writable
 from vlarl.observability.significance import wilson_interval
+from vlarl.rollout.statistics import response_metrics
 from vlarl.types import EvalResult
 
 SCHEMA = 1
@@ -98,6 +100,7 @@ def summary(result: EvalResult) -> dict[str, Any]:
         "low": low if total else None,
         "high": high if total else None,
         "mean_length": result.mean_length if total else None,
+        **response_metrics([e.response for e in result.counted if e.response is not None]),
     }
 
 
@@ -144,6 +147,16 @@ class EvalDirectory:
     def videos(self) -> Path:
         """Folder of videos of episodes."""
         return self.path / "videos"
+
+    @property
+    def samples_file(self) -> Path:
+        """Prompts, responses and rewards; there is none without prompts."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def sample_images(self) -> Path:
+        """Folder of the images of these prompts."""
+        return self.path / "samples"
 
     def write(self, record: EvalRecord) -> None:
         """Write results.json, in one atomic step."""

@@ -116,6 +116,10 @@ def eval_request(
     own_protocol = training.protocol(suite) if training is not None else None
     protocol = {"protocol": own_protocol or "benchmark"}
     env = _validated(EnvConfig, "env", {**protocol, **kept, **requested["env"], "suite": suite})
+    if videos and is_prompts(suite):
+        raise UsageError(
+            f"videos: prompts ({suite}) have none, so leave it out; samples.jsonl of the results has the responses."
+        )
     request = EvalRequest(
         checkpoint=str(checkpoint),
         env=env,

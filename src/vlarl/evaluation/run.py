@@ -30,6 +30,7 @@ from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.capacity import check_memory_for_envs
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
+from vlarl.observability.samples import PER_EVALUATION, SampleRecorder, evenly_chosen, reduced
 from vlarl.policies.load import checkpoint_folder, load_for_suite
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
@@ -71,7 +72,9 @@ def run_evaluation(
 
         with ledger, InterruptGuard() as guard:
             try:
-                for _, result, _ in evaluate_policy(collector, tasks, sampling, ledger.num_videos, guard.check):
+                for _, result, _ in evaluate_policy(
+                    collector, tasks, sampling, ledger.num_videos, guard.check, ledger.num_samples
+                ):
                     on_result(ledger.take(result), len(ledger.ended), len(tasks))
             except Interrupted:
                 log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
@@ -84,18 +87,26 @@ def evaluate_policy(
     sampling: Sampling,
     num_videos: int = 0,
     check: Callable[[], None] = lambda: None,
+    num_samples: int = 0,
 ) -> Iterator[tuple[int, EpisodeResult, Trajectory]]:
     """Run every task once: each episode as it ends, with the index of its task.
 
-    `num_videos` of the results carry the frames of their video, evenly distributed over the tasks. `check` may raise to
-    stop. Drop the trajectories when they are scored: the images of hundreds of episodes would fill the memory.
+    `num_videos` of the results carry the frames of their video, and `num_samples` the images of their prompt, reduced;
+    both are evenly distributed over the tasks. `check` may raise to stop. Drop the trajectories when they are scored:
+    the images of hundreds of episodes would fill the memory.
     """
     instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
+    sampled = frozenset(evenly_chosen(len(tasks), num_samples))
     for index, episode in collector.episodes(tasks, sampling, recorded_tasks(len(tasks), num_videos), check):
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
         instruction = seen[0] if seen else instructions[trajectory.task.task_id]
-        yield index, EpisodeResult.of(trajectory, instruction, episode.frames), trajectory
+        result = EpisodeResult.of(trajectory, instruction, episode.frames)
+        if result.response is not None:
+            prompt = result.response.prompt
+            prompt = reduced(prompt) if index in sampled else prompt.without_images()
+            result = replace(result, response=replace(result.response, prompt=prompt))
+        yield index, result, trajectory
 
 
 def without_images(trajectory: Trajectory) -> Trajectory:
@@ -106,8 +117,7 @@ def without_images(trajectory: Trajectory) -> Trajectory:
 
 def recorded_tasks(num_tasks: int, num_videos: int) -> frozenset[int]:
     """Indices of the tasks whose video is recorded, evenly distributed over the list."""
-    count = min(num_videos, num_tasks)
-    return frozenset(i * num_tasks // count for i in range(count)) if count else frozenset()
+    return frozenset(evenly_chosen(num_tasks, num_videos))
 
 
 class EvalLedger:
@@ -124,6 +134,8 @@ class EvalLedger:
         self._folder = folder
         self._directory: EvalDirectory | None = None
         self._recorder: EpisodeRecorder | None = None
+        self._samples: SampleRecorder | None = None
+        self._sampled = {tasks[index].episode_id for index in evenly_chosen(len(tasks), PER_EVALUATION)}
         self._stack = ExitStack()
 
     def __enter__(self) -> EvalLedger:
@@ -133,6 +145,7 @@ class EvalLedger:
                 self._directory.write(self.record)
                 stack.enter_context(log_to_file(self._directory.log_file))
                 self._recorder = stack.enter_context(EpisodeRecorder(self._directory))
+                self._samples = stack.enter_context(SampleRecorder(self._directory))
                 self._stack = stack.pop_all()
         return self
 
@@ -153,6 +166,11 @@ class EvalLedger:
         return self._videos if isinstance(self._videos, int) else len(self._tasks)
 
     @property
+    def num_samples(self) -> int:
+        """How many results carry the images of their prompt."""
+        return 0 if self._folder is None else PER_EVALUATION
+
+    @property
     def record(self) -> EvalRecord:
         """What has been measured so far, in the order of the tasks."""
         episodes = tuple(self.ended[t.episode_id] for t in self._tasks if t.episode_id in self.ended)
@@ -160,12 +178,14 @@ class EvalLedger:
         return EvalRecord(self._settings, len(self._tasks), result, self._folder)
 
     def take(self, result: EpisodeResult) -> EpisodeResult:
-        """Write an episode and its video to disk, and return it without its frames."""
+        """Write an episode, its video and its response to disk, and return it without its frames."""
         if self._recorder is not None:
             self._recorder.record(0, "eval", [result])
             if result.frames and not (self._videos == "failures" and result.outcome == "success"):
                 name = f"{result.task.episode_id}_{result.outcome}"
                 self._recorder.write_video(name, result.frames, result.instruction, result.outcome)
+        if self._samples is not None and result.task.episode_id in self._sampled:
+            self._samples.record(0, "eval", [result])
         kept = replace(result, frames=())
         self.ended[result.task.episode_id] = kept
         return kept

@@ -14,7 +14,7 @@ _OLD_NUM_RETRIES = "redone"  # the key in files of older versions
 
 def episode_row(episode: EpisodeResult) -> dict[str, Any]:
     """The row of an episode: enough to count it, and to run it again."""
-    task = episode.task
+    task, response = episode.task, episode.response
     return {
         "episode_id": task.episode_id,
         "suite": task.suite,
@@ -27,6 +27,7 @@ def episode_row(episode: EpisodeResult) -> dict[str, Any]:
         "return": float(episode.episode_return) if math.isfinite(episode.episode_return) else None,
         "status": episode.status,
         "num_retries": episode.num_retries,
+        **({} if response is None else {"response_length": response.num_tokens, "truncated": response.cut_off}),
     }
 
 

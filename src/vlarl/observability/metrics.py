@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from vlarl.observability.samples import Sample
 from vlarl.observability.video import Video
 
 
@@ -18,6 +19,10 @@ class Sink(Protocol):
 
     def show(self, iteration: int, videos: Sequence[Video]) -> None:
         """Take videos of evaluated episodes."""
+        ...
+
+    def show_samples(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Take samples of one phase of an iteration."""
         ...
 
     def close(self) -> None:
@@ -70,6 +75,11 @@ class MetricLogger:
         """Send videos of an evaluation, if there are any."""
         for sink in self._sinks if videos else ():
             sink.show(iteration, videos)
+
+    def show_samples(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Send samples of one phase of an iteration, if there are any."""
+        for sink in self._sinks if samples else ():
+            sink.show_samples(iteration, samples)
 
     def close(self) -> None:
         """Close every sink, even when closing one of them fails."""

@@ -12,6 +12,7 @@ return         0.710  KL 0.0041    2,310 env steps/s
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,15 @@ from rich.table import Table
 from rich.text import Text
 
 from vlarl.config.secrets import masked
-from vlarl.config.words import counted
+from vlarl.config.words import ROBOT_WORDS, SuiteWords, counted, plural
 from vlarl.observability.clock import duration
+from vlarl.observability.samples import Sample
 from vlarl.observability.terminal import printable
 
 log = logging.getLogger(__name__)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_WIDTH = 140  # columns of a sample's lines
 _RECENT = 5  # iterations that the estimate of the remaining time uses
 _Params = ParamSpec("_Params")
 
@@ -67,9 +70,12 @@ def _never_fatal(
 class Progress:
     """The display of one run. Use it as a context manager: the terminal is restored however the block ends."""
 
-    def __init__(self, iterations: int, console: Console | None = None, start: int = 0) -> None:
-        """`start` is the iteration that a resumed run continues from."""
+    def __init__(
+        self, iterations: int, console: Console | None = None, start: int = 0, words: SuiteWords = ROBOT_WORDS
+    ) -> None:
+        """`start` is the iteration that a resumed run continues from, `words` those for its suite."""
         self._iterations = iterations
+        self._words = words
         self._console = console or Console()
         encoding = (self._console.encoding or "").lower()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and encoding.startswith("utf")
@@ -80,7 +86,7 @@ class Progress:
         self._iteration = start
         self._metrics: dict[str, float] = {}
         self._rollout_success: list[float] = []
-        self._val: tuple[int, float, int] | None = None  # iteration, success rate, episodes
+        self._val: tuple[int, str, int] | None = None  # iteration, success rate or reward, episodes
         self._phase: tuple[str, int, int, str] | None = None  # name, done, total, unit
 
     def expect(self, iterations: int) -> None:
@@ -95,30 +101,46 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self._stop()
 
-    def evaluation(self, iteration: int, success_rate: float, num_episodes: int) -> None:
-        """An evaluation has ended; it stays on the screen."""
-        self._val = (iteration, success_rate, num_episodes)
+    def evaluation(self, iteration: int, metrics: Mapping[str, float], num_episodes: int) -> None:
+        """An evaluation of so many episodes has ended with these `val/` metrics; it stays on the screen."""
+        name, figure = self._words.reward, f"{metrics.get('val/mean_reward', math.nan):.3f}"
+        if "val/success_rate" in metrics:
+            name, figure = self._words.success, f"{metrics['val/success_rate']:.1%}"
+        self._val = (iteration, figure, num_episodes)
         self._phase = None
         if not self._durations:
             self._last_end = time.monotonic()  # the first iteration does not include the evaluation before training
         when = "before training" if iteration == 0 else f"after iteration {iteration}"
-        of = f"of {counted(num_episodes, 'episode')}"
+        of = f"of {counted(num_episodes, self._words.episode)}{_lengths(metrics, 'val')}"
         self._say(
-            f"evaluation {when}: success {success_rate:.1%} {of}",
-            Text.assemble(
-                ("  evaluation ", "dim"), f"{when}  ", (f"{success_rate:.1%}", "bold green"), (f"  {of}", "dim"),
-            ),
-        )  # fmt: skip
+            f"evaluation {when}: {name} {figure} {of}",
+            Text.assemble(("  evaluation ", "dim"), f"{when}  ", (figure, "bold green"), (f"  {of}", "dim")),
+        )
+
+    def sample(self, sample: Sample) -> None:
+        """A prompt and its response, in a few lines that stay on the screen."""
+        when = "before training" if sample.iteration == 0 else f"of iteration {sample.iteration}"
+        self.note(f"sample {when}{' (evaluation)' if sample.phase == 'eval' else ''}: {sample.summary}")
+        images = f"[{counted(len(sample.images), 'image')}] " if sample.images else ""
+        self.note(f"  prompt    {self._cut(images + sample.prompt)}")
+        self.note(f"  response  {self._cut(sample.response)}")
+        if sample.solution is not None and not sample.success:
+            self.note(f"  solution  {self._cut(sample.solution)}")
+
+    def _cut(self, text: str) -> str:
+        """A text in one line that fits the terminal."""
+        flat, width = " ".join(text.split()), max(20, min(self._console.width, MAX_WIDTH) - 14)
+        return flat if len(flat) <= width else f"{flat[: width - 1]}…"
 
     @_never_fatal
     def evaluating(self, done_episodes: int, total_episodes: int) -> None:
         """Episodes of the current evaluation."""
-        self._show_phase("evaluation", done_episodes, total_episodes, "episodes")
+        self._show_phase("evaluation", done_episodes, total_episodes, plural(2, self._words.episode))
 
     @_never_fatal
     def rollout(self, done_episodes: int, total_episodes: int) -> None:
         """Episodes of the current rollout."""
-        self._show_phase("rollout", done_episodes, total_episodes, "episodes")
+        self._show_phase("rollout", done_episodes, total_episodes, plural(2, self._words.episode))
 
     @_never_fatal
     def update(self, done: int, total: int) -> None:
@@ -211,15 +233,17 @@ class Progress:
         width = len(str(self._iterations))
         parts = [f"iteration {self._iteration:>{width}}/{self._iterations}"]
         if "rollout/success_rate" in m:
-            parts.append(f"success {m['rollout/success_rate']:6.1%}")
+            parts.append(f"{self._words.success} {m['rollout/success_rate']:6.1%}")
         if self._val is not None:
-            parts.append(f"val {self._val[1]:6.1%}")
+            parts.append(f"val {self._val[1]:>6}")
         if "rollout/mean_return" in m:
-            parts.append(f"return {m['rollout/mean_return']:.3f}")
+            parts.append(f"{self._words.reward} {m['rollout/mean_return']:.3f}")
         if "train/approx_kl" in m:
             parts.append(f"kl {m['train/approx_kl']:.4f}")
+        if "rollout/response_length" in m:
+            parts.append(_lengths(m, "rollout").removeprefix(", "))
         if (speed := _speed(m)) is not None:
-            parts.append(f"{speed:.0f} env steps/s")
+            parts.append(f"{speed:.0f} {self._words.speed}")
         parts.append(f"{self._durations[-1]:.1f} s")
         parts.append(f"left {self._time_left()}")
         return "  ".join(parts)
@@ -252,18 +276,19 @@ class Progress:
         line = Text()
         if self._rollout_success:
             line.append(sparkline(self._rollout_success), "green").append(" in training", "dim")
-        table.add_row("  success", _figure(m.get("rollout/success_rate"), "{:.1%}", "bold"), line)
+        table.add_row(f"  {self._words.success}", _figure(m.get("rollout/success_rate"), "{:.1%}", "bold"), line)
         if self._val is None:
             table.add_row("", Text("-", "dim"), "")
         else:
-            iteration, rate, count = self._val
+            iteration, figure, count = self._val
             when = "before training" if iteration == 0 else f"after iteration {iteration}"
-            note = Text(f"evaluated {when} ({counted(count, 'episode')})", "dim")
-            table.add_row("", Text(f"{rate:.1%}", "bold green"), note)
+            note = Text(f"evaluated {when} ({counted(count, self._words.episode)})", "dim")
+            table.add_row("", Text(figure, "bold green"), note)
         details = Text()
         details.append("KL ", "dim").append(_figure(m.get("train/approx_kl"), "{:.4f}"))
-        details.append("    ").append(_figure(_speed(m), "{:,.0f}")).append(" env steps/s", "dim")
-        table.add_row("  return", _figure(m.get("rollout/mean_return"), "{:.3f}"), details)
+        details.append("    ").append(_figure(_speed(m), "{:,.0f}")).append(f" {self._words.speed}", "dim")
+        details.append(_lengths(m, "rollout").replace(", ", "    ", 1), "dim")
+        table.add_row(f"  {self._words.reward}", _figure(m.get("rollout/mean_return"), "{:.3f}"), details)
         return table
 
 
@@ -283,6 +308,14 @@ def _bar(done: int, total: int, color: str) -> ProgressBar:
 
 def _figure(value: float | None, form: str, style: str = "") -> Text:
     return Text("-", "dim") if value is None else Text(form.format(value), style)
+
+
+def _lengths(metrics: Mapping[str, float], prefix: str) -> str:
+    """`, 45.2 tokens, 3% cut off`; empty where there are no texts."""
+    if (length := metrics.get(f"{prefix}/response_length")) is None:
+        return ""
+    fraction = metrics.get(f"{prefix}/truncated_fraction", 0.0)
+    return f", {length:.1f} tokens" + (f", {fraction:.0%} cut off" if fraction else "")
 
 
 def _speed(metrics: Mapping[str, float]) -> float | None:

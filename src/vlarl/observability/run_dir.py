@@ -1,7 +1,7 @@
 """The run directory: all files of one run, and the interface to every tool that reads them.
 
-runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  curriculum.json  report.html
-              trace.json  logs/  checkpoints/  videos/  eval/  tensorboard/
+runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  samples.jsonl  curriculum.json  report.html
+              trace.json  logs/  checkpoints/  videos/  samples/  eval/  tensorboard/
 """
 
 from __future__ import annotations
@@ -189,6 +189,16 @@ class RunDirectory:
         return self.path / "episodes.jsonl"
 
     @property
+    def samples_file(self) -> Path:
+        """Prompts, responses and rewards of some episodes; there is none without prompts."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def sample_images(self) -> Path:
+        """Folder of the images of these prompts."""
+        return self.path / "samples"
+
+    @property
     def curriculum_file(self) -> Path:
         """The success of each task, and how often each is sampled for training."""
         return self.path / "curriculum.json"
@@ -289,7 +299,7 @@ class RunDirectory:
         return list(read_jsonl(self.metrics_file)) if self.metrics_file.is_file() else []
 
     def truncate_after(self, iteration: int, unfinished: bool = False) -> None:
-        """Drop the rows of later iterations from metrics.jsonl and episodes.jsonl: a resumed run writes them again.
+        """Drop the rows of later iterations from metrics, episodes and samples: a resumed run writes them again.
 
         An unfinished iteration has its rollout's episodes; its evaluation and its row of metrics are repeated, too.
         """
@@ -301,7 +311,7 @@ class RunDirectory:
             again = unfinished and of == iteration and row.get("phase") != "rollout"
             return of <= iteration and not again
 
-        for path in (self.metrics_file, self.episodes_file):
+        for path in (self.metrics_file, self.episodes_file, self.samples_file):
             if path.exists() and not path.is_file():  # a pipe: writing to it would block without a reader
                 raise UsageError(f"{path} is not a file: move it away, then resume the run.")
             if path.is_file():

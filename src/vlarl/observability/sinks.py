@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
@@ -17,7 +18,17 @@ from typing import Any, Literal
 from vlarl.config.secrets import masked
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.files import disk_errors
+from vlarl.observability.samples import Sample
 from vlarl.observability.video import Video
+
+SHOWN_SAMPLES = 32  # at most, of each iteration and of each evaluation, in TensorBoard and W&B
+TABLE = ("prompt", "images", "response", "solution", "reward", "reward_parts", "success", "length", "truncated")
+PREFIXES = {"rollout": "rollout", "eval": "val"}  # of the names under which samples of each phase are shown
+LOGIN = (
+    "set the environment variable WANDB_API_KEY to your account's key, or run `wandb login`, or keep its files here "
+    "with `--logging.wandb_mode offline`."
+)
+EVALUATED = "val/iteration"  # x axis of evaluations in W&B
 
 
 class JsonlSink:
@@ -38,6 +49,9 @@ class JsonlSink:
     def show(self, iteration: int, videos: Sequence[Video]) -> None:
         """Do nothing: videos are in the run's folder already."""
 
+    def show_samples(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Do nothing: samples are in samples.jsonl already."""
+
     def close(self) -> None:
         """Close the file."""
         with disk_errors(self._path):
@@ -45,7 +59,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard scalars, and videos as animated images."""
+    """Writes TensorBoard scalars, videos as animated images, and samples as text."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
         """On resume, TensorBoard hides what an earlier session wrote after iteration `resume_after`."""
@@ -75,6 +89,12 @@ class TensorBoardSink:
                 summary = Summary(value=[Summary.Value(tag=name, image=image)])
                 writer.add_summary(summary, iteration)
 
+    def show_samples(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Add samples under the tab Text."""
+        with disk_errors(self._folder):
+            text = "\n\n---\n\n".join(_as_markdown(sample) for sample in samples[:SHOWN_SAMPLES])
+            self._writer.add_text(f"{PREFIXES[samples[0].phase]}/samples", text, iteration)
+
     def close(self) -> None:
         """Flush and close."""
         with disk_errors(self._folder):
@@ -94,6 +114,7 @@ class WandbSink:
         mode: Literal["online", "offline"] = "online",
         config: Mapping[str, Any] | None = None,
     ) -> None:
+        self._run_dir = run_dir
         try:
             import wandb
         except ImportError:
@@ -114,17 +135,18 @@ class WandbSink:
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except wandb.Error as error:
-            raise UsageError(
-                f"Weights & Biases did not start ({error}): run `wandb login`, "
-                "or keep its files here with `--logging.wandb_mode offline`"
-            ) from error
+            raise UsageError(f"Weights & Biases did not start ({error}): {LOGIN}") from error
         # An iteration, not W&B's own counter, is the x axis: after a resume W&B refuses steps it has seen already.
+        # Evaluations have their own axis, so that their curves are not interrupted at iterations without one.
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
+        self._run.define_metric(EVALUATED)
+        self._run.define_metric("val/*", step_metric=EVALUATED)
 
     def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Log one row."""
-        self._run.log({"iteration": iteration, **metrics})
+        evaluated = {EVALUATED: iteration} if any(name.startswith("val/") for name in metrics) else {}
+        self._run.log({"iteration": iteration, **evaluated, **metrics})
 
     def show(self, iteration: int, videos: Sequence[Video]) -> None:
         """Log the videos, and the last frame of each as an image. One that W&B refuses must not fail the run."""
@@ -134,6 +156,7 @@ class WandbSink:
             self._run.log(
                 {
                     "iteration": iteration,
+                    EVALUATED: iteration,
                     "val/videos": [wandb.Video(str(v.path), caption=v.caption, format="mp4") for v in videos],
                     "val/last_frames": [wandb.Image(v.last_frame, caption=v.caption) for v in videos],
                 }
@@ -141,12 +164,53 @@ class WandbSink:
         except (wandb.Error, ValueError, OSError) as error:
             logging.getLogger(__name__).warning("Weights & Biases did not take the videos: %s", error)
 
+    def show_samples(self, iteration: int, samples: Sequence[Sample]) -> None:
+        """Log samples as a table. One that W&B refuses must not fail the run."""
+        import wandb
+
+        phase = samples[0].phase
+        table = wandb.Table(columns=["iteration", *TABLE])
+        try:
+            for sample in samples[:SHOWN_SAMPLES]:
+                images = [wandb.Image(str(self._run_dir / name)) for name in sample.images]
+                table.add_data(iteration, *(images if name == "images" else _cell(sample, name) for name in TABLE))
+            axis = {EVALUATED: iteration} if phase == "eval" else {}
+            self._run.log({"iteration": iteration, **axis, f"{PREFIXES[phase]}/samples": table})
+        except (wandb.Error, ValueError, OSError) as error:
+            logging.getLogger(__name__).warning("Weights & Biases did not take the samples: %s", error)
+
     def close(self) -> None:
         """Finish the W&B run; an unreachable server must not fail a finished run."""
         try:
             self._run.finish()
         except Exception as error:
             logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+def refuse_without_login() -> None:
+    """Refuse W&B's online mode without a login, before anything is loaded: W&B itself waits for a key to be typed."""
+    if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return
+    import wandb
+
+    if not wandb.login(prompt=False, verify=False):
+        raise UsageError(f"logging.wandb: there is no login of Weights & Biases on this machine: {LOGIN}")
+
+
+def _cell(sample: Sample, name: str) -> Any:
+    value = getattr(sample, name)
+    return json.dumps(dict(value)) if isinstance(value, Mapping) else value
+
+
+def _as_markdown(sample: Sample) -> str:
+    """A sample for TensorBoard; texts of the policy are code blocks, in which nothing is markup."""
+    solution = "" if sample.solution is None else f"solution:\n\n{_as_code(sample.solution)}\n\n"
+    prompt, response = _as_code(sample.prompt), _as_code(sample.response)
+    return f"prompt:\n\n{prompt}\n\nresponse ({sample.summary}):\n\n{response}\n\n{solution}"
+
+
+def _as_code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines() or [""])
 
 
 def _episode(video: Video) -> str:

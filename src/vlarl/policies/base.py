@@ -60,6 +60,7 @@ class VllmModel(Protocol):
     max_positions: int  # tokens of the longest sequence that the model reads
     head_size: int  # of an attention head
     values_per_token: int  # that the cache holds for each token: keys and values of all layers
+    whole_vocabulary: bool  # log-probs are over all ids, also over those that sampling leaves out
 
     def register(self) -> None:
         """Make the model's class known to vLLM in this process, where it is not one of vLLM's own."""
@@ -69,15 +70,21 @@ class VllmModel(Protocol):
         """Arguments of `vllm.LLM` that the model needs."""
         ...
 
-    def prompt(self, inputs: TensorRows, row: int, longest: int) -> Any:
-        """One row as vLLM reads it; UsageError if it is longer than the engine supports."""
+    def prompt(self, inputs: TensorRows, row: int, sampling: Sampling, longest: int) -> Any:
+        """One row as vLLM reads it; UsageError if it and its decision may be longer than the engine supports."""
         ...
 
     def sampling_arguments(self, sampling: Sampling) -> dict[str, Any]:
         """Arguments of `vllm.SamplingParams`, besides temperature and seed."""
         ...
 
-    def decisions(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Decisions:
+    def ends(self, ids: Sequence[int], sampling: Sampling) -> bool:
+        """Whether a decision ends with these tokens for a reason that vLLM does not know."""
+        ...
+
+    def decisions(
+        self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], sampling: Sampling
+    ) -> Decisions:
         """The decisions that were generated as these tokens, with the log-prob of each."""
         ...
 

@@ -123,6 +123,11 @@ class SimilarityReward(ModelReward):
 
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the similarity of each view with its instruction."""
+        if any(trajectory.transitions[-1].text is not None for trajectory, _ in states):
+            raise VlarlError(
+                f"reward.model: {self.path} compares the views of a robot with the instruction, and scores no texts. "
+                "Use a sequence classifier, or a language model as a judge."
+            )
         seen = [state_after(trajectory, done) for trajectory, done in states]
         text = self.tokenizer(
             [observation.instruction for observation in seen],

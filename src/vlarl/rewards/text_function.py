@@ -14,6 +14,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
+from PIL import Image
+
 from vlarl.config.reward_module import FunctionStyle
 from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError, describe_error, excerpt
@@ -24,7 +26,8 @@ from vlarl.solutions import find_solution
 from vlarl.types import Prompt, Trajectory
 
 BATCH = 1_000_000  # a rollout in one call: functions may compare its responses, or request scores for all at once
-TRL_NAMES = ("prompts", "completions", "completion_ids", "images")
+IMAGES = ("image", "images")  # given where a function names them: pixels of a whole rollout take memory
+TRL_NAMES = ("prompts", "completions", "completion_ids", *IMAGES)
 
 
 class TextFunctionReward(Reward):
@@ -43,7 +46,7 @@ class TextFunctionReward(Reward):
         parameters = inspect.signature(function).parameters
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._names = frozenset(parameters)
-        self.reads_images = "images" in parameters
+        self.reads_images = not self._names.isdisjoint(IMAGES)
         self._caller = TimedCaller(f"reward {source}")
 
     def score(self, trajectory: Trajectory) -> Trajectory:
@@ -82,8 +85,10 @@ class TextFunctionReward(Reward):
             "completions": [trl_completion(response) for response in responses],
             "completion_ids": [trajectory.transitions[-1].decision.token_ids()[0] for trajectory in trajectories],
         }
-        if self.reads_images:
-            given["images"] = [list(prompt.images) for prompt in prompts]
+        if self.reads_images:  # as TRL gives them
+            images = [[Image.fromarray(image) for image in prompt.images] for prompt in prompts]
+            both = {"images": images, "image": [each[0] if each else None for each in images]}
+            given |= {name: value for name, value in both.items() if name in self._names}
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in TRL_NAMES)
         given |= {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         chosen = {name: value for name, value in given.items() if self._takes_all or name in self._names}

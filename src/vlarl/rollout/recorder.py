@@ -6,15 +6,14 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from vlarl.errors import VlarlError
 from vlarl.observability.episodes import episode_row
 from vlarl.observability.files import disk_errors
+from vlarl.observability.samples import Phase
 from vlarl.observability.video import Outcome, Video, write_video
 from vlarl.types import EpisodeResult, Trajectory, UInt8Array
-
-Phase = Literal["rollout", "eval"]
 
 
 class EpisodeFolder(Protocol):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from vlarl.config.known import PROMPTS
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import missing_states
 from vlarl.config.suites import StateProtocol
@@ -142,8 +143,13 @@ def evaluation_tasks(
     seed: int,
     protocol: StateProtocol = "disjoint",
 ) -> list[Task]:
-    """The fixed episodes of an evaluation: the first `states_per_task` of the protocol's states of each task."""
+    """The fixed episodes of an evaluation: the first `states_per_task` of the protocol's states of each task.
+
+    Datasets have as many rows as they have: of those at most so many.
+    """
     counts = len(spec.eval_states), len(spec.benchmark_states)
+    if spec.name == PROMPTS:
+        states_per_task = min(states_per_task, len(spec.eval_states))
     if message := missing_states(states_per_task, spec.name, protocol, *counts):
         raise UsageError(f"eval.states_per_task = {states_per_task}: {message}.")
     return tasks_from_states(spec, task_ids, evaluation_states(spec, protocol)[:states_per_task], seed)

@@ -71,7 +71,9 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
                 learner, engine, lambda: engine.weights_changed(learner.version), evaluated_average(learner)
             ),
             eval_tasks=eval_tasks,
-            open_store=lambda folder: CheckpointStore(folder, config.checkpoint.keep),
+            open_store=lambda folder: CheckpointStore(
+                folder, config.checkpoint.keep, max_total_gib=config.checkpoint.max_total_gib
+            ),
             close=pool.close,
         )
         stack.pop_all()

@@ -2,7 +2,7 @@
 
     refuse_early     --dry-run, too: names, paths and memory; loads no torch, and runs nothing of the user's
     refuse_missing   before a run says that it begins: the same, packages and simulators
-    refuse_unready   before its folder is made: the same, the reward's code and the device, which may take long to load
+    refuse_unready   before its folder is made: the same, the reward's code, W&B's login, the device, which takes long
 
 Each check is that of the part that it belongs to, which makes it again when it is built.
 """
@@ -76,6 +76,10 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, Config):
         for source in _own_rewards(config):
             import_function(source)
+        if config.logging.wandb and config.logging.wandb_mode == "online":
+            from vlarl.observability.sinks import refuse_without_login  # loads numpy
+
+            refuse_without_login()
     if is_here and config.run.device not in ("auto", "cpu"):
         from vlarl.devices import usable_device  # loads torch, which takes seconds
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vlarl.config.derive import total_iterations
+from vlarl.config.known import is_prompts
 from vlarl.config.schema import Config
+from vlarl.observability.samples import PER_EVALUATION
 from vlarl.training.state import TrainerState
 
 
@@ -35,8 +37,16 @@ class Schedule:
         return self.finished(state) or (interval > 0 and state.iteration % interval == 0)
 
     def num_videos(self, state: TrainerState) -> int:
-        """How many episodes of the evaluation are recorded as videos: some of the first and of the last evaluation."""
+        """How many episodes of the evaluation are recorded as videos: some of the first and of the last evaluation.
+        Prompts have samples instead."""
+        if is_prompts(self.config.env.suite):
+            return 0
         return self.config.eval.videos if state.iteration == 0 or self.finished(state) else 0
+
+    @property
+    def num_eval_samples(self) -> int:
+        """How many responses of an evaluation are kept as samples."""
+        return PER_EVALUATION if self.config.logging.samples else 0
 
     def checkpoint_due(self, iteration: int, saved: int) -> bool:
         """Whether a periodic checkpoint of this iteration is due, when the newest one is of the iteration `saved`."""

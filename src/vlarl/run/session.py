@@ -22,7 +22,7 @@ from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
-from vlarl.config.words import counted
+from vlarl.config.words import counted, words_of
 from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, describe_error, excerpt
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
@@ -32,14 +32,18 @@ from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
+from vlarl.observability.samples import Phase, SampleRecorder, evenly_chosen
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
+from vlarl.rollout.statistics import evaluation_metrics
 from vlarl.run.schedule import Schedule
 from vlarl.training.base import Store, Trainer
 from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
 from vlarl.types import EpisodeResult, EvalResult, Rollout, UpdateResult
+
+STRIDE = 37  # from the sample that is printed to that of the next iteration, so that they are of different tasks
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,13 @@ class Session:
                 sinks.append(self._wandb())
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
+            self.samples = stack.enter_context(SampleRecorder(directory))
             self.progress = stack.enter_context(
-                Progress(self.schedule.total_iterations(self.state), start=self.state.iteration)
+                Progress(
+                    self.schedule.total_iterations(self.state),
+                    start=self.state.iteration,
+                    words=words_of(self.config.env.suite),
+                )
             )
             self.guard = stack.enter_context(InterruptGuard(self.progress.note))
             self._write_status("running")
@@ -271,10 +280,19 @@ class Session:
         if self.config.curriculum.persist:
             content = {"iteration": iteration, **rollout.curriculum}
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
-        for trajectory in trajectories:
-            result = EpisodeResult.of(trajectory, trajectory.final_observation.instruction)
+        results = [EpisodeResult.of(t, t.final_observation.instruction) for t in trajectories]
+        self._record_samples("rollout", results, self.config.logging.samples)
+        for result, trajectory in zip(results, trajectories, strict=True):
             self.callbacks.episode(EpisodeRecord(iteration, "rollout", result, trajectory))
-        return rollout.metrics
+        return rollout.metrics | {"rollout/total_env_steps": float(self.state.env_steps)}
+
+    def _record_samples(self, phase: Phase, results: Sequence[EpisodeResult], count: int) -> None:
+        """Keep `count` of the responses, evenly distributed, and show one of them."""
+        chosen = [results[index] for index in evenly_chosen(len(results), count)]
+        samples = self.samples.record(self.state.iteration, phase, chosen)
+        self.metrics.show_samples(self.state.iteration, samples)
+        if samples:
+            self.progress.sample(samples[STRIDE * self.state.iteration % len(samples)])
 
     def start_update(self) -> None:
         """Note that the learner changes its weights now: until `record_update` they are those of no iteration."""
@@ -315,7 +333,7 @@ class Session:
     def record_evaluation(self, result: EvalResult) -> dict[str, float]:
         """Note an evaluation down: episodes, videos, and the metrics it adds to this iteration's row.
 
-        Episodes that crashed are counted apart: they say nothing about the policy.
+        Responses to prompts are also kept as samples.
         """
         iteration = self.state.iteration
         self.recorder.record(iteration, "eval", result.episodes, self.learner.version)
@@ -328,14 +346,10 @@ class Session:
         if result.num_unscored:
             of = counted(len(result.counted), "evaluated episode")
             self.progress.note(f"the reward failed on {result.num_unscored} of {of}")
-        self.progress.evaluation(iteration, result.success_rate, len(result.counted))
-        return {
-            "val/success_rate": result.success_rate,
-            "val/mean_reward": result.mean_return,
-            "val/mean_length": result.mean_length,
-            "val/crashed": float(result.num_crashed),
-            "val/reward_failures": float(result.num_unscored),
-        }
+        metrics = evaluation_metrics(result)
+        self.progress.evaluation(iteration, metrics, len(result.counted))
+        self._record_samples("eval", result.episodes, self.schedule.num_eval_samples)
+        return metrics
 
     def end_iteration(self, metrics: dict[str, float]) -> None:
         """Write the iteration's row, then its checkpoint if one is due: what the checkpoint counts is on disk."""

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from vlarl.config.run_checkpoints import PERIODIC
 from vlarl.errors import DivergedError, UsageError, VlarlError
 from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
@@ -44,6 +45,7 @@ from vlarl.training.random_states import (
     restore_random_states,
 )
 from vlarl.training.ranks import Ranks, SingleRank, on_each, on_first
+from vlarl.training.retention import retire
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
 
@@ -53,7 +55,6 @@ TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
 LARGEST_WEIGHT = 1e6  # beyond it training has diverged, even if the weights are finite
-PERIODIC = "step_"  # prefix of the names of checkpoints that are kept only for a while
 
 
 class CheckpointStore:
@@ -65,9 +66,12 @@ class CheckpointStore:
         keep: int,
         ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
         generators: Generators = default_generators,
+        max_total_gib: float | None = None,
     ) -> None:
+        """The newest `keep` periodic checkpoints stay; fewer if all checkpoints take more than `max_total_gib`."""
         self.folder = folder
         self.keep = keep
+        self.max_total_gib = max_total_gib
         self.ranks = ranks
         self.generators = generators
         on_first(ranks, self._recover)
@@ -105,7 +109,7 @@ class CheckpointStore:
             with learner.average.in_place():
                 self.save_policy(AVERAGE, learner.policy, note)
         path = self._replace(name, write)
-        on_first(self.ranks, self._retire)
+        on_first(self.ranks, lambda: retire(self.folder, self.keep, self.max_total_gib))
         return path
 
     def save_policy(
@@ -182,12 +186,6 @@ class CheckpointStore:
         for leftover in (fresh, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
-
-    def _retire(self) -> None:
-        """Delete all but the newest periodic checkpoints."""
-        periodic = sorted(self.folder.glob(f"{PERIODIC}*"))
-        for path in periodic[: -self.keep]:
-            shutil.rmtree(path)
 
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:

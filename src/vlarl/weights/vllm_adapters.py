@@ -77,10 +77,12 @@ class AdapterWorker:
 def attach(model: nn.Module, adapters: Mapping[str, tuple[int, float]]) -> None:
     """Give layers empty adapters of these ranks and scales, by the names of the checkpoint."""
     modules = dict(model.named_modules())
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # vLLM's classes for vision-language models rename their parts
     parts: dict[str, list[tuple[str, int, float]]] = {}  # layer of the engine -> its adapters, in the order of the rows
     for name, (rank, scale) in adapters.items():
-        parent, dot, projection = name.rpartition(".")
-        layer = name if name in modules else f"{parent}{dot}{PACKED.get(projection, projection)}"
+        own = name if mapper is None else mapper.get_rename_mapper().map_name(name) or name
+        parent, dot, projection = own.rpartition(".")
+        layer = own if own in modules else f"{parent}{dot}{PACKED.get(projection, projection)}"
         if not _can_be_adapted(modules.get(layer)):
             raise UsageError(
                 f"an adapter on {name} can't run in vLLM, which has no linear layer for it: leave that layer out of "
@@ -92,9 +94,10 @@ def attach(model: nn.Module, adapters: Mapping[str, tuple[int, float]]) -> None:
         layer = modules[path]
         first, scales = 0, []
         for name, rank, scale in given:
+            projection = name.rpartition(".")[2]
             index = [part for part, packed in PACKED.items() if packed == path.rpartition(".")[2]]
-            position = index.index(name.rpartition(".")[2]) if name != path else 0
-            slots[name] = Slot(layer, slice(first, first + rank), *_own_part(layer, position))
+            position = index.index(projection) if projection in index else None
+            slots[name] = Slot(layer, slice(first, first + rank), *_own_part(layer, position, name))
             first += rank
             scales += [scale] * rank
         _add_matrices(layer, scales)
@@ -108,13 +111,21 @@ def _can_be_adapted(layer: nn.Module | None) -> bool:
     )
 
 
-def _own_part(layer: nn.Module, position: int) -> tuple[slice, slice, slice]:
+def _own_part(layer: nn.Module, position: int | None, name: str) -> tuple[slice, slice, slice]:
     """(rows of the layer's output, rows of B, columns of A) for the part of a packed layer at this position, on this
-    worker."""
+    worker; without a position the adapter is the whole layer's."""
     everything = slice(None)
     if not isinstance(layer, LinearBase):
         return everything, everything, everything
     sizes = cast(Any, layer).output_partition_sizes
+    if position is None and len(sizes) > 1:  # q, k and v are one layer in the checkpoint, too
+        if layer.tp_size > 1:
+            raise UsageError(
+                f"an adapter on {name} can't be divided over the GPUs of an engine: leave that layer out of "
+                "lora.target_modules, or set vllm.tensor_parallel_size to 1."
+            )
+        return everything, everything, everything
+    position = position or 0
     start = sum(sizes[:position])
     rows = slice(start, start + sizes[position])
     whole = layer.output_size if len(sizes) == 1 else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 BYTES_BACKEND = "vlarl_bytes"
 ADAPTER_FORMAT = "vlarl_adapters"
-ADAPTER_WORKER = "vlarl.weights.vllm_adapters.AdapterWorker"
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vlarl.weights.buckets import unpacked
@@ -68,10 +69,20 @@ class BytesWeightTransferEngine(WeightTransferEngine[BytesInit, Bucket]):  # typ
     def finish_weight_update(self) -> None:
         """Finish loading the layers."""
         finalize_layerwise_reload(self.model, self.model_config)
+        _refresh_tied_heads(self.model)
         self._open = False
 
     def shutdown(self) -> None:
         """There is nothing to release."""
+
+
+def _refresh_tied_heads(model: torch.nn.Module) -> None:
+    """Bring an output layer up to date that shares the weight of the embedding: nothing is loaded into it, and on a CPU
+    it computes with a packed copy of its own."""
+    embeddings = {id(layer.weight) for layer in model.modules() if type(layer) is VocabParallelEmbedding}
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 class SyncClient(Protocol):

@@ -35,11 +35,14 @@ class SecondRank:
         return [self.sent, own]
 
 
-def test_experts_of_the_suite_show_every_decision_of_their_episodes(decoder):
-    policy = init_tiny(decoder, seed=3)
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_experts_of_the_suite_show_every_decision_of_their_episodes(decoder, num_images):
+    """In the views that the policy reads."""
+    policy = init_tiny(decoder, seed=3, num_images=num_images)
     ptx = build_ptx(config_of(ptx=EXPERTS, env={"task_ids": (3, 5)}, run={"seed": 4}), policy)
+    cameras = ("agent", "wrist")[:num_images]
     demos = generate_demos(
-        ["tabletop_spatial"], 2, 4, ExpertFlaws(0.0, 0.0, 0.1), policy.image_size, ("agent",), 1, (3, 5)
+        ["tabletop_spatial"], 2, 4, ExpertFlaws(0.0, 0.0, 0.1), policy.image_size, cameras, 1, (3, 5)
     )
     assert demos.success.all() and len(ptx.samples) == len(demos)
     last = len(demos) - 1

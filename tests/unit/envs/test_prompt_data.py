@@ -120,8 +120,9 @@ def test_frames_of_a_video_are_taken_at_equal_distances(tmp_path):
     assert video.shape == (3, 16, 16, 3)
     assert np.abs(video.reshape(3, -1).mean(axis=1) - [0, 100, 190]).max() < 12  # an mp4 is lossy
     assert prompt.messages[0]["content"][0] == {"type": "video"}
+    assert prompt.video_fps == pytest.approx([2 / 1.9]), "the last frame is 1.9 seconds after the first"
     arrays = prompt_of(tmp_path, {"prompt": "?", "videos": [np.stack(frames).tolist()]}, video_frames=4)
-    assert arrays.videos[0][:, 0, 0, 0].tolist() == [0, 60, 130, 190]
+    assert arrays.videos[0][:, 0, 0, 0].tolist() == [0, 60, 130, 190] and arrays.video_fps == (None,)
     listed = prompt_of(tmp_path, {"prompt": "?", "video": [frame.tolist() for frame in frames[:2]]})
     assert listed.videos[0].shape == (2, 16, 16, 3)
 

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vlarl.config.words import PROMPT_WORDS
 from vlarl.observability.clock import duration, duration_in_words
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.progress import Progress, sparkline
+from vlarl.observability.samples import Sample
 
 METRICS = {
     "rollout/success_rate": 0.714,
@@ -29,7 +31,7 @@ def _plain() -> tuple[Console, io.StringIO]:
 def test_plain_output_is_one_line_an_iteration_without_escapes() -> None:
     console, stream = _plain()
     with Progress(20, console) as progress:
-        progress.evaluation(0, 0.485, 200)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 200)
         progress.rollout(64, 192)
         progress.update(1, 4)
         progress.iteration(1, METRICS)
@@ -44,6 +46,47 @@ def test_plain_output_is_one_line_an_iteration_without_escapes() -> None:
     assert len(lines) == 4
 
 
+TEXTS = {
+    "rollout/success_rate": 0.5,
+    "rollout/mean_return": 0.25,
+    "rollout/response_length": 45.25,
+    "rollout/truncated_fraction": 0.03,
+    "rollout/env_steps_per_s": 12.0,
+    "time/iteration": 2.0,
+}
+
+
+def sample(response: str, success: bool) -> Sample:
+    return Sample(
+        3, "rollout", "x", 0, 1, "What is\n3 + 4?", ("a.png",), response, "7", 0.5, {}, success, 9, not success
+    )  # fmt: skip
+
+
+def test_prompts_are_shown_in_their_own_words_and_samples_in_lines_that_fit() -> None:
+    console, stream = _plain()
+    with Progress(20, console, words=PROMPT_WORDS) as progress:
+        val = {"val/success_rate": 0.485, "val/response_length": 12.0, "val/truncated_fraction": 0.0}
+        progress.evaluation(0, val, 200)
+        progress.iteration(1, TEXTS)
+        progress.sample(sample("\x1b[31m7\x1b[0m", success=True))
+        progress.sample(sample("because " * 20, success=False))
+        progress.evaluation(2, {"val/mean_reward": 0.25}, 8)
+        progress.iteration(3, {"rollout/mean_return": 0.25})
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "evaluation before training: accuracy 48.5% of 200 responses, 12.0 tokens"
+    figures = "accuracy  50.0%  val  48.5%  reward 0.250  45.2 tokens, 3% cut off  12 responses/s  2.0 s"
+    assert lines[1].startswith(f"iteration  1/20  {figures}")
+    assert lines[2:5] == [
+        "sample of iteration 3: reward 0.500, correct, 9 tokens",
+        "  prompt    [1 image] What is 3 + 4?",
+        "  response  7",
+    ]
+    assert lines[5] == "sample of iteration 3: reward 0.500, wrong, 9 tokens, cut off"
+    assert lines[7] == "  response  because because because b…" and lines[8] == "  solution  7"
+    assert lines[9] == "evaluation after iteration 2: reward 0.250 of 8 responses", "without solutions"
+    assert lines[10].startswith("iteration  3/20  val  0.250  reward 0.250")
+
+
 def test_plain_output_needs_no_metric() -> None:
     console, stream = _plain()
     with Progress(3, console) as progress:
@@ -55,7 +98,7 @@ def test_the_live_display_shows_the_figures_and_restores_the_cursor_after_an_exc
     stream = io.StringIO()
     console = Console(file=io.TextIOWrapper(buffer := io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with pytest.raises(KeyError), Progress(20, console) as progress:
-        progress.evaluation(0, 0.485, 200)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 200)
         progress.rollout(64, 192)
         progress.iteration(1, METRICS)
         raise KeyError("training failed")
@@ -81,7 +124,7 @@ def test_every_line_is_in_the_log(tmp_path: Path, console: Console | None) -> No
     if console is None:
         console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True, width=100)
     with log_to_file(tmp_path / "log"), Progress(2, console) as progress:
-        progress.evaluation(0, 0.485, 1)
+        progress.evaluation(0, {"val/success_rate": 0.485}, 1)
         progress.iteration(1, METRICS)
         progress.note("saved")
         progress.training(2, {"train/loss": 0.5, "perf/train_samples_per_s": 10.0})

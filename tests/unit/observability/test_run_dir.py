@@ -95,7 +95,9 @@ def test_truncation_drops_what_an_unfinished_iteration_makes_again(tmp_path: Pat
     run.metrics_file.write_text('{"iteration": 1}\n{"iteration": 2}\n')
     episodes = [(1, "rollout"), (1, "eval"), (2, "rollout"), (2, "eval"), (3, "rollout")]
     run.episodes_file.write_text("".join(json.dumps({"iteration": i, "phase": phase}) + "\n" for i, phase in episodes))
+    run.samples_file.write_text(run.episodes_file.read_text())
     run.truncate_after(2, unfinished=True)
+    assert run.samples_file.read_text() == run.episodes_file.read_text()
     assert run.metrics_file.read_text() == '{"iteration": 1}\n'
     kept = [json.loads(line) for line in run.episodes_file.read_text().splitlines()]
     assert [(row["iteration"], row["phase"]) for row in kept] == episodes[:3]

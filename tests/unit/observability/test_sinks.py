@@ -13,7 +13,8 @@ from PIL import Image
 
 from vlarl.errors import MissingExtraError, VlarlError
 from vlarl.observability.metrics import MetricLogger
-from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.observability.samples import Sample
+from vlarl.observability.sinks import SHOWN_SAMPLES, JsonlSink, TensorBoardSink, WandbSink
 from vlarl.observability.video import GIF_FRAMES, Video
 
 
@@ -146,4 +147,81 @@ def test_rows_alone_go_into_the_file_and_videos_stay_where_they_are(tmp_path: Pa
     with MetricLogger([JsonlSink(tmp_path / "metrics.jsonl")]) as metrics:
         metrics.show(0, [video(tmp_path)])
         metrics.show(0, [])
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def sample(text: str = "7", phase: str = "eval", images: tuple[str, ...] = ()) -> Sample:
+    return Sample(
+        7, phase, "prompts-t00-s003", 0, 3, "3 + 4?", images, text, "7", 1.0, {"format": 0.5}, True, 2, False
+    )  # fmt: skip
+
+
+def test_tensorboard_shows_samples_as_code_in_which_nothing_is_markup(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.show_samples(7, [sample("**7**\n# no title"), *[sample()] * SHOWN_SAMPLES])
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Tensors("val/samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 7 and text.count("response (reward 1.000, correct, 2 tokens):") == SHOWN_SAMPLES
+    assert "prompt:\n\n    3 + 4?\n" in text and "\n\n    **7**\n    # no title\n" in text
+
+
+def test_wandb_has_a_table_of_samples_and_an_axis_for_evaluations(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    sink = WandbSink(tmp_path, project="vlarl", name="first", mode="offline")
+    logged: list[dict] = []
+    run = sink._run
+    sink._run = SimpleNamespace(log=logged.append)
+    sink.show_samples(7, [sample(images=("red.png",))] * (SHOWN_SAMPLES + 1))
+    sink.show_samples(7, [sample(phase="rollout")])
+    sink.write(7, {"train/entropy": 0.5})
+    sink.write(8, {"train/entropy": 0.5, "val/success_rate": 0.25})
+    for row in logged:
+        run.log(row)
+    sink._run = run
+    sink.close()
+    evaluated, trained, no_evaluation, with_evaluation = logged
+    table = evaluated["val/samples"]
+    assert table.columns[:4] == ["iteration", "prompt", "images", "response"] and len(table.data) == SHOWN_SAMPLES
+    row = dict(zip(table.columns, table.data[0], strict=True))
+    assert (row["iteration"], row["response"], row["reward"], row["reward_parts"]) == (7, "7", 1.0, '{"format": 0.5}')
+    assert len(row["images"]) == 1 and evaluated["val/iteration"] == 7
+    assert len(trained["rollout/samples"].data) == 1 and "val/iteration" not in trained
+    assert "val/iteration" not in no_evaluation and with_evaluation["val/iteration"] == 8
+    assert list((tmp_path / "wandb").rglob("media/table/val/samples*.json"))
+
+
+def test_wandb_plots_training_over_iterations_and_evaluations_over_their_own(tmp_path: Path, monkeypatch) -> None:
+    import wandb
+
+    class Recorded:
+        def __init__(self) -> None:
+            self.axes: dict[str, str | None] = {}
+
+        def define_metric(self, name: str, step_metric: str | None = None) -> None:
+            self.axes[name] = step_metric
+
+    recorded = Recorded()
+    monkeypatch.setattr(wandb, "init", lambda **settings: recorded)
+    WandbSink(tmp_path, project="vlarl", name="first", mode="offline")
+    assert recorded.axes == {"iteration": None, "*": "iteration", "val/iteration": None, "val/*": "val/iteration"}
+
+
+def test_samples_that_wandb_refuses_are_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sink = WandbSink(tmp_path, project="vlarl", name="first", mode="offline")
+    sink.show_samples(7, [sample(images=("missing.png",))])
+    sink.close()
+    assert "did not take the samples" in caplog.text
+
+
+def test_samples_go_to_every_sink_and_no_samples_to_none(tmp_path: Path) -> None:
+    with MetricLogger([JsonlSink(tmp_path / "metrics.jsonl")]) as metrics:
+        metrics.show_samples(0, [sample()])
+        metrics.show_samples(0, [])
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.float_error import FloatJudge
+from fakes.reward_models import save_clip
 from fakes.reward_service import RewardService, answers
 from fakes.texts import text_episode
 from fakes.vlm_models import TEXT_SIZES, TEXT_TEMPLATE, byte_tokenizer, write_model
@@ -199,6 +200,11 @@ def test_what_can_not_judge_is_refused_by_the_option(judge, tmp_path):
     (tmp_path / "empty" / "config.json").write_text((judge / "config.json").read_text())
     with pytest.raises(UsageError, match=r"^reward.model: .*empty can't be loaded"):
         judged(text_episode("7"), model=str(tmp_path / "empty"))
+
+
+def test_a_pair_of_encoders_scores_no_texts(tmp_path):
+    with pytest.raises(VlarlError, match="compares the views of a robot with the instruction, and scores no texts"):
+        judged(text_episode("7"), model=str(save_clip(tmp_path / "clip")))
 
 
 def test_several_models_and_services_are_named_and_each_is_a_metric(judge, classifier, tmp_path):

@@ -96,9 +96,18 @@ def test_what_is_not_ready_is_said_before_the_run_is_announced(flags, message, w
         (["--reward.source", "mine:typo"], "'mine' has no function 'typo'; did you mean mine:typed?"),
         (["--reward.source", "broken:f"], "it raised RuntimeError: no luck (broken.py, line 1)"),
         (["--run.device", "cuda:77"], "run.device: 'cuda:77' can't be used here"),
+        (
+            ["--logging.wandb"],
+            "logging.wandb: there is no login of Weights & Biases on this machine: set the environment",
+        ),
     ],
 )
-def test_what_takes_long_to_look_at_is_said_after_the_first_line_and_leaves_nothing(flags, message, work, capsys):
+def test_what_takes_long_to_look_at_is_said_after_the_first_line_and_leaves_nothing(
+    flags, message, work, capsys, monkeypatch
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(work / "home"))
+    monkeypatch.setenv("NETRC", str(work / "netrc"))
     (work / "mine.py").write_text("def typed(trajectory): return 0.0")
     (work / "broken.py").write_text("raise RuntimeError('no luck')")
     sys.modules.pop("mine", None)

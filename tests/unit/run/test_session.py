@@ -135,6 +135,7 @@ def test_an_evaluation_leaves_crashes_out_of_its_rates(tmp_path, capsys):
         assert session.record_evaluation(result) == {
             "val/success_rate": 0.5,
             "val/mean_reward": 0.5,
+            "val/std_reward": 0.5,
             "val/mean_length": 6.0,
             "val/crashed": 1.0,
             "val/reward_failures": 0.0,

@@ -1,6 +1,7 @@
 """Checkpoints: atomic replacement, retention, an exact way back, damage that is named."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.checkpoint import COUNTERS, TENSORS, CheckpointStore, restore
 from vlarl.training.learner import Learner
+from vlarl.training.retention import size_of
 from vlarl.training.state import TrainerState
 
 
@@ -108,6 +110,33 @@ def test_retention_keeps_the_newest_the_best_and_the_final_one(tmp_path, learner
         store.save(f"step_{iteration:06d}", learner, TrainerState(iteration=iteration))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best_return", "final", "step_000003", "step_000010"]
     assert store.latest() == tmp_path / "step_000010"
+
+
+def test_retention_by_size_removes_the_oldest_and_never_the_newest(tmp_path, learner, caplog):
+    open_store = partial(CheckpointStore, tmp_path, 10)
+    open_store().save_policy("best_return", learner.policy, {})
+    best = size_of(tmp_path)
+    for iteration in (1, 2, 3):
+        open_store().save(f"step_{iteration:06d}", learner, TrainerState(iteration=iteration))
+    one = size_of(tmp_path / "step_000003")
+    assert size_of(tmp_path) == best + 3 * one, "all checkpoints have the same size"
+    fits_two = open_store(max_total_gib=(best + 2.5 * one) / 2**30)
+    fits_two.save("step_000004", learner, TrainerState(iteration=4))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best_return", "step_000003", "step_000004"]
+    assert "max_total_gib" not in caplog.text
+    open_store(max_total_gib=one / 2 / 2**30).save("step_000005", learner, TrainerState(iteration=5))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best_return", "step_000005"]
+    assert "more than checkpoint.max_total_gib" in caplog.text
+
+
+def test_the_size_of_a_link_is_not_that_of_its_target(tmp_path):
+    (tmp_path / "large").write_bytes(bytes(1000))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "link").symlink_to(tmp_path / "large")
+    (tmp_path / "checkpoints" / "step_000001").mkdir()
+    (tmp_path / "checkpoints" / "step_000001" / "weights").write_bytes(bytes(10))
+    link = len(str(tmp_path / "large"))
+    assert size_of(tmp_path / "checkpoints") == 10 + link
 
 
 def test_the_newest_checkpoint_is_the_one_furthest_on(tmp_path, learner):

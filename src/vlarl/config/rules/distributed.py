@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import num_engines, world_size
-from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS
+from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS, is_prompts
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
@@ -122,18 +122,20 @@ def _vllm_policy(config: Config) -> Problems:
         yield _clash(config, f"{remedy}, or {kind}:tiny-openvla", "policy.path", engines)
     elif (policy.chunk_length or 1) > 1:
         yield _clash(config, remedy, "policy.chunk_length", engines)
+    if config.vllm.model_class != "vllm" or is_prompts(config.env.suite):
+        return
     foreign = {
         "policy.path": is_builtin,
         "policy.num_images": (policy.num_images or 1) > 1,
         "policy.use_proprio": policy.use_proprio is True,
     }
-    for path in (path for path, is_foreign in foreign.items() if is_foreign and config.vllm.model_class == "vllm"):
+    for path in (path for path, is_foreign in foreign.items() if is_foreign):
         remedy = (
             "vLLM's own class supports only the original OpenVLA-7B, with one image and no proprio; set "
             "vllm.model_class to vlarl"
         )
         yield _clash(config, remedy, "vllm.model_class", path)
-    if config.vllm.model_class == "vllm" and (config.lora.enabled or config.lora.adapter is not None):
+    if config.lora.enabled or config.lora.adapter is not None:
         path = "lora.enabled" if config.lora.enabled else "lora.adapter"
         remedy = "vLLM's own class has other names for its layers; set vllm.model_class to vlarl"
         yield _clash(config, remedy, "vllm.model_class", path)

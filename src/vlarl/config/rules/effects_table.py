@@ -345,6 +345,18 @@ TRAIN: tuple[Condition[Config], ...] = (
         "without ptx.path experts",
     ),
     # eval, checkpoint, logging
+    Condition(
+        ("eval.videos",),
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, whose responses are kept as samples (logging.samples)",
+    ),
+    Condition(
+        ("logging.samples",),
+        ("env.suite",),
+        lambda c: is_prompts(c.env.suite),
+        "without a suite of prompts (env.suite prompts, prompts_arithmetic, prompts_shapes)",
+    ),
     Condition(("eval.use_ema",), ("ema.beta",), lambda c: c.ema.beta is not None, "without ema.beta"),
     Condition(
         ("checkpoint.best_return_*",),
@@ -356,6 +368,12 @@ TRAIN: tuple[Condition[Config], ...] = (
     # vllm, distributed
     Condition(
         ("vllm.*",), ("vllm.num_engines",), lambda c: c.vllm.num_engines > 0, "without vLLM engines (vllm.num_engines)"
+    ),
+    Condition(
+        ("vllm.model_class",),
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, whose models vLLM runs by its own classes",
     ),
     Condition(
         ("vllm.num_engines", "distributed.*"),
@@ -429,8 +447,8 @@ ALWAYS_TRAIN = _paths(
             "rollouts_per_update sort_by_length"
         ),
         "ema": "beta",
-        "eval": "interval states_per_task temperature videos",
-        "checkpoint": "interval keep best_return",
+        "eval": "interval states_per_task temperature",
+        "checkpoint": "interval keep max_total_gib best_return",
         "logging": "tensorboard wandb report trace",
         "distributed": "backend",
     }

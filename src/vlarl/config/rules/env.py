@@ -58,9 +58,6 @@ def check_env(config: Config) -> Problems:
             f"env.protocol = 'benchmark' with env.suite = '{env.suite}'", remedy, ("env.protocol", "env.suite")
         )
     used = {config.reward.source, *config.reward.sources}
-    if is_prompts(env.suite) and "model" in used:
-        remedy = "it scores episodes of a robot; use a reward for texts, such as exact_match, or your own function"
-        yield Problem(f"reward.source = 'model' with env.suite = '{env.suite}'", remedy, ("reward.source", "env.suite"))
     if not is_prompts(env.suite) and (texts := sorted(used.intersection(TEXT_REWARDS))):
         subject = f"reward.source = {shown(texts[0])} with env.suite = '{env.suite}'"
         remedy = "it scores texts, and this suite takes actions of a robot; use a suite of prompts, or another reward"

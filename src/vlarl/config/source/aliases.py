@@ -93,6 +93,14 @@ ALIASES: dict[str, str] = {
     "input_key": "prompts.prompt_column",
     "label_key": "prompts.solution_column",
     "num_generations": "rollout.group_size",
+    "prompt_max_len": "prompts.max_tokens",
+    "max_prompt_length": "prompts.max_tokens",
+    "max_completion_length": "rollout.max_tokens",
+    "generate_max_len": "rollout.max_tokens",
+    "max_new_tokens": "rollout.max_tokens",
+    "min_new_tokens": "rollout.min_tokens",
+    "top_p": "rollout.top_p",
+    "stop_strings": "rollout.stop",
     "rollout_temperature": "rollout.temperature",
     "temperature": "rollout.temperature",
     "micro_rollout_batch_size": "rollout.batch_size",
@@ -170,6 +178,7 @@ ALIASES: dict[str, str] = {
     "save_steps": "checkpoint.interval",
     "save_interval": "checkpoint.interval",
     "max_ckpt_num": "checkpoint.keep",
+    "max_ckpt_mem": "checkpoint.max_total_gib",
     "save_total_limit": "checkpoint.keep",
     "best_return_ema_alpha": "checkpoint.best_return_ema_alpha",
     "best_return_min_delta": "checkpoint.best_return_min_delta",
@@ -246,6 +255,7 @@ TRANSLATED: dict[str, Translation] = {
     "report_to": to.TRACKER,
     "wandb_mode": to.WANDB_MODE,
     "scale_rewards": to.SCALE_REWARDS,
+    "top_k": to.TOP_K,
     "loss_type": to.LOSS_TYPE,
     "normalize_advantage": to.switch("algorithm.normalize_advantages", "batch", "none"),
     "use_kl_loss": to.switch("kl.place", "loss", "reward"),
@@ -277,9 +287,6 @@ NEEDLESS: dict[str, str] = {
     "grad_accum_steps": PASSES,
     "stop_token_check": "a decision has a fixed number of action tokens, and no stop token",
     "buffer_cpu_offload": "episodes are kept in the memory of the host, and only a microbatch is on the GPU",
-    "prompt_max_len": "a prompt is one sentence around the instruction, and is never truncated",
-    "max_prompt_length": "a prompt is one sentence around the instruction, and is never truncated",
-    "max_completion_length": "a decision has a fixed number of action tokens",
     "dataloader_pin_memory": "memory that is copied to a GPU is always pinned",
     "save_hf_ckpt": "every checkpoint is a folder in the original layout of its model",
     "consumed_samples": "the counters are in the checkpoint, and --resume RUN reads them",
@@ -299,7 +306,7 @@ NEEDLESS: dict[str, str] = {
     "per_device_eval_batch_size": "evaluations use the environments of training: --env.num_envs",
     "eval_on_start": "the policy is evaluated before the first iteration and after the last one",
     "mask_truncated_completions": "steps that were not executed are masked",
-    "remove_unused_columns": "there is no dataset",
+    "remove_unused_columns": "every column of a prompt's row is passed to rewards by its name",
     **dict.fromkeys(
         ("num_workers", "dataloader_num_workers"),
         "RL loads no dataset; --env.num_envs is the number of environments that run in parallel",
@@ -312,8 +319,8 @@ NEEDLESS: dict[str, str] = {
 """Names that are not needed, and why."""
 
 GENERATION = (
-    "rollouts sample from all action tokens, so that the log-probs of the update are those of the sampled "
-    "distribution; set --rollout.temperature"
+    "set --rollout.temperature, and for texts --rollout.top_p, --rollout.top_k, --rollout.max_tokens, "
+    "--rollout.min_tokens, --rollout.stop and --rollout.stop_token_ids"
 )
 BATCHES = (
     "the episodes of an update are split into --optim.minibatches optimizer steps; one forward pass has "
@@ -334,13 +341,15 @@ ELSEWHERE: dict[str, str] = {
     "data_root_dir": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations, and "
     "--env.assets is the folder of LIBERO's meshes",
     "dataset_path": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
-    "dataset": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
-    "dataset_name": "RL reads no dataset; the tasks are --env.suite and --env.task_ids",
+    "dataset": "prompts are --env.suite prompts with --prompts.path; `vlarl finetune --demos.path DIR` imitates RLDS "
+    "demonstrations",
+    "dataset_name": "prompts are --env.suite prompts with --prompts.path (.jsonl, .parquet, a saved dataset); a "
+    "robot's tasks are --env.suite and --env.task_ids",
     "static_mixture": "to train on some tasks of the suite more often, set --curriculum.mode weighted and "
     "--curriculum.weights, one for each task; mixtures of datasets are not supported",
     "process_reward_model": "set --reward.source model with --reward.model and --reward.scoring steps, and an "
     "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); serve a model that is neither a "
-    "classifier nor CLIP behind --reward.url with --reward.source remote",
+    "classifier, CLIP nor a language model behind --reward.url with --reward.source remote",
     "reward_model": "set --reward.source model and --reward.model PATH",
     "reward_model_name_or_path": "set --reward.source model and --reward.model PATH",
     "reward_funcs": "set --reward.source to a reward or to module:function, or --reward.source combined and "
@@ -364,10 +373,10 @@ ELSEWHERE: dict[str, str] = {
     "buffer_limit": "set --optim.rollouts_per_update, the number of iterations that one update is trained on",
     "generate_kwargs": GENERATION,
     "generation_kwargs": GENERATION,
-    "top_p": GENERATION,
-    "top_k": GENERATION,
-    "min_p": GENERATION,
-    "max_ckpt_mem": "set --checkpoint.keep, the number of periodic checkpoints that are kept",
+    "min_p": "tokens below a fraction of the likeliest one's probability are not left out; --rollout.top_p and "
+    "--rollout.top_k limit what is sampled",
+    "repetition_penalty": "log-probs are those of the model's own distribution; --rollout.top_p and --rollout.top_k "
+    "limit what is sampled",
     "separate_rollout_training": FEW_GPUS,
     "use_multi_gpu": FEW_GPUS,
     "deepspeed": FEW_GPUS,

@@ -52,6 +52,8 @@ ALIASES: dict[str, str] = {
     f"{_ROLLOUT}.task_suite_name": "env.suite",
     f"{_ROLLOUT}.temperature": "rollout.temperature",
     f"{_ROLLOUT}.n": "rollout.group_size",
+    f"{_ROLLOUT}.top_p": "rollout.top_p",
+    f"{_ROLLOUT}.val_kwargs.temperature": "eval.temperature",
     "algorithm.adv_estimator": "algorithm.name",
     "algorithm.lam": "algorithm.gae_lambda",
     "algorithm.kl_ctrl.kl_coef": "kl.coef",
@@ -138,6 +140,10 @@ ALIASES: dict[str, str] = {
 TRANSLATED: dict[str, Translation] = {
     "data.accuracy_lower_bound": to.LOWER_BOUND,
     "data.accuracy_upper_bound": to.UPPER_BOUND,
+    "data.max_prompt_length": to.of_prompts("prompts.max_tokens"),
+    "data.max_response_length": to.of_prompts("rollout.max_tokens"),
+    f"{_ROLLOUT}.max_prompt_length": to.of_prompts("prompts.max_tokens"),
+    f"{_ROLLOUT}.top_k": to.TOP_K,
     f"{_MODEL}.vla": to.DECODER,
     f"{_MODEL}.lora_rank": to.LORA_RANK,
     f"{_ACTOR}.clip_ratio": to.CLIP,
@@ -170,14 +176,12 @@ TRANSLATED: dict[str, Translation] = {
 }
 
 _PASS = "a pass takes --optim.microbatch_size decisions in the update, and --rollout.batch_size in the rollout"
-_FIXED = "a prompt is one sentence around the instruction, and a decision has a fixed number of action tokens"
 _OFFLOAD = "--distributed.cpu_offload keeps sharded weights and optimizer state in the memory of the host"
 
 NEEDLESS: dict[str, str] = {
     "data.val_batch_size": "evaluations use the environments of training: --env.num_envs",
     "data.num_trials_per_task": "--env.protocol says which initial states are trained on",
-    "data.max_prompt_length": _FIXED,
-    "data.max_response_length": _FIXED,
+    "data.filter_overlong_prompts": "prompts of more than --prompts.max_tokens are always dropped, and counted",
     f"{_MODEL}.action_token_len": "the checkpoint knows the size of its actions",
     f"{_MODEL}.use_remove_padding": "--optim.sort_by_length reduces padding, and for texts --optim.packing avoids it",
     f"{_ACTOR}.ppo_micro_batch_size": _PASS,
@@ -188,7 +192,6 @@ NEEDLESS: dict[str, str] = {
     f"{_ROLLOUT}.val_micro_batch_size": _PASS,
     f"{_ROLLOUT}.micro_batch_size": _PASS,
     f"{_ROLLOUT}.log_prob_micro_batch_size": _PASS,
-    f"{_ROLLOUT}.max_prompt_length": _FIXED,
     f"{_ROLLOUT}.experiment_name": "videos are in the run's own folder",
     f"{_ROLLOUT}.model_family": "the checkpoint knows its family",
     f"{_ROLLOUT}.num_steps_wait": "LIBERO waits for 10 steps until objects have settled",

@@ -4,6 +4,7 @@ policy.path of full size, such as 7B ──► the LIBERO preset, for PPO or for
                                          describe its own checkpoint: the named checkpoint's files have them
 policy.path of a small model         ──► the preset of env.suite for built-in prompts; else the default preset
 no policy.path                       ──► the preset of env.suite, if there is one; else the default preset
+env.suite prompts, your own data     ──► the preset for prompts and models of 3B, as for large models on other prompts
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS
+from vlarl.config.known import CHECKPOINT_SERIES, GROUP_METHODS, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import is_small_checkpoint
 from vlarl.config.schema import Config
@@ -29,6 +30,12 @@ PROMPTS_GRPO = {"prompts_shapes": "prompts_grpo", "prompts_arithmetic": "prompts
 
 PROMPTS_POLICY = "builtin:tiny-qwen2.5-vl"
 """The model that they train."""
+
+PROMPTS_FULL_SIZE = "prompts_grpo_3b"
+"""The preset for prompts and models of a few billion parameters: long texts, adapters; it is for one GPU."""
+
+OF_FULL_SIZE = ("policy.dtype", "policy.gradient_checkpointing")
+"""Options by which such a model fits on a GPU."""
 
 OF_CHECKPOINT = ("policy.decoder", "policy.chunk_length", "policy.num_images", "policy.use_proprio")
 """Options in which a preset describes its own checkpoint."""
@@ -81,6 +88,8 @@ def start_of(source: str | Path | None, given: Mapping[str, object]) -> Start:
     if not suite and path == PROMPTS_POLICY:
         preset = PROMPTS_PPO if is_ppo else PROMPTS_GRPO["prompts_shapes"]
         return Start(preset, f"chosen because policy.path is the built-in model for prompts{by_algorithm}")
+    if is_prompts(suite):
+        return Start(PROMPTS_FULL_SIZE, f"chosen because env.suite is {suite}", OF_FULL_SIZE if is_small else ())
     left_out: tuple[str, ...] = () if algorithm in (None, "ppo", *GROUP_METHODS) else OF_GROUPS
     if isinstance(path, str):
         if is_small:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vlarl.config.known import PROMPTS
 from vlarl.config.source.spelling import recipe
 
 Values = dict[str, object]
@@ -78,6 +79,17 @@ def interval(path: str) -> Translation:
 def unless(path: str, needless: object) -> Translation:
     """An option that need not be set for this value, which is the default behaviour."""
     return Translation((path,), lambda value, _: {} if value == needless else {path: value})
+
+
+def of_prompts(path: str) -> Translation:
+    """An option of prompts that scripts for robots give, too, where it is not needed."""
+
+    def read(value: object, current: Mapping[str, object]) -> Values:
+        suite = current.get("env.suite")
+        is_robots = isinstance(suite, str) and not suite.startswith(PROMPTS)
+        return {} if is_robots else {path: value}
+
+    return Translation((path,), read)
 
 
 def only(needless: tuple[object, ...], sentence: str) -> Translation:
@@ -280,3 +292,4 @@ BETA_2 = part_of_pair("optim.betas", 1, (0.9, 0.95))
 LOWER_BOUND = part_of_pair("rollout.accuracy_bounds", 0, (0.0, 1.0))
 UPPER_BOUND = part_of_pair("rollout.accuracy_bounds", 1, (0.0, 1.0))
 ENV_TYPE = Translation(("env.suite",), _env_type)
+TOP_K = Translation(("rollout.top_k",), lambda value, _: {"rollout.top_k": 0 if value in (-1, *OFF) else value})

@@ -51,19 +51,20 @@ def blank_image(value: Any, folder: Path) -> UInt8Array:
     return decode_image(value, folder, lambda image: np.broadcast_to(np.uint8(0), (image.height, image.width, 3)))
 
 
-def decode_video(value: Any, folder: Path, num_frames: int) -> UInt8Array:
-    """[T, H, W, 3] at most `num_frames` frames of a video given as the path of a file, an array or a list of images."""
+def decode_video(value: Any, folder: Path, num_frames: int) -> tuple[UInt8Array, float | None]:
+    """[T, H, W, 3] at most `num_frames` frames of a video given as the path of a file, an array or a list of images;
+    and how many of these frames there are in a second, which only a file says."""
     if isinstance(value, dict):
         value = value.get("path") or value.get("video") or value.get("bytes")
     if isinstance(value, np.ndarray):
-        return chosen_frames(_array(value, 4, "a video [T, H, W, 3]"), num_frames)
+        return chosen_frames(_array(value, 4, "a video [T, H, W, 3]"), num_frames), None
     if isinstance(value, list) and value:
         if isinstance(value[0], list):
-            return chosen_frames(_array(value, 4, "a video [T, H, W, 3]"), num_frames)
+            return chosen_frames(_array(value, 4, "a video [T, H, W, 3]"), num_frames), None
         frames = [decode_image(value[index], folder) for index in _indices(len(value), num_frames)]
         if len({frame.shape for frame in frames}) > 1:
             raise MediaError("has a video whose frames differ in size")
-        return np.stack(frames)
+        return np.stack(frames), None
     if not isinstance(value, str):
         raise MediaError(f"has a video of type {type(value).__name__}; give a path, an array or a list of images")
     return _frames_of_file(_existing(value, folder, "video"), num_frames)
@@ -80,19 +81,21 @@ def _indices(length: int, count: int) -> list[int]:
     return [int(index) for index in np.linspace(0, length - 1, count).round()]
 
 
-def _frames_of_file(path: Path, num_frames: int) -> UInt8Array:
+def _frames_of_file(path: Path, num_frames: int) -> tuple[UInt8Array, float | None]:
     import imageio.v2 as imageio
 
     try:
         with imageio.get_reader(path) as opened:
             reader: Any = opened  # a reader of videos has more than its type says
-            wanted = set(_indices(reader.count_frames(), num_frames))
+            rate, length = reader.get_meta_data().get("fps"), reader.count_frames()
+            wanted = set(_indices(length, num_frames))
             frames = [np.asarray(frame)[..., :3] for index, frame in enumerate(reader) if index in wanted]
     except (OSError, ValueError, IndexError, RuntimeError) as error:
         raise MediaError(f"has a corrupt video {path} ({str(error)[:100]})") from error
     if not frames:
         raise MediaError(f"has a video without frames, {path}")
-    return np.stack(frames).astype(np.uint8)
+    every = (length - 1) / (len(wanted) - 1) if len(wanted) > 1 else 1.0  # frames of the file to one of these
+    return np.stack(frames).astype(np.uint8), float(rate) / every if rate else None
 
 
 def _existing(text: str, folder: Path, kind: str) -> Path:

@@ -48,10 +48,12 @@ class ParsedRow:
     def decoded(self, folder: Path, video_frames: int, with_pixels: bool = True) -> Prompt:
         """The prompt with its pixels; MediaError where they can't be decoded. Without them, images are black."""
         image = decode_image if with_pixels else blank_image
+        videos = [decode_video(value, folder, video_frames) for value in self.videos]
         return Prompt(
             messages=self.messages,
             images=tuple(image(value, folder) for value in self.images),
-            videos=tuple(decode_video(value, folder, video_frames) for value in self.videos),
+            videos=tuple(frames for frames, _ in videos),
+            video_fps=tuple(rate for _, rate in videos),
             columns=self.columns,
             conversational=self.conversational,
         )

@@ -12,12 +12,15 @@ from typing import Any
 
 import yaml
 
+from vlarl.config.known import is_prompts
 from vlarl.config.secrets import masked
 from vlarl.config.state_choice import SeenStates, seen_by_run
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
+from vlarl.config.words import SuiteWords, words_of
 from vlarl.errors import UsageError
 from vlarl.observability.files import read_jsonl
 from vlarl.observability.run_dir import LARGEST_COUNT, RunDirectory
+from vlarl.observability.samples import Sample, read_samples
 from vlarl.observability.significance import wilson_interval
 
 Series = list[tuple[float, float]]  # iteration, value
@@ -90,16 +93,35 @@ class RunData:
     videos: tuple[Video, ...]
     training_episodes: Mapping[int, int]  # task_id -> episodes of training
     training: TrainingData | None  # what the run and its base were trained on; None: not known
+    samples: tuple[Sample, ...] = ()  # prompts and responses; none of a robot
+
+    @property
+    def is_of_prompts(self) -> bool:
+        """Whether the policy wrote texts."""
+        return is_prompts(str(self.option("env", "suite")))
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether success is known, which it is not of prompts without solutions."""
+        evaluated = [row for row in self.metrics if "val/mean_reward" in row]
+        return not self.is_of_prompts or not evaluated or any("val/success_rate" in row for row in evaluated)
+
+    @property
+    def words(self) -> SuiteWords:
+        """What episodes and success are called."""
+        return words_of(str(self.option("env", "suite")))
 
     @property
     def first(self) -> Evaluation | None:
         """The evaluation before training, if it ended."""
-        return self.evaluations[0] if self.evaluations and self.evaluations[0].iteration == 0 else None
+        known = self.evaluations if self.is_judged else ()
+        return known[0] if known and known[0].iteration == 0 else None
 
     @property
     def last(self) -> Evaluation | None:
         """The latest evaluation after some training."""
-        return self.evaluations[-1] if self.evaluations and self.evaluations[-1].iteration > 0 else None
+        known = self.evaluations if self.is_judged else ()
+        return known[-1] if known and known[-1].iteration > 0 else None
 
     @property
     def iteration(self) -> int:
@@ -175,6 +197,7 @@ def load_run(path: Path) -> RunData:
         videos=tuple(video for video in _videos(run.videos) if is_inside(video.path, run.path)),
         training_episodes=_training_episodes(run.episodes_file),
         training=newest_training_data(run.checkpoints),
+        samples=tuple(read_samples(run.samples_file)) if is_inside(run.samples_file, run.path) else (),
     )
 
 

@@ -7,11 +7,11 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from vlarl.config.words import counted
+from vlarl.config.words import counted, plural
 from vlarl.observability.clock import duration_in_words
 from vlarl.observability.files import write_atomically
 from vlarl.observability.report.data import Evaluation, RunData, Score, load_run
-from vlarl.observability.report.sections import commands, configuration, curriculum, learning, tasks, videos
+from vlarl.observability.report.sections import commands, configuration, curriculum, examples, learning, tasks
 from vlarl.observability.report.style import CSS
 
 _PAGE = Template("""<!doctype html>
@@ -33,8 +33,8 @@ $hero
 $facts
 </header>
 $sections
-<footer>Written $written from config.yaml, status.json, metrics.jsonl, episodes.jsonl and videos/ in <code>$path</code>.
-</footer>
+<footer>Written $written from config.yaml, status.json, metrics.jsonl, episodes.jsonl and $examples in
+<code>$path</code>.</footer>
 </main>
 </body>
 </html>
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
 def render(data: RunData) -> str:
     """The report as HTML."""
     state = str(data.status.get("state", "unknown"))
-    sections = (learning(data), tasks(data), videos(data), curriculum(data), configuration(data), commands(data))
+    sections = (learning(data), tasks(data), examples(data), curriculum(data), configuration(data), commands(data))
     return _PAGE.substitute(
         title=escape(f"{data.run.name} - vlarl report"),
         css=CSS,
@@ -63,6 +63,7 @@ def render(data: RunData) -> str:
         facts=_facts(data),
         sections="\n".join(section for section in sections if section),
         written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        examples="samples.jsonl" if data.is_of_prompts else "videos/",
         path=escape(str(data.run.path)),
     )
 
@@ -70,34 +71,42 @@ def render(data: RunData) -> str:
 def verdict(data: RunData) -> str:
     """One or two sentences: what training did to success, and whether the difference is more than noise."""
     first, last = data.first, data.last
-    states = _states(data)
+    states, how = _states(data), f"{data.decoding.capitalize()} {data.words.success}"
     if first is None and last is None:
-        return "No evaluation has ended yet, so there is no success rate to report."
+        return _reward_verdict(data)
     if first is None or last is None:
         known = first or last
         assert known is not None
         when = "before training" if known is first else f"after iteration {known.iteration}"
         missing = "There is no evaluation after training yet." if last is None else "It was not evaluated before."
         rate = f"<b>{_percent(known.score)}</b> on {known.score.total} {states}"
-        return f"{data.decoding.capitalize()} success {when} is {rate}. {missing}"
+        return f"{how} {when} is {rate}. {missing}"
     before, after = first.score, last.score
     at = "" if last.iteration == data.iteration else f" (evaluated after iteration {last.iteration})"
     measured = f"{at}, measured on {after.total} {states}."
     if after.rate == before.rate:
-        return (
-            f"{data.decoding.capitalize()} success stayed at <b>{_percent(after)}</b>{measured}{_changed(first, last)}"
-        )
+        return f"{how} stayed at <b>{_percent(after)}</b>{measured}{_changed(data, first, last)}"
     verb, kind = ("rose", "up") if after.rate > before.rate else ("fell", "down")
     is_clear = after.interval[0] > before.interval[1] or after.interval[1] < before.interval[0]
     noise = "" if is_clear else " The 95% intervals overlap: this may be noise."
     sentence = (
-        f'{data.decoding.capitalize()} success <span class="{kind}">{verb}</span> from <b>{_percent(before)}</b> to '
-        f"<b>{_percent(after)}</b>{measured}"
+        f'{how} <span class="{kind}">{verb}</span> from <b>{_percent(before)}</b> to <b>{_percent(after)}</b>{measured}'
     )
-    return sentence + noise + _changed(first, last)
+    return sentence + noise + _changed(data, first, last)
 
 
-def _changed(first: Evaluation, last: Evaluation) -> str:
+def _reward_verdict(data: RunData) -> str:
+    """The same where success is not known: no evaluation, or prompts without solutions."""
+    rewards = data.series("val/mean_reward")
+    if not rewards:
+        return f"No evaluation has ended yet, so there is no {data.words.rate} to report."
+    (first, before), (last, after) = rewards[0], rewards[-1]
+    figure = f"<b>{after:.3f}</b> after iteration {last:.0f}" if last else f"<b>{after:.3f}</b> before training"
+    change = f", from <b>{before:.3f}</b> before training" if last and not first else ""
+    return f"The mean reward of evaluated {plural(2, data.words.episode)} is {figure}{change}. Success is not known."
+
+
+def _changed(data: RunData, first: Evaluation, last: Evaluation) -> str:
     """How many episodes changed their outcome; the larger group first."""
     before, after = first.outcomes(), last.outcomes()
     both = before.keys() & after.keys()
@@ -106,7 +115,13 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
     fixed = sum(after[key] and not before[key] for key in both)
     broken = sum(before[key] and not after[key] for key in both)
     won = sum(before[key] for key in both)
-    if broken > fixed:
+    if data.is_of_prompts:
+        if broken > fixed:
+            changed, other = f"{counted(won, 'response')} that were correct before, {broken} are now wrong", fixed
+        else:
+            wrong = counted(len(both) - won, "response")
+            changed, other = f"{wrong} that were wrong before, {fixed} are now correct", broken
+    elif broken > fixed:
         changed, other = f"{counted(won, 'episode')} that succeeded before, {broken} now fail", fixed
     else:
         changed, other = f"{counted(len(both) - won, 'episode')} that failed before, {fixed} now succeed", broken
@@ -115,6 +130,13 @@ def _changed(first: Evaluation, last: Evaluation) -> str:
 
 def _states(data: RunData) -> str:
     seen = data.seen
+    if data.is_of_prompts:
+        return {
+            "unseen": "prompts that were held out of training",
+            "trained": "prompts that were also trained on",
+            "partly trained": f"prompts, {seen.num_seen} of which were also trained on",
+            "not known": "prompts of which it is not known whether they were trained on",
+        }[seen.kind]
     return {
         "unseen": "episodes from initial states that training never saw",
         "trained": "episodes whose initial states were also trained on",
@@ -177,7 +199,7 @@ def _scale(scores: list[tuple[str, Score]]) -> str:
         parts.append(f'<circle class="pin {kind}" cx="{score.rate * width:.1f}" cy="{y + 6}" r="5"/>')
     marks = ((0, "start", "0"), (width / 2, "middle", "50%"), (width, "end", "100%"))
     parts += [f'<text x="{x}" y="{height - 4}" text-anchor="{anchor}">{text}</text>' for x, anchor, text in marks]
-    label = "success rates with 95% intervals"
+    label = "rates before and after with 95% intervals"
     return (
         f'<svg class="scale" viewBox="-6 0 {width + 12} {height}" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg>"

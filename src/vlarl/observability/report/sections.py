@@ -7,15 +7,21 @@ import shlex
 from html import escape
 
 from vlarl.config.resume_command import resume_command
+from vlarl.config.words import plural
 from vlarl.observability.report.charts import Line, curve_svg
 from vlarl.observability.report.data import RunData, Score, Video
+from vlarl.observability.report.samples import samples_body
 
 MAX_VIDEO_BYTES = 30 * 2**20  # a report should open quickly and fit into a mail
 
 _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
-    ("Return", "rollout/mean_return", "mean of the training episodes"),
+    ("{reward}", "rollout/mean_return", "mean of the training {episodes}"),
+    ("Reward in evaluation", "val/mean_reward", "mean of the evaluated responses"),
     ("Episode length", "rollout/mean_length", "environment steps"),
+    ("Response length", "rollout/response_length", "tokens, mean of the training responses"),
+    ("Cut off", "rollout/truncated_fraction", "fraction of responses without an end"),
+    ("Different responses", "rollout/unique_responses", "fraction of a group's texts that differ"),
     ("Entropy", "train/entropy", "nats per token; at 0 there is no exploration"),
     ("Approximate KL", "train/approx_kl", "how far an update moved the policy"),
     ("Clipped", "train/clipfrac", "fraction of tokens whose ratio was clipped"),
@@ -23,32 +29,40 @@ _SMALL_CHARTS = (
     ("Value loss", "train/value_loss", "the critic's error"),
     ("Explained variance", "train/explained_variance", "of returns, by the critic; 1 is perfect"),
     ("Speed", "rollout/env_steps_per_s", "environment steps per second"),
+    ("Speed", "perf/response_tokens_per_s", "tokens of responses per second"),
 )
+_OF_ROBOTS = ("rollout/mean_length", "rollout/env_steps_per_s")  # one step for each prompt says nothing
+_OF_PROMPTS = ("val/mean_reward",)  # of robots it is the success rate, unless the reward is the user's own
 
 
 def learning(data: RunData) -> str:
     """The success curve, large, and the other curves beneath it."""
+    words, judged = data.words, data.is_judged
+    curve = success_curve if judged else reward_curve
+    said = {"reward": words.reward.capitalize(), "episodes": plural(2, words.episode)}
     # Text in an image shrinks with it, so phones get an image of their own.
-    main = (
-        f'<div class="on-wide">{success_curve(data)}</div><div class="on-narrow">{success_curve(data, 360, 240)}</div>'
-    )
+    main = f'<div class="on-wide">{curve(data)}</div><div class="on-narrow">{curve(data, 360, 240)}</div>'
     small = "".join(
-        f'<figure class="panel"><figcaption><b>{title}</b><span>{note}</span></figcaption>'
-        f"{curve_svg([Line(title, points, 'plain')], 340, 170)}</figure>"
+        f'<figure class="panel"><figcaption><b>{title.format_map(said)}</b><span>{note.format_map(said)}</span>'
+        f"</figcaption>{curve_svg([Line(title.format_map(said), points, 'plain')], 340, 170)}</figure>"
         for title, name, note in _SMALL_CHARTS
-        if (points := data.series(name))
+        if name not in (_OF_ROBOTS if data.is_of_prompts else _OF_PROMPTS) and (points := data.series(name))
     )
     if not data.metrics:
         return _section("Learning", "No iteration has ended yet: there are no curves.", "")
     lower = ", so they may score lower" if data.decoding == "greedy" else ""
+    title = (words.success if judged else words.reward).capitalize()
     lead = (
-        f"Success over iterations. Evaluation is {data.decoding} and shown with its 95% interval; "
-        f"training episodes are sampled{lower}."
+        f"{title} over iterations. Evaluation is {data.decoding}"
+        f"{' and shown with its 95% interval' if judged else ''}; "
+        f"training {plural(2, words.episode)} are sampled{lower}."
     )
+    reached = "responses that give the solution" if data.is_of_prompts else "episodes that reach the goal"
+    note = f"fraction of {reached}" if judged else f"mean over {plural(2, words.episode)}; there are no solutions"
     return _section(
         "Learning",
         lead,
-        '<figure class="panel wide"><figcaption><b>Success</b><span>fraction of episodes that reach the goal</span>'
+        f'<figure class="panel wide"><figcaption><b>{title}</b><span>{note}</span>'
         '<span class="legend"><span><i class="main"></i>evaluation</span><span><i class="train"></i>training</span>'
         f'</span></figcaption>{main}</figure><div class="small">{small}</div>',
     )
@@ -66,6 +80,15 @@ def success_curve(data: RunData, width: int = 960, height: int = 320) -> str:
     return curve_svg(lines, width, height, y_range=(0.0, 1.0), as_percent=True)
 
 
+def reward_curve(data: RunData, width: int = 960, height: int = 320) -> str:
+    """Mean reward in evaluation and in training, for prompts without solutions."""
+    lines = [
+        Line("training", data.series("rollout/mean_return"), kind="train"),
+        Line("evaluation", data.series("val/mean_reward"), kind="main", has_dots=True),
+    ]
+    return curve_svg(lines, width, height)
+
+
 def tasks(data: RunData) -> str:
     """Success of each task before and after."""
     before = data.first.per_task() if data.first else {}
@@ -73,6 +96,8 @@ def tasks(data: RunData) -> str:
     if not before and not after:
         return ""
     instructions = data.instructions
+    if data.is_of_prompts and len(before.keys() | after.keys()) == 1:
+        return ""  # the user's data are one task, whose figures are those at the top
     rows = "".join(
         f'<tr><td class="id">{task}</td><td>{escape(instructions.get(task, f"task {task}"))}</td>'
         f'<td class="bars">{_bar("before", before.get(task))}{_bar("after", after.get(task))}</td>'
@@ -80,11 +105,12 @@ def tasks(data: RunData) -> str:
         for task in sorted(before.keys() | after.keys())
     )
     lead = "Grey: before training; coloured: after." if after else "Before training; there is no later evaluation yet."
+    name = data.words.instruction.capitalize()
     return _section(
         "Tasks",
         lead,
         '<div class="scroll"><table><thead><tr><th></th>'
-        '<th>Instruction</th><th>Success</th><th class="num">Change</th></tr></thead>'
+        f'<th>{name}</th><th>{data.words.success.capitalize()}</th><th class="num">Change</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></div>",
     )
 
@@ -118,7 +144,8 @@ def curriculum(data: RunData) -> str:
     return _section(
         "Curriculum",
         lead,
-        f'{legend}<div class="scroll"><table><thead><tr><th></th><th>Instruction</th><th>At the end</th>'
+        f'{legend}<div class="scroll"><table><thead><tr><th></th><th>{data.words.instruction.capitalize()}</th>'
+        "<th>At the end</th>"
         f'<th class="num">Episodes</th></tr></thead><tbody>{rows}</tbody></table></div>'
         f'<div class="small">{charts}</div>',
     )
@@ -140,7 +167,12 @@ def _curriculum_curve(data: RunData, task: int) -> str:
     return curve_svg(lines, 340, 150, y_range=(0.0, 1.0), as_percent=True)
 
 
-def videos(data: RunData) -> str:
+def examples(data: RunData) -> str:
+    """Episodes to look at: responses to prompts, or videos."""
+    return _section("Samples", *samples_body(data)) if data.is_of_prompts else _videos(data)
+
+
+def _videos(data: RunData) -> str:
     """Videos before and after, side by side, as far as they fit into one page."""
     pairs = data.video_pairs()
     if not pairs:

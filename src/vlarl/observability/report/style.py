@@ -120,6 +120,27 @@ td.bars { width: 34%; min-width: 200px; }
 .side span { display: flex; justify-content: space-between; font-size: 13px; color: var(--soft); margin-bottom: 5px; }
 .side .empty { font-size: 13px; padding: 28% 8px; text-align: center; border: 1px dashed var(--rule); }
 
+.samples { display: grid; gap: 16px; }
+.sample {
+  display: flex; gap: 22px; padding: 18px 20px; background: var(--card); border: 1px solid var(--rule);
+  border-radius: 14px;
+}
+.sample .images { display: flex; flex-direction: column; gap: 8px; flex: none; width: 132px; }
+.sample img { width: 100%; border-radius: 8px; image-rendering: auto; }
+.sample .turns { flex: 1; min-width: 0; }
+.sample .prompt { font-size: 15px; margin: 0 0 4px; white-space: pre-wrap; overflow-wrap: anywhere; }
+.sample .prompt { max-height: 220px; overflow-y: auto; }
+.sample .solution { color: var(--soft); font-size: 13.5px; margin: 0 0 10px; overflow-wrap: anywhere; }
+.sample .sides.one { grid-template-columns: 1fr; }
+.sample .side { min-width: 0; }
+.sample .response {
+  margin: 0; padding: 9px 12px; max-height: 260px; overflow: auto; background: var(--paper); white-space: pre-wrap;
+  overflow-wrap: anywhere; min-height: 41px;
+}
+.sample .note { color: var(--faint); font-size: 13px; margin: 4px 0 0; }
+.sample .side .empty { padding: 9px 12px; border-radius: 9px; text-align: left; }
+details .samples { margin-top: 14px; }
+
 details { border-top: 1px solid var(--rule); padding: 12px 0; margin-top: 14px; }
 summary { cursor: pointer; color: var(--soft); }
 pre, code { font-family: var(--mono); font-size: 13.5px; }
@@ -141,7 +162,10 @@ footer { margin-top: 64px; color: var(--faint); font-size: 13px; border-top: 1px
   tr { border-top: 1px solid var(--rule); } td { border: 0; padding: 0; }
   td.id { width: auto; } td.bars { grid-column: 1 / -1; grid-row: 2; width: auto; min-width: 0; }
   td.num[data-name]::after { content: " " attr(data-name); color: var(--faint); font-size: 12.5px; }
+  .sample { flex-direction: column; gap: 12px; padding: 16px 14px; }
+  .sample .images { flex-direction: row; flex-wrap: wrap; width: auto; } .sample img { width: 96px; }
+  .sample .sides { grid-template-columns: 1fr; }
   .commands { grid-template-columns: 1fr; gap: 4px; } .commands dd { margin-bottom: 10px; }
 }
-@media print { .point { display: none; } body { background: #fff; } .panel, .pair { break-inside: avoid; } }
+@media print { .point { display: none; } body { background: #fff; } .panel, .pair, .sample { break-inside: avoid; } }
 """

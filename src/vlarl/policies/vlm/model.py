@@ -82,9 +82,9 @@ class ModelAccess:
         device: torch.device = self.model.device
         return device
 
-    def prefix(self, inputs: VlmInputs) -> Prefix:
-        """Prompts as the model reads them, on its device."""
-        inputs = inputs.to(self.device)
+    def prefix(self, inputs: VlmInputs, device: torch.device | None = None) -> Prefix:
+        """Prompts as the model reads them, on its device, or on another."""
+        inputs = inputs.to(self.device if device is None else device)
         mask = inputs.left_padded(inputs.attention_mask)
         ids = inputs.left_padded(inputs.ids)
         types = {

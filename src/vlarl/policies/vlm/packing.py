@@ -22,8 +22,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlarl.errors import UsageError
-from vlarl.policies.vlm.inputs import TOKEN_TYPES
-from vlarl.policies.vlm.model import ModelAccess, Pass
+from vlarl.policies.vlm.inputs import TOKEN_TYPES, VlmInputs
+from vlarl.policies.vlm.model import ModelAccess, Pass, Prefix
 
 EACH_SAMPLE = "sdpa_each_sample"  # the name under which the library finds the attention below
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -73,34 +73,37 @@ def run_packed(
     if access.text_config._attn_implementation == EACH_SAMPLE:
         given["packed_lengths"] = lengths
     found = access.run(ids[mask][None], None, own, given)
-    states = found.states.new_zeros((*mask.shape, found.states.shape[-1]))[:, -last:]
-    kept = torch.zeros_like(mask)
-    kept[:, -last:] = mask[:, -last:]
-    states = states.masked_scatter(mask[:, -last:, None], found.states[0, kept[mask]])
+    wanted = (torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - last).expand_as(mask)
+    empty = found.states.new_zeros((len(mask), last, found.states.shape[-1]))
+    states = empty.masked_scatter(mask[:, -last:, None], found.states[0, wanted[mask]])
     return Pass(states, None, found.aux_loss)
 
 
-def enable(access: ModelAccess) -> None:
-    """Prepare a model for packed passes; UsageError where they would not be right."""
+def enable(access: ModelAccess, with_images: VlmInputs | None) -> None:
+    """Prepare a model for packed passes; UsageError where they would not be right.
+
+    `with_images`: prompts of a model that reads images, to try it with, besides short texts.
+    """
     name = type(access.model).__name__
     text, own = access.text_config, access.model.config
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if unknown:
+    layers = set(getattr(text, "layer_types", None) or ())
+    if unknown := sorted(layers - KNOWN_LAYERS):
         raise refused(name, f"its layers of type {', '.join(unknown)} carry something from one sample to the next")
     if "token_type_ids" in access.accepted:
         raise refused(name, "its images attend to tokens that follow")
-    windows = getattr(text, "sliding_window", None) is not None or "sliding_attention" in (
-        getattr(text, "layer_types", None) or ()
-    )
+    tried = [_short_texts(access)] + ([] if with_images is None else [access.prefix(with_images)])
+    padded = [_logits(access, prefix, packed=False) for prefix in tried]
+    windows = "sliding_attention" in layers or getattr(text, "sliding_window", None) is not None
     if text._attn_implementation == "sdpa" and not windows:  # the library's masks know windows
         part = next((part for part in own.sub_configs if getattr(own, part) is text), None)
         access.model.set_attn_implementation(EACH_SAMPLE if part is None else {part: EACH_SAMPLE})
     try:
-        worst = _difference(access)
+        found = [_logits(access, prefix, packed=True) for prefix in tried]
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise refused(name, f"it does not run on packed rows ({error})") from error
-    if worst > 1e-2:
-        raise refused(name, "a sample would depend on the one before it")
+    for each, expected in zip(found, padded, strict=True):
+        if float((each - expected).abs().max()) > 1e-2 * float(expected.abs().max()):
+            raise refused(name, "its log-probs would change, as if samples attended to each other")
 
 
 def refused(name: str, reason: str) -> UsageError:
@@ -108,18 +111,18 @@ def refused(name: str, reason: str) -> UsageError:
     return UsageError(f"optim.packing: samples of {name} can't be packed: {reason}. Set optim.packing to false.")
 
 
-@torch.no_grad()
-def _difference(access: ModelAccess) -> float:
-    """How much logits of two short samples change when they are packed, relative to the largest."""
-    first, second = (torch.arange(1, size + 1, device=access.device) * 7 % access.vocabulary for size in PROBE)
-    ids = nn.utils.rnn.pad_sequence([first, second], batch_first=True, padding_side="left")
+def _short_texts(access: ModelAccess) -> Prefix:
+    """Two prompts of different lengths."""
+    rows = [torch.arange(1, size + 1, device=access.device) * 7 % access.vocabulary for size in PROBE]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     sizes = torch.tensor(PROBE, device=access.device)[:, None]
     mask = torch.arange(max(PROBE), device=access.device) >= max(PROBE) - sizes
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    packed = run_packed(access, ids, mask, positions, {}, max(PROBE)).states
-    worst = 0.0
-    for row, size in enumerate(PROBE):
-        alone = access.run(ids[row : row + 1, -size:], mask[row : row + 1, -size:], positions[row : row + 1, -size:])
-        found, expected = (access.logits(states) for states in (packed[row, -size:], alone.states[0]))
-        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
-    return worst
+    return Prefix(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), {})
+
+
+@torch.no_grad()
+def _logits(access: ModelAccess, prefix: Prefix, *, packed: bool) -> torch.Tensor:
+    """[tokens, V] of all prompts."""
+    given = (prefix.ids, prefix.mask, prefix.positions, prefix.extra)
+    found = run_packed(access, *given, prefix.ids.shape[1]) if packed else access.run(*given)
+    return access.logits(found.states[prefix.mask])

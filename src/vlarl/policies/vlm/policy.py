@@ -17,7 +17,7 @@ from vlarl.config.training_data import TrainingData, training_data_of, write_tra
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters, checksums
-from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy, TokenCount
+from vlarl.policies.base import BaseCheckpoint, Evaluation, Level, Policy, TokenCount, VllmModel
 from vlarl.policies.value_head import ValueHead
 from vlarl.policies.vlm import packing
 from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
@@ -131,9 +131,12 @@ class VlmPolicy(Policy):
         """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
         prefix = self.access.prefix(vlm_inputs(inputs))
         self._check_positions(int(prefix.next_position.max()), sampling)
-        stops = Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
-        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, stops)
+        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, self.stops(sampling))
         return text_decisions(sample, logprobs)
+
+    def stops(self, sampling: Sampling) -> Stops:
+        """What ends a text."""
+        return Stops((*self.stop_tokens, *sampling.stop), sampling.stop_strings, self._decode_all)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
@@ -211,7 +214,8 @@ class VlmPolicy(Policy):
 
     def use_packing(self) -> None:
         """Lay the rows of every later `evaluate` and `values` end to end."""
-        packing.enable(self.access)
+        small = [prompt_observation(small_prompt("image"))] * 2
+        packing.enable(self.access, self.process(small) if self.processor.reads_images else None)
         self.packing = True
 
     def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
@@ -389,6 +393,12 @@ class VlmPolicy(Policy):
         self.model.requires_grad_(False)
         lora.add_from(self.model, folder, self.base.path)
         self.has_adapter = True
+
+    def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
+        """How vLLM runs the model, always by its own class; UsageError if it can't."""
+        from vlarl.policies.vlm.vllm.serving import VlmInVllm
+
+        return VlmInVllm(self)
 
     def attach_value_head(
         self, hidden_sizes: Sequence[int] = (1024, 512), seed: int = 0, level: Level = "chunk"

@@ -16,16 +16,18 @@ import torch
 import transformers
 from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import is_torchvision_available
+from transformers.video_utils import VideoMetadata
 
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, install_command
 from vlarl.json_files import read_object
 from vlarl.policies.vlm.inputs import TOKEN_TYPES, VISION, Ragged, VlmInputs
 from vlarl.types import Observation, Prompt, UInt8Array, message_text
 
 UNREAD = ("num_crops", "rows", "cols", "video_metadata")  # outputs of processors that models don't read
+USUAL_FPS = 2.0  # at which vision-language models sample videos
 
 
 class PromptProcessor:
@@ -84,8 +86,10 @@ class PromptProcessor:
         messages = self._messages(prompt, sample)
         images, videos = self._media(messages, prompt, sample)
         text, special = self._text(prompt, messages, sample)
-        media = {"images": [images] if images else None, "videos": [videos] if videos else None}
-        given = {name: value for name, value in media.items() if value is not None}
+        given: dict[str, Any] = {"images": [images]} if images else {}
+        if videos:
+            # The frames were chosen where the prompt was read (prompts.video_frames): none of them is left out here.
+            given |= {"videos": [videos], "video_metadata": [self._rates(prompt)], "do_sample_frames": False}
         reader = self.processor if self.reads_images else self.tokenizer
         try:
             encoded = reader(text=[text], **given, add_special_tokens=special, return_tensors="pt")
@@ -159,10 +163,19 @@ class PromptProcessor:
                 raise UsageError(f"{sample} names {named} {kind}s and comes with {len(found)}: they must be as many.")
         if videos and getattr(self.processor, "video_processor", None) is None:
             raise UsageError(
-                f"{sample} has a video, and the model's video processor needs torchvision: install torchvision "
-                "(pip install torchvision), or give the frames as images."
+                f"{sample} has a video, and the model's video processor needs torchvision: in your clone of vlarl run "
+                f"{install_command('video')}, or give the frames as images."
             )
         return [Image.fromarray(image) for image in images], videos  # of an array the side of colours is guessed
+
+    def _rates(self, prompt: Prompt) -> list[VideoMetadata]:
+        """When each frame was taken. Where that is not known, as often as the model would have sampled frames."""
+        usual = float(getattr(self.processor.video_processor, "fps", None) or USUAL_FPS)
+        rates = prompt.video_fps or (None,) * len(prompt.videos)
+        return [
+            VideoMetadata(len(video), rate or usual, frames_indices=list(range(len(video))))
+            for video, rate in zip(prompt.videos, rates, strict=True)
+        ]
 
     def _inputs(self, encoded: Mapping[str, Any]) -> VlmInputs:
         columns: dict[str, Any] = {
@@ -184,27 +197,34 @@ class PromptProcessor:
         return VlmInputs(**columns)
 
     def _check_features(self, row: VlmInputs, sample: str) -> None:
-        """A prompt has as many image tokens as its images have features: text may hold such tokens, too."""
-        image_token = getattr(self.processor, "image_token_id", None)
-        if not self.reads_images or image_token is None:
+        """A prompt has as many image tokens as its images have features, and the same of videos: text may hold such
+        tokens, too."""
+        if not self.reads_images:
             return
-        tokens = int((row.ids == image_token).sum())
-        features = self._num_features(row)
-        if features is not None and tokens != features:
-            raise UsageError(
-                f"{sample} has {tokens} image tokens, but its images have {features} features: take tokens of images "
-                "out of the text, and use the model's own processor files."
-            )
+        for kind, pixels, grid in (
+            ("image", row.pixel_values, row.image_grid_thw),
+            ("video", row.pixel_values_videos, row.video_grid_thw),
+        ):
+            token = getattr(self.processor, f"{kind}_token_id", None)
+            features = self._num_features(pixels, grid)
+            if token is None or features is None:
+                continue
+            tokens = int((row.ids == token).sum())
+            if tokens != features:
+                raise UsageError(
+                    f"{sample} has {tokens} {kind} tokens, but its {kind}s have {features} features: take tokens of "
+                    f"{kind}s out of the text, and use the model's own processor files."
+                )
 
-    def _num_features(self, row: VlmInputs) -> int | None:
-        """Features of the images of one prompt; None where the family does not say."""
-        if row.pixel_values is None:
+    def _num_features(self, pixels: Ragged | None, grid: Ragged | None) -> int | None:
+        """Features of the images or videos of one prompt; None where the family does not say."""
+        if pixels is None:
             return 0
         merge = getattr(self.processor.image_processor, "merge_size", None)
-        if row.image_grid_thw is not None and merge is not None:
-            return int(row.image_grid_thw.flat().prod(dim=-1).sum()) // int(merge) ** 2
+        if grid is not None and merge is not None:
+            return int(grid.flat().prod(dim=-1).sum()) // int(merge) ** 2
         length = getattr(self.processor, "image_seq_len", None)
-        return None if length is None else int(row.pixel_values.counts.sum()) * int(length)
+        return None if length is None else int(pixels.counts.sum()) * int(length)
 
 
 def prompt_of(observation: Observation) -> Prompt:
@@ -252,11 +272,21 @@ def load_processor(folder: Path, model_type: str, reads_images: bool) -> Any:
     """The model's own processor, or its tokenizer where it reads only text.
 
     Video processors need torchvision, images don't: without torchvision the processor is loaded without its videos.
+    Images are resized by PIL either way, where the family has that variant: torchvision resizes to other pixels, and a
+    checkpoint must not depend on what else is installed.
     """
     if not reads_images:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if is_torchvision_available():
-        return cast(Any, AutoProcessor).from_pretrained(folder, trust_remote_code=False)
+        processor = cast(Any, AutoProcessor).from_pretrained(folder, trust_remote_code=False)
+    else:
+        processor = _processor_without_videos(folder, model_type)
+    images = cast(Any, AutoImageProcessor).from_pretrained(folder, backend="pil", trust_remote_code=False)
+    processor.image_processor = images
+    return processor
+
+
+def _processor_without_videos(folder: Path, model_type: str) -> Any:
     named = [
         read_object(folder / name).get("processor_class")
         for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")

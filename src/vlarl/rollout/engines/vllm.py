@@ -34,6 +34,7 @@ ENVIRONMENT = {
 DEFAULT_MEMORY_FRACTION = 0.9  # of a GPU, where the engine is alone on it
 MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM's default would take most of a machine's memory
 LARGEST_SEED = 2**63 - 1
+WORKER = "vlarl.rollout.engines.vllm_worker.EngineWorker"
 LARGEST_BLOCK = 128  # tokens of the largest block of vLLM's cache
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention supports on a CPU
 
@@ -45,6 +46,7 @@ class VllmEngine(WeightReceiver):
         """`policy` may be on the device `meta`: vLLM reads the weights of its checkpoint itself."""
         self._model = policy.vllm_model(options.model_class)
         self._sampling_options = policy.sampling_options
+        self._worker_temperature = 1.0
         _check_head_size(self._model)
         shapes = {name: tuple(weight.shape) for name, weight in policy.engine_weights().items()}
         super().__init__(shapes, missing=set(filter(is_adapter_weight, shapes)))
@@ -58,24 +60,55 @@ class VllmEngine(WeightReceiver):
 
         refuse_sampling(sampling, self._sampling_options)
         self.check_usable()
-        engine, longest = self._llm.llm_engine, self._llm.model_config.max_model_len
-        given = self._model.sampling_arguments(sampling)
-        for row, seed in enumerate(seeds):
+        longest = self._llm.model_config.max_model_len
+        temperature, given = self._temperature(sampling), self._model.sampling_arguments(sampling)
+        prompts = [self._model.prompt(inputs, row, sampling, longest) for row in range(len(seeds))]
+        for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             params = SamplingParams(
-                temperature=sampling.temperature, seed=seed & LARGEST_SEED, detokenize=False, logprobs=0, **given
+                temperature=temperature, seed=seed & LARGEST_SEED, detokenize=False, logprobs=0, **given
             )
-            engine.add_request(str(row), self._model.prompt(inputs, row, longest), params)
-        finished: dict[int, Any] = {}
-        while engine.has_unfinished_requests():
-            finished |= {int(o.request_id): o.outputs[0] for o in engine.step() if o.finished}
-        rows = [finished[row] for row in range(len(seeds))]
+            self._llm.llm_engine.add_request(str(row), prompt, params)
+        finished = self._finished(sampling)
+        for row, prompt in enumerate(prompts):
+            if finished[row].prompt_token_ids != prompt["prompt_token_ids"]:
+                raise VlarlError(
+                    f"vLLM has read other tokens than those of prompt {row}: its images would be misplaced"
+                )
+        rows = [finished[row].outputs[0] for row in range(len(seeds))]
         decisions = self._model.decisions(
             [list(row.token_ids) for row in rows],
             [[step[token].logprob for step, token in zip(row.logprobs, row.token_ids, strict=True)] for row in rows],
+            sampling,
         )
         if not decisions.engine_logprobs[decisions.mask].isfinite().all():
             raise not_finite(self.version)
         return decisions.of_version(self.version)
+
+    def _temperature(self, sampling: Sampling) -> float:
+        """The temperature that vLLM is given.
+
+        Its log-probs are those after top-k, top-p and banned tokens, or those at temperature 1. For log-probs over the
+        whole vocabulary at the temperature, the workers divide the logits, and vLLM samples at temperature 1.
+        """
+        if not self._model.whole_vocabulary:
+            return sampling.temperature
+        divisor = sampling.temperature or 1.0  # greedy tokens are scored at temperature 1
+        if divisor != self._worker_temperature:
+            self._llm.collective_rpc("set_temperature", args=(divisor,))
+            self._worker_temperature = divisor
+        return 1.0 if sampling.temperature else 0.0
+
+    def _finished(self, sampling: Sampling) -> dict[int, Any]:
+        """vLLM's output for each row, when all have ended."""
+        engine, finished = self._llm.llm_engine, {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                ends = sampling.stop_strings and self._model.ends(output.outputs[0].token_ids, sampling)
+                if output.finished or ends:
+                    finished[int(output.request_id)] = output
+                if ends and not output.finished:
+                    engine.abort_request([output.request_id])
+        return finished
 
     def check_usable(self) -> None:
         """VlarlError while the engine can't act, or where vLLM runs other weights than it should."""
@@ -164,7 +197,6 @@ def _start(model: VllmModel, adapters: dict[str, tuple[int, float]], options: Vl
     if adapters:
         arguments["load_format"] = vllm_plugin.ADAPTER_FORMAT
         arguments["model_loader_extra_config"] = {vllm_plugin.ADAPTER_FORMAT: adapters}
-        arguments["worker_extension_cls"] = vllm_plugin.ADAPTER_WORKER
         # Part of the key of vLLM's cache of compiled graphs, which the options above are not: a graph without adapters,
         # or with others, would be run.
         arguments["additional_config"] = {vllm_plugin.ADAPTER_FORMAT: adapters}
@@ -180,7 +212,8 @@ def _start(model: VllmModel, adapters: dict[str, tuple[int, float]], options: Vl
         max_model_len=longest,
         enable_prefix_caching=options.prefix_caching,
         mm_processor_cache_gb=0,  # an observation is seen once
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="raw_logprobs" if model.whole_vocabulary else "processed_logprobs",
+        worker_extension_cls=WORKER,
         weight_transfer_config={"backend": backend},
         **arguments,
     )

@@ -13,6 +13,7 @@ from vlarl.config.schema import Config
 from vlarl.config.source.start import OF_CHECKPOINT, start_of
 
 GRPO, PPO, TOY = "libero_spatial_grpo_oft", "libero_spatial_ppo_openvla", "tabletop_grpo"
+PROMPTS = "prompts_grpo_3b"
 OWN = {"policy.path": "me/mine"}
 
 
@@ -50,7 +51,8 @@ def work(tmp_path, monkeypatch) -> Path:
             "prompts_grpo",
             "chosen because policy.path is the built-in model for prompts",
         ),
-        (OWN | {"env.suite": "prompts_shapes"}, GRPO, "chosen because policy.path is taken for a 7B model"),
+        ({"env.suite": "prompts"}, PROMPTS, "chosen because env.suite is prompts"),
+        (OWN | {"env.suite": "prompts_shapes"}, PROMPTS, "chosen because env.suite is prompts_shapes"),
         (OWN, GRPO, "chosen because policy.path is taken for a 7B model"),
         (OWN | {"env.suite": "libero_spatial"}, GRPO, "chosen because policy.path is taken for a 7B model"),
         (OWN | {"env.suite": "metaworld_mt10"}, GRPO, "chosen because policy.path is taken for a 7B model"),
@@ -191,3 +193,13 @@ def test_links_that_lead_nowhere_and_adapters_of_themselves_are_no_reason_to_fai
     adapter(own / "checkpoints" / "final", "loop")
     (own / "config.yaml").touch()
     assert is_small_checkpoint("loop"), "its base is neither here nor on the hub, which loading it says"
+
+
+def test_a_small_model_on_own_prompts_is_not_rounded(work):
+    (work / "data.jsonl").write_text('{"prompt": "1 + 1", "solution": "2"}')
+    data = {"env.suite": "prompts", "prompts.path": ["data.jsonl"]}
+    small = load_config(None, data | {"policy.path": "builtin:tiny-qwen2.5-vl"})
+    assert small.policy.dtype == "float32" and not small.policy.gradient_checkpointing and small.lora.enabled
+    large = load_config(None, data)
+    assert large.policy.dtype == "bfloat16" and large.policy.gradient_checkpointing and large.lora.enabled
+    assert large.policy.path == load_config(PROMPTS).policy.path and large.rollout.max_tokens == 512

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from fakes.vlm_models import END, MIXTURES, MODELS, TEXT_ONLY, WITH_IMAGES, observation
+from fakes.float_error import exactly
+from fakes.text_judge import check_texts, library_logits, media_of
+from fakes.vlm_models import END, MIXTURES, MODELS, TEXT_ONLY, WITH_IMAGES, observation, video_observation
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from vlarl.decisions import Decisions, Sampling
@@ -10,6 +12,7 @@ from vlarl.policies.vlm.generation import DEFAULT_MAX_TOKENS, Stops, choose, res
 from vlarl.rollout.engines.torch import TorchEngine
 
 CPU = torch.device("cpu")
+FACTOR = 4.0  # of the error that float32 itself makes over the whole vocabulary
 WORDS = (
     "count",
     "the red cubes on the table",
@@ -23,11 +26,16 @@ WORDS = (
     "go",
 )
 GREEDY = Sampling(0.0, max_tokens=12)
+VIDEO = -1  # in place of a number of images
 
 
-def prompts(counts):
-    """Ten prompts of different lengths; `counts` are the images of each, in turn."""
-    return [observation(text, counts[i % len(counts)], i) for i, text in enumerate(WORDS)]
+def prompts(counts, count=10):
+    """Prompts of different lengths; `counts` are the images of each, in turn."""
+    made = []
+    for index in range(count):
+        text, images = f"{WORDS[index % 10]} {index // 10 or ''}", counts[index % len(counts)]
+        made.append(video_observation(text, index) if images == VIDEO else observation(text, images, index))
+    return made
 
 
 def greedy_texts_of_the_library(policy, observations):
@@ -35,14 +43,12 @@ def greedy_texts_of_the_library(policy, observations):
     found = []
     for each in observations:
         inputs = policy.process([each])
-        given = {name: inputs_of(inputs, name) for name in ("mm_token_type_ids", "image_grid_thw", "pixel_values")}
-        if policy.processor.in_rows and inputs.pixel_values is not None:
-            given |= {"pixel_values": inputs.pixel_values.values}
-            given |= {"pixel_attention_mask": inputs.pixel_attention_mask.values}
+        given = {} if inputs.mm_token_type_ids is None else {"mm_token_type_ids": inputs.mm_token_type_ids}
         ids = policy.model.generate(
             inputs.ids,
             attention_mask=inputs.attention_mask.long(),
-            **{name: value for name, value in given.items() if value is not None},
+            **given,
+            **media_of(policy, inputs),
             do_sample=False,
             max_new_tokens=GREEDY.max_tokens,
             suppress_tokens=list(policy.access.placeholders) or None,
@@ -51,29 +57,65 @@ def greedy_texts_of_the_library(policy, observations):
     return found
 
 
-def inputs_of(inputs, name):
-    value = getattr(inputs, name)
-    return value if value is None or isinstance(value, torch.Tensor) else value.flat()
-
-
 def rows_of(decisions):
     return [ids[mask].tolist() for ids, mask in zip(decisions.sample.ids, decisions.mask, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        *((kind, counts) for kind in WITH_IMAGES for counts in ((0,), (1,), (3,), (0, 1, 3))),
-        *((kind, (0,)) for kind in (*TEXT_ONLY, *MIXTURES)),
-    ],
-)
-def test_greedy_texts_are_those_of_generate(shared, kind, counts):
-    """A whole batch with prompts of different lengths against each prompt alone in the library."""
-    policy, observations = shared(kind), prompts(counts)
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_texts_are_those_of_generate(shared, kind):
+    """50 prompts with 0, 1 and 3 images and a video, as one batch that is padded, against each prompt alone in the
+    library; and their log-probs against float64, of which the library's own float32 is as far."""
+    policy = shared(kind)
+    observations = prompts((0, 1, 3, VIDEO, 1) if kind in WITH_IMAGES else (0,), 50)
     inputs = policy.process(observations)
-    assert len(set(inputs.lengths.tolist())) > 5
-    found = policy.sample(inputs, policy.noise(range(10), GREEDY), GREEDY)
+    assert len(set(inputs.lengths.tolist())) > 10
+    found = policy.sample(inputs, policy.noise(range(50), GREEDY), GREEDY)
     assert rows_of(found) == greedy_texts_of_the_library(policy, observations)
+    check_texts(policy, inputs, found, 0.0, FACTOR)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_greedy_texts_are_those_of_a_batch_that_the_library_pads(shared, kind):
+    """With its own padding on the left; ours begins from padding on the right."""
+    policy, observations = shared(kind), prompts((0,), 50)
+    inputs = policy.process(observations)
+    tokenizer = policy.processor.tokenizer
+    rows = [{"input_ids": ids[mask].tolist()} for ids, mask in zip(inputs.ids, inputs.attention_mask, strict=True)]
+    padded = tokenizer.pad(rows, padding_side="left", return_tensors="pt")
+    ids = policy.model.generate(**padded, do_sample=False, max_new_tokens=GREEDY.max_tokens)
+    texts = ids[:, padded["input_ids"].shape[1] :]
+    found = rows_of(policy.sample(inputs, policy.noise(range(50), GREEDY), GREEDY))
+    assert [row[: len(mine)].tolist() for row, mine in zip(texts, found, strict=True)] == found
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llama"])
+def test_samples_are_those_of_the_restricted_distribution(shared, kind):
+    """Top-k, top-p and the minimum, token by token: where the uniform falls in the sum of the probabilities that are
+    left, by the library's own logits and warpers in float64."""
+    policy, stop = shared(kind), tuple(range(150))
+    sampling = Sampling(0.9, top_k=12, top_p=0.85, max_tokens=6, min_tokens=3, stop=stop)
+    inputs = policy.process(prompts((0, 1) if kind in WITH_IMAGES else (0,), 20))
+    noise = policy.noise(range(20), sampling)
+    found = policy.sample(inputs, noise, sampling)
+    with torch.no_grad():
+        logits = exactly(policy, lambda exact: library_logits(exact, inputs, found))
+        plain = (library_logits(policy, inputs, found) / 0.9).softmax(-1)
+    whole = (logits / 0.9).softmax(-1)
+    rows, steps = found.mask.nonzero().T
+    early = (steps < 3)[:, None] & torch.isin(torch.arange(logits.shape[1]), torch.tensor([*stop, END]))
+    logits = logits.masked_fill(early, -torch.inf)
+    logits[:, list(policy.access.placeholders)] = -torch.inf
+    for warper in (TemperatureLogitsWarper(0.9), TopKLogitsWarper(12), TopPLogitsWarper(0.85)):
+        logits = warper(None, logits)
+    sums = logits.softmax(-1).cumsum(-1)
+    below = torch.nn.functional.pad(sums, (1, 0))
+    chosen, uniforms = found.sample.ids[found.mask][:, None], noise.double()[rows, steps]
+    kept = whole.masked_fill(logits.isinf(), 0.0).sum(-1).min()  # what the others are divided by
+    slack = FACTOR * float((plain.cumsum(-1) - whole.cumsum(-1)).abs().max() / kept)
+    assert slack < 1e-2
+    assert (below.gather(1, chosen)[:, 0] - slack <= uniforms).all()
+    assert (uniforms <= sums.gather(1, chosen)[:, 0] + slack).all()
+    assert logits.gather(1, chosen).isfinite().all() and int(found.sample.length.min()) == 4
 
 
 @pytest.mark.parametrize("kind", [*WITH_IMAGES, "llama", "qwen3_moe"])

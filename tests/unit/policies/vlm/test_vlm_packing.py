@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes.float_error import CEILING, EPS, FloatJudge, check_gradients, exactly
+from fakes.text_judge import judges
 from fakes.vlm_models import MIXTURES, MODELS, TEXT_SIZES, WITH_IMAGES
-from test_vlm_scoring import FACTOR, judges, sampled
+from test_vlm_scoring import FACTOR, sampled
 from transformers import MistralConfig, MistralForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from vlarl.decisions import Sampling
@@ -208,5 +209,22 @@ def test_a_model_whose_samples_would_see_each_other_is_refused(shared, monkeypat
     policy = copy.deepcopy(shared("qwen2_5_vl"))
     monkeypatch.setattr(policy.access, "has_grid_positions", False)  # two rows of positions: the model makes no mask
     policy.model.set_attn_implementation("eager")
-    with pytest.raises(UsageError, match="a sample would depend on the one before it"):
+    with pytest.raises(UsageError, match="as if samples attended to each other"):
         policy.use_packing()
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_a_model_whose_images_need_a_mask_of_their_own_is_refused(shared, monkeypatch, kind):
+    """As in Gemma 4, whose images are read in both directions: texts alone would not show it."""
+    policy = copy.deepcopy(shared(kind))
+    run = policy.access.run
+
+    def run_otherwise(ids, mask, positions, extra=None, **options):
+        found = run(ids, mask, positions, extra, **options)
+        sees_ahead = mask is not None and "pixel_values" in (extra or {})
+        return replace(found, states=found.states.flip(-1)) if sees_ahead else found
+
+    monkeypatch.setattr(policy.access, "run", run_otherwise)
+    with pytest.raises(UsageError, match="optim.packing.*its log-probs would change"):
+        policy.use_packing()
+    assert not policy.packing

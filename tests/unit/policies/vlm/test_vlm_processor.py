@@ -1,10 +1,14 @@
 """Prompts become the ids of the model's own processor; what can't be processed is named."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from fakes.vlm_models import IDS, TEXT_TEMPLATE, WITH_IMAGES, observation, random_image, write_model
+from PIL import Image
 from tokenizers.processors import TemplateProcessing
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from vlarl.errors import UsageError
 from vlarl.policies.vlm.checkpoint import read_policy
@@ -12,8 +16,8 @@ from vlarl.policies.vlm.inputs import Ragged, VlmInputs
 from vlarl.types import Observation, Prompt
 
 
-def prompted(*content, images=(), videos=(), role="user"):
-    prompt = Prompt(({"role": role, "content": list(content)},), images, videos)
+def prompted(*content, images=(), videos=(), fps=(), role="user"):
+    prompt = Prompt(({"role": role, "content": list(content)},), images, videos, fps)
     return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), "", prompt)
 
 
@@ -172,6 +176,47 @@ def test_frames_are_images_for_a_model_that_knows_no_videos(shared):
     assert all(torch.equal(a, b) for a, b in zip(found.tensors(), wanted.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_pixels_are_the_same_with_and_without_torchvision(shared, folder_of, monkeypatch, kind):
+    """Of images that have to be resized, which torchvision does to other pixels."""
+    monkeypatch.setattr("vlarl.policies.vlm.processor.is_torchvision_available", lambda: False)
+    without = read_policy(folder_of(kind))
+    monkeypatch.undo()
+    seen = [observation("?", 3, seed) for seed in range(3)]
+    found, wanted = shared(kind).process(seen), without.process(seen)
+    assert getattr(without.processor.processor, "video_processor", None) is None
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), wanted.tensors(), strict=True))
+    if kind.startswith("qwen"):
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder_of(kind))
+        pixels = images(images=[Image.fromarray(image) for o in seen for image in o.prompt.images], return_tensors="pt")
+        assert torch.equal(found.pixel_values.flat(), pixels["pixel_values"])
+
+
+@pytest.mark.parametrize(("kind", "num_frames"), [("qwen2_5_vl", 6), ("qwen3_vl", 6), ("qwen3_vl", 30)])
+def test_every_frame_of_a_video_is_read(shared, kind, num_frames):
+    """Qwen3-VL's own processor would sample frames a second time. A patch is two frames of 14 x 14 pixels."""
+    video = np.random.default_rng(0).integers(0, 256, (num_frames, 28, 28, 3), dtype=np.uint8)
+    found = shared(kind).process([prompted(VIDEO, text("?"), videos=(video,))])
+    assert found.video_grid_thw.flat().tolist() == [[num_frames // 2, 2, 2]]
+    assert found.pixel_values_videos.flat().shape == (num_frames // 2 * 4, 3 * 2 * 14 * 14)
+    assert int((found.ids == IDS["<|video_pad|>"]).sum()) == num_frames // 2
+
+
+def test_the_time_between_frames_is_that_of_the_video(shared):
+    """Two frames together at 4 a second are half a second; without a rate the model's own 2 a second count."""
+    video = np.zeros((4, 28, 28, 3), np.uint8)
+    for fps, seconds, middle in (
+        ((4.0,), 0.5, ("0.1", "0.6")),
+        ((None,), 1.0, ("0.2", "1.2")),
+        ((), 1.0, ("0.2", "1.2")),
+    ):
+        given = prompted(VIDEO, text("?"), videos=(video,), fps=fps)
+        found = shared("qwen2_5_vl").process([given])
+        assert found.second_per_grid_ts.flat().tolist() == [seconds]
+        written = shared("qwen3_vl").processor.tokenizer.decode(ids_of(shared("qwen3_vl").process([given])))
+        assert re.findall("<([0-9.]+) seconds>", written) == list(middle), "between the two frames of a patch"
+
+
 # What is refused
 
 VIDEO_FRAMES = np.zeros((2, 28, 28, 3), np.uint8)
@@ -187,6 +232,7 @@ PIXELS = np.zeros((28, 28, 3), np.uint8)
         ("qwen2", prompted(IMAGE, text("how many?"), images=(PIXELS,)), "the model reads text only"),
         ("qwen2_5_vl", prompted(text("how many?<|image_pad|>")), "how many.*1 image tokens, .* 0 features"),
         ("smolvlm", prompted(text("how many?<image>")), "prompt 1"),
+        ("qwen2_5_vl", prompted(text("how many?<|video_pad|>")), "how many.*1 video tokens, .* 0 features"),
         ("qwen2_5_vl", prompted(IMAGE, text("how many?<|image_pad|>"), images=(PIXELS,)), "prompt 1 .'how many"),
     ],
 )
@@ -200,7 +246,7 @@ def test_what_does_not_fit_names_the_prompt(shared, kind, given, says):
 def test_a_video_without_a_video_processor_names_what_to_install(folder_of):
     policy = read_policy(folder_of("qwen2_5_vl"))
     policy.processor.processor.video_processor = None  # as it is where torchvision is missing
-    with pytest.raises(UsageError, match=r"prompt 0 \('how many.*install torchvision"):
+    with pytest.raises(UsageError, match=r"prompt 0 \('how many.*needs torchvision: .*\.\[video\]"):
         policy.process([prompted(VIDEO, text("how many?"), videos=(VIDEO_FRAMES,))])
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes.float_error import FloatJudge, exactly
+from fakes.text_judge import judges
 from fakes.vlm_models import MIXTURES, MODELS, TEXT_ONLY, WITH_IMAGES, observation
 
 from vlarl.decisions import Decisions, Sampling
@@ -19,34 +19,6 @@ def sampled(policy, sampling=SAMPLING, count=6):
     observations = [observation("what is it? " * (i % 4 + 1), images[i % len(images)], i) for i in range(count)]
     inputs = policy.process(observations)
     return inputs, policy.sample(inputs, policy.noise(range(count), sampling), sampling)
-
-
-def library_logits(policy, inputs, decisions):
-    """[tokens, V] of all texts, end to end: each row alone and unpadded, by the model's own forward pass."""
-    if policy.model.dtype == torch.float64 and policy.access.is_mixture:
-        policy.model.set_experts_implementation("eager")  # the kernels of the others know no float64
-    found = []
-    for row in range(len(inputs)):
-        one, length = inputs.split()[row], int(decisions.sample.length[row])
-        given = {"input_ids": torch.cat([one.ids, decisions.sample.ids[row : row + 1, :length]], dim=1)}
-        if one.mm_token_type_ids is not None:
-            given["mm_token_type_ids"] = torch.nn.functional.pad(one.mm_token_type_ids, (0, length))
-        for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
-            if (ragged := getattr(one, name)) is not None and int(ragged.counts.sum()):
-                given[name] = ragged.values if policy.processor.in_rows else ragged.flat()
-        found.append(policy.model(**given).logits[0, -length - 1 : -1])
-    return torch.cat(found)
-
-
-def judges(policy, inputs, decisions, temperature):
-    """Log-probs and entropies of all tokens in float64, and float32's own error over the whole vocabulary."""
-    with torch.no_grad():
-        exact = (exactly(policy, lambda p: library_logits(p, inputs, decisions)) / temperature).log_softmax(-1)
-        plain = (library_logits(policy, inputs, decisions) / temperature).log_softmax(-1)
-    chosen = decisions.sample.ids[decisions.mask].unsqueeze(-1)
-    of_logprobs = replace(FloatJudge.of(exact, plain), exact=exact.gather(-1, chosen).squeeze(-1))
-    entropies = [-(each.exp() * each).sum(-1) for each in (exact, plain)]
-    return of_logprobs, replace(of_logprobs, exact=entropies[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

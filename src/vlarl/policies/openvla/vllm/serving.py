@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class OpenVLAInVllm:
     """OpenVLA's side of `VllmModel`: vlarl's own model class, or vLLM's for the original 7B."""
 
+    whole_vocabulary = False  # action ids alone
+
     def __init__(self, policy: OpenVLAPolicy, model_class: Literal["vlarl", "vllm"]) -> None:
         if policy.base is None:
             raise UsageError("a policy that is not on disk can't run in vLLM: save it and load it again.")
@@ -49,7 +51,7 @@ class OpenVLAInVllm:
         overrides = {"num_images": self.config.num_images, "use_proprio": self.config.use_proprio}
         return given | {"config_format": CONFIG_FORMAT, "skip_tokenizer_init": True, "hf_overrides": overrides}
 
-    def prompt(self, inputs: TensorRows, row: int, longest: int) -> Any:
+    def prompt(self, inputs: TensorRows, row: int, sampling: Sampling, longest: int) -> Any:
         """A row's ids with placeholders for its image tokens, its pixels and the robot's state."""
         from vlarl.policies.openvla.vllm.prompt import library_prompt, observation_prompt
 
@@ -71,7 +73,13 @@ class OpenVLAInVllm:
             "allowed_token_ids": list(range(self.config.first_action_id, self.config.vocab_size)),
         }
 
-    def decisions(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Decisions:
+    def ends(self, ids: Sequence[int], sampling: Sampling) -> bool:
+        """A chunk ends when it has all its tokens, which vLLM counts."""
+        return False
+
+    def decisions(
+        self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], sampling: Sampling
+    ) -> Decisions:
         """Action tokens as decisions."""
         tokens = torch.tensor(ids, dtype=torch.int64)
         return token_decisions(tokens, torch.tensor(logprobs, dtype=torch.float32), self.config.action_dim)

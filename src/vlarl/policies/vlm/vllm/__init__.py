@@ -1,0 +1,1 @@
+"""Language and vision-language models inside vLLM, by its own model classes."""
