@@ -20,6 +20,7 @@ from vlarl.envs.prompts.pool import PromptPool
 from vlarl.envs.prompts.source import PromptError
 from vlarl.errors import UsageError
 from vlarl.policies.base import Policy
+from vlarl.rollout.reward_data import refuse_without_solutions
 from vlarl.types import Task
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,14 @@ def usable_spec(config: Config, policy: Policy, pool: EnvPool) -> SuiteSpec:
     """The pool's suite without the prompts that are too long, if there is such a limit; UsageError where none are left
     to train or to evaluate on."""
     spec, limit = pool.spec, config.prompts.max_tokens
-    if limit is None or spec.name != PROMPTS:
+    if spec.name != PROMPTS:
+        return spec
+    source = _source(pool, config.prompts)
+    refuse_without_solutions(config.reward, spec, source)
+    if limit is None:
         return spec
     states = (*spec.train_states, *spec.eval_states)
-    dropped = overlong_states(states, _source(pool, config.prompts), policy, limit)
+    dropped = overlong_states(states, source, policy, limit)
     kept = [index for index, state in enumerate(spec.train_states) if state not in dropped]
     held_out = tuple(state for state in spec.eval_states if state not in dropped)
     if not kept or not held_out:

@@ -20,10 +20,10 @@ from vlarl.config.words import counted
 from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.envs.prompts.files import RowFile, open_rows
 from vlarl.envs.prompts.media import MediaError
-from vlarl.envs.prompts.rows import ParsedRow, RowError, parse_row
+from vlarl.envs.prompts.rows import RowError, parse_row
 from vlarl.envs.prompts.source import OnError, PromptError
 from vlarl.errors import UsageError
-from vlarl.solutions import Match
+from vlarl.solutions import Match, find_solution
 from vlarl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class PromptDataset:
         self.files = [open_rows(Path(path)) for path in (*config.path, *config.eval_path)]
         self._first = np.cumsum([0, *(len(file) for file in self.files)]).tolist()
         self.num_skipped = 0
+        self.solved: set[int] = set()  # states of rows that have a solution
+        self.column_names: dict[str, None] = {}  # of rows of prompts.path, in their order
         usable = [self._usable(index) for index in range(len(self.files))]
         self.spec = self._spec(usable)
         if self.num_skipped:
@@ -58,7 +60,7 @@ class PromptDataset:
     def _prompt(self, state: int, with_pixels: bool) -> Prompt:
         file, row = self._locate(state)
         try:
-            return self._parsed(file, row).decoded(file.folder, self.config.video_frames, with_pixels)
+            return parse_row(file.row(row), self.config).decoded(file.folder, self.config.video_frames, with_pixels)
         except (RowError, MediaError) as error:
             raise PromptError(f"{file.where(row)} {error}. {REMEDY}") from error
 
@@ -68,15 +70,14 @@ class PromptDataset:
         index = int(np.searchsorted(self._first, state, side="right")) - 1
         return self.files[index], state - self._first[index]
 
-    def _parsed(self, file: RowFile, row: int) -> ParsedRow:
-        return parse_row(file.row(row), self.config)
-
     def _usable(self, index: int) -> list[int]:
         """Indices of the usable rows of a file; the first row that is not, is raised or skipped."""
         file, found = self.files[index], []
         for row in range(len(file)):
             try:
-                self._parsed(file, row).check_files(file.folder)
+                content = file.row(row)
+                parsed = parse_row(content, self.config)
+                parsed.check_files(file.folder)
             except (RowError, MediaError, PromptError) as error:
                 text = str(error) if isinstance(error, PromptError) else f"{file.where(row)} {error}. {REMEDY}"
                 if self.on_error == "stop":
@@ -85,6 +86,10 @@ class PromptDataset:
                 log.warning("left out: %s", text.removesuffix(f" {REMEDY}"))
                 continue
             found.append(self._first[index] + row)
+            if index < len(self.config.path):
+                self.column_names |= dict.fromkeys(name for name, value in content.items() if value is not None)
+            if find_solution(parsed.columns) is not None:
+                self.solved.add(found[-1])
         return found
 
     def _spec(self, usable: list[list[int]]) -> SuiteSpec:
