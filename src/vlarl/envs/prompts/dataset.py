@@ -43,6 +43,7 @@ class PromptDataset:
         self._first = np.cumsum([0, *(len(file) for file in self.files)]).tolist()
         self.num_skipped = 0
         self.solved: set[int] = set()  # states of rows that have a solution
+        self.with_videos: set[int] = set()  # states of rows whose length can't be told without decoding
         self.column_names: dict[str, None] = {}  # of rows of prompts.path, in their order
         usable = [self._usable(index) for index in range(len(self.files))]
         self.spec = self._spec(usable)
@@ -56,6 +57,11 @@ class PromptDataset:
     def outline(self, state: int) -> Prompt:
         """The same with black images of the same sizes, which needs no decoding: enough to tell its length."""
         return self._prompt(state, with_pixels=False)
+
+    def where(self, state: int) -> str:
+        """The file and the row of a state, in messages."""
+        file, row = self._locate(state)
+        return file.where(row)
 
     def _prompt(self, state: int, with_pixels: bool) -> Prompt:
         file, row = self._locate(state)
@@ -88,6 +94,8 @@ class PromptDataset:
             found.append(self._first[index] + row)
             if index < len(self.config.path):
                 self.column_names |= dict.fromkeys(name for name, value in content.items() if value is not None)
+            if parsed.videos:
+                self.with_videos.add(found[-1])
             if find_solution(parsed.columns) is not None:
                 self.solved.add(found[-1])
         return found
