@@ -95,7 +95,7 @@ class LeftOut:
 
 
 def left_out(states: Sequence[int], source: PromptDataset, policy: Policy, sampling: Sampling) -> LeftOut:
-    """Those of the prompts that can't be sampled from, which is logged; UsageError for the first that is refused, unless
+    """Those of the prompts that can't be sampled from, which is logged. UsageError for the first refused one, unless
     such rows are skipped."""
     limit = source.config.max_tokens
     overlong: set[int] = set()
