@@ -26,7 +26,7 @@ from vlarl.envs.prompts.pool import PromptPool
 from vlarl.envs.prompts.source import PromptError
 from vlarl.errors import UsageError
 from vlarl.policies.base import Policy
-from vlarl.rollout.reward_data import refuse_without_solutions
+from vlarl.rollout.reward_data import refuse_missing_columns, refuse_without_solutions
 from vlarl.rollout.sampling import rollout_sampling
 from vlarl.types import Task
 
@@ -41,6 +41,8 @@ def usable_spec(config: Config, policy: Policy, pool: EnvPool) -> SuiteSpec:
         return spec
     source = _source(pool, config.prompts)
     refuse_without_solutions(config.reward, spec, source)
+    if not (config.distributed.backend == "ray" and config.distributed.num_reward_workers):  # they import their own
+        refuse_missing_columns(config.reward, source)
     states = (*spec.train_states, *spec.eval_states)
     dropped = left_out(states, source, policy, rollout_sampling(config.rollout))
     kept = [index for index, state in enumerate(spec.train_states) if state not in dropped.states]

@@ -49,6 +49,7 @@ class PromptDataset:
         self.solved: set[int] = set()  # states of rows that have a solution
         self.with_videos: set[int] = set()  # states of rows whose length can't be told without decoding
         self.column_names: dict[str, None] = {}  # of rows of prompts.path, in their order
+        self.reward_columns: set[str] = set()  # those of them that reward functions get
         usable = [self._usable(index) for index in range(len(self.files))]
         self.spec = self._spec(usable)
         if self.num_skipped:
@@ -100,6 +101,7 @@ class PromptDataset:
             found.append(self._first[index] + row)
             if index < len(self.config.path):
                 self.column_names |= dict.fromkeys(name for name, value in content.items() if value is not None)
+                self.reward_columns |= parsed.columns.keys()
             if parsed.videos:
                 self.with_videos.add(found[-1])
             if find_solution(parsed.columns) is not None:
