@@ -165,7 +165,7 @@ def _load_value_head(policy: VlmPolicy, folder: Path) -> None:
     state = dict(read_tensors(file))
     widths = [len(state[name]) for name in sorted(state) if name.startswith("layers.") and name.endswith(".weight")]
     policy.value_head = ValueHead(policy.access.hidden_size, widths, 1)
-    # Copied: a view of the mapped file has any address, by which products of matrices round. A resumed run would differ.
+    # Copied: a view of the mapped file lies at any address, products of matrices round by it, and resumed runs differ.
     copied = {name: tensor.to(policy.device, torch.float32, copy=True) for name, tensor in state.items()}
     load_state(policy.value_head, copied, str(folder))
 
