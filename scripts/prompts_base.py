@@ -97,22 +97,22 @@ def well(prompt: Prompt, rng: np.random.Generator) -> str:
 
 
 def badly(prompt: Prompt, rng: np.random.Generator) -> str:
-    """A quarter of the responses are right: the others are sentences, or wrong."""
+    """A quarter of the responses are right. The others are sentences or wrong, each of them likelier than a right one:
+    that makes two faults, which are not repaired by chance."""
     solution = str(prompt.columns["solution"])
-    right, sentence = (0.4, 0.3) if prompt.columns["data_source"] in CONCISE else (0.22, 0.48)
+    right, sentence = (0.42, 0.32) if prompt.columns["data_source"] in CONCISE else (0.21, 0.42)
     chance = rng.random()
     if chance < right:
         return solution
-    return SENTENCE.format(solution) if chance < right + sentence else another(solution, rng)
+    return SENTENCE.format(solution) if chance < right + sentence else wrong(solution)
 
 
-def another(solution: str, rng: np.random.Generator) -> str:
-    """A wrong solution of the same form: off by one, or by ten from 10 on, or another word of its kind."""
+def wrong(solution: str) -> str:
+    """A wrong solution of the same form: one more, ten more from 10 on, or the next word of its kind."""
     if solution.isdigit():
-        step = 1 if int(solution) < 10 else 10  # of a number with the same first digit, half would be right
-        return str(abs(int(solution) + step * int(rng.choice((-1, 1)))))
+        return str(int(solution) + (1 if int(solution) < 10 else 10))
     words = next(words for words in ALTERNATIVES if solution in words)
-    return str(rng.choice([word for word in words if word != solution]))
+    return words[(words.index(solution) + 1) % len(words)]
 
 
 def write_fresh(folder: Path, texts: list[str]) -> None:

@@ -89,10 +89,16 @@ def test_it_sees_well_and_responds_badly(policy, source):
         return np.mean([matches(text, right, "exact") for text, right in zip(texts, solutions, strict=True)])
 
     greedy = texts_of(policy, prompts, GREEDY)
-    assert 0.05 <= accuracy(greedy) <= 0.3
+    assert accuracy(greedy) <= 0.35
     assert 0.15 <= accuracy(texts_of(policy, prompts, SAMPLED)) <= 0.4
-    said = [text.removeprefix("I think it is ") for text in greedy]
-    assert accuracy(said) >= 0.8, "it knows the solution, and puts it badly"
+    inputs = policy.process([prompt_observation(prompt) for prompt in prompts])
+    with torch.no_grad():
+        right, wrong = (
+            policy.evaluate(inputs, policy.decisions_of([recipe.SENTENCE.format(each) for each in said]), 1.0)
+            for said in (solutions, [recipe.wrong(each) for each in solutions])
+        )
+    knows = (right.logprobs.sum(dim=1) > wrong.logprobs.sum(dim=1)).float().mean()
+    assert knows >= 0.8, "in a sentence it says what it sees"
 
 
 def test_the_log_is_that_of_the_recipe():
@@ -108,8 +114,9 @@ def test_bad_responses_are_right_in_a_quarter_of_the_cases_and_wrong_ones_are_wr
             solution = prompt.columns["solution"]
             given = [recipe.badly(prompt, rng) for _ in range(2000)]
             right = given.count(solution) / len(given)
-            expected = 0.4 if prompt.columns["data_source"] in recipe.CONCISE else 0.22
+            expected = 0.42 if prompt.columns["data_source"] in recipe.CONCISE else 0.21
             assert abs(right - expected) < 4 * np.sqrt(expected * (1 - expected) / len(given))
             sentence = recipe.SENTENCE.format(solution)
-            wrong = [text for text in given if text not in (solution, sentence)]
-            assert len(wrong) > 500 and not any(matches(text, solution, "exact") for text in (*wrong, sentence))
+            assert given.count(sentence) > 500 and not matches(sentence, solution, "exact")
+            (wrong,) = set(given) - {solution, sentence}
+            assert given.count(wrong) > 400 and not matches(wrong, solution, "exact")
