@@ -42,33 +42,46 @@ class PromptProcessor:
         self.reads_images = reads_images
         self.in_rows = in_rows
         self.knows_videos = "video_processor" in inspect.signature(type(processor).__init__).parameters
-        self._image_tokens: dict[tuple[int, int], int] = {}  # by height and width, as far as they were needed
+        self._image_tokens: dict[tuple[int, int], tuple[int, int]] = {}  # by height and width, as far as they were needed
 
     def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
         """One row for each observation, on the CPU."""
-        return VlmInputs.cat([self._row(prompt_of(o), index) for index, o in enumerate(observations)])
+        return VlmInputs.cat(
+            [self._row(p, f"prompt {index} ({_shown(p)})") for index, p in enumerate(map(prompt_of, observations))]
+        )
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt as `__call__` makes them, counted without processing its images: an image adds as many
-        tokens as a black one of its size."""
-        sample = f"a prompt ({_shown(prompt)})"
+        tokens as a black one of its size. UsageError for what `__call__` refuses."""
+        sample = f"the prompt ({_shown(prompt)})"
         if prompt.videos:
-            return int(self._row(prompt, 0).lengths[0])
-        text, special = self._text(prompt, self._messages(prompt, sample), sample)
-        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
-        return len(ids) + sum(self._added_by_image(image.shape[0], image.shape[1]) for image in prompt.images)
+            return int(self._row(prompt, sample).lengths[0])
+        ids = self._text_ids(prompt, sample)
+        images = [self._image_size(image.shape[0], image.shape[1]) for image in prompt.images]
+        if not ids:
+            raise UsageError(f"{sample} is empty: give it some text.")
+        for kind, named in (("image", sum(placeholders for _, placeholders in images)), ("video", 0)):
+            token = getattr(self.processor, f"{kind}_token_id", None)
+            if self.reads_images and token is not None and ids.count(token) != named:
+                raise UsageError(f"{sample} has tokens of {kind}s in its text: take them out.")
+        return len(ids) + sum(added for added, _ in images)
 
-    def _added_by_image(self, height: int, width: int) -> int:
-        """The tokens that an image of this size becomes, less those of its placeholder."""
-        if (height, width) in self._image_tokens:
-            return self._image_tokens[height, width]
-        black = np.zeros((height, width, 3), np.uint8)
-        prompt = Prompt(({"role": "user", "content": [{"type": "image"}]},), (black,))
-        text, special = self._text(prompt, self._messages(prompt, "an image"), "an image")
-        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
-        added = int(self._row(prompt, 0).lengths[0]) - len(ids)
-        self._image_tokens[height, width] = added
-        return added
+    def _text_ids(self, prompt: Prompt, sample: str) -> list[int]:
+        """The tokens of a prompt before its images take the place of their placeholders."""
+        text, special = self._text(prompt, self._messages(prompt, sample), sample)
+        return list(self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0])
+
+    def _image_size(self, height: int, width: int) -> tuple[int, int]:
+        """The tokens that an image of this size adds to those of its placeholder, and how many tokens of images the
+        placeholder has."""
+        if (height, width) not in self._image_tokens:
+            black = np.zeros((height, width, 3), np.uint8)
+            prompt = Prompt(({"role": "user", "content": [{"type": "image"}]},), (black,))
+            sample = f"an image of {height} x {width} pixels"
+            ids = self._text_ids(prompt, sample)
+            added = int(self._row(prompt, sample).lengths[0]) - len(ids)
+            self._image_tokens[height, width] = added, ids.count(getattr(self.processor, "image_token_id", -1))
+        return self._image_tokens[height, width]
 
     def _text(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], sample: str) -> tuple[str, bool]:
         """The text of a prompt, and whether the tokenizer adds the tokens that begin and end one."""
@@ -79,8 +92,8 @@ class PromptProcessor:
         begin = getattr(self.tokenizer, "bos_token", None)
         return text, self.reads_images and not (begin and text.startswith(begin))
 
-    def _row(self, prompt: Prompt, index: int) -> VlmInputs:
-        sample = f"prompt {index} ({_shown(prompt)})"
+    def _row(self, prompt: Prompt, sample: str) -> VlmInputs:
+        """One row; `sample` names the prompt in messages."""
         if self.reads_images and not self.knows_videos:
             prompt = frames_as_images(prompt)
         messages = self._messages(prompt, sample)
