@@ -190,8 +190,8 @@ class PromptProcessor:
             elif name in VISION:
                 tensor = torch.as_tensor(value)
                 tensor = tensor.bool() if name == "pixel_attention_mask" else tensor
-                tensor = tensor if self.in_rows else tensor[None]
-                columns[name] = Ragged(tensor, torch.tensor([tensor.shape[1]]))
+                tensor = tensor[0] if self.in_rows else tensor
+                columns[name] = Ragged(tensor, torch.tensor([len(tensor)]))
             else:
                 raise UsageError(f"the model's processor gives {name}, which is not supported: use another family.")
         return VlmInputs(**columns)
@@ -222,7 +222,7 @@ class PromptProcessor:
             return 0
         merge = getattr(self.processor.image_processor, "merge_size", None)
         if grid is not None and merge is not None:
-            return int(grid.flat().prod(dim=-1).sum()) // int(merge) ** 2
+            return int(grid.values.prod(dim=-1).sum()) // int(merge) ** 2
         length = getattr(self.processor, "image_seq_len", None)
         return None if length is None else int(pixels.counts.sum()) * int(length)
 
