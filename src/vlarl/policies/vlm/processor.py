@@ -45,8 +45,14 @@ class PromptProcessor:
         self._image_tokens: dict[tuple[int, int], int] = {}  # by height and width, as far as they were needed
 
     def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
-        """One row for each observation, on the CPU."""
-        return VlmInputs.cat([self._row(prompt_of(o), index) for index, o in enumerate(observations)])
+        """One row for each observation, on the CPU. A prompt of several, as members of a group have it, is processed
+        once."""
+        prompts = [prompt_of(each) for each in observations]
+        rows: dict[int, VlmInputs] = {}  # by the prompt's identity: it is kept above, so that no other one gets it
+        for index, prompt in enumerate(prompts):
+            if id(prompt) not in rows:
+                rows[id(prompt)] = self._row(prompt, index)
+        return VlmInputs.cat([rows[id(prompt)] for prompt in prompts])
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt as `__call__` makes them, counted without processing its images: an image adds as many

@@ -1,6 +1,7 @@
 """Prompts become the ids of the model's own processor; what can't be processed is named."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,28 @@ def test_rows_without_images_join_those_with_some(shared):
         assert joined.image_grid_thw.counts.tolist() == [0, 2]
         assert torch.equal(joined.pixel_values.values, seen.pixel_values.values)
     assert VlmInputs.cat([plain, plain]).pixel_values is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm", "qwen2"])
+def test_members_of_a_group_are_processed_once(shared, monkeypatch, kind):
+    """The rows are those of prompts that are each an object of their own; equal prompts that are not one, too."""
+    policy = shared(kind)
+    images = 2 if kind != "qwen2" else 0
+    first, second = observation("how many?", images, 1), observation("which?", images, 2)
+    group = [first] * 4 + [second] * 4 + [replace(first), replace(first, prompt=replace(first.prompt))]
+    alone = VlmInputs.cat([policy.process([each]) for each in group])
+    calls = []
+    row = policy.processor._row
+    monkeypatch.setattr(policy.processor, "_row", lambda *given: (calls.append(given), row(*given))[1])
+    found = policy.process(group)
+    assert [index for _, index in calls] == [0, 4, 9]
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), alone.tensors(), strict=True))
+    parts = found.split()
+    parts[0].ids.zero_()
+    assert torch.equal(parts[1].ids, alone.split()[1].ids), "rows are in memory of their own"
+    robots = [Observation(np.full((1, 28, 28, 3), i, np.uint8), np.zeros(8, np.float32), str(i)) for i in range(3)]
+    if images:
+        assert not torch.equal(*(part.pixel_values.values for part in policy.process(robots).split()[:2]))
 
 
 def test_prompts_are_padded_on_the_left_for_the_model(shared):
