@@ -42,13 +42,17 @@ class PromptProcessor:
         self.reads_images = reads_images
         self.in_rows = in_rows
         self.knows_videos = "video_processor" in inspect.signature(type(processor).__init__).parameters
-        self._image_tokens: dict[tuple[int, int], tuple[int, int]] = {}  # by height and width, as far as they were needed
+        self._image_tokens: dict[tuple[int, int], tuple[int, int]] = {}  # by height and width, as far as was needed
 
     def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
-        """One row for each observation, on the CPU."""
-        return VlmInputs.cat(
-            [self._row(p, f"prompt {index} ({_shown(p)})") for index, p in enumerate(map(prompt_of, observations))]
-        )
+        """One row for each observation, on the CPU. A prompt of several, as members of a group have it, is processed
+        once."""
+        prompts = [prompt_of(each) for each in observations]
+        rows: dict[int, VlmInputs] = {}  # by the prompt's identity: it is kept above, so that no other one gets it
+        for index, prompt in enumerate(prompts):
+            if id(prompt) not in rows:
+                rows[id(prompt)] = self._row(prompt, f"prompt {index} ({_shown(prompt)})")
+        return VlmInputs.cat([rows[id(prompt)] for prompt in prompts])
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt as `__call__` makes them, counted without processing its images: an image adds as many
@@ -226,8 +230,8 @@ class PromptProcessor:
             elif name in VISION:
                 tensor = torch.as_tensor(value)
                 tensor = tensor.bool() if name == "pixel_attention_mask" else tensor
-                tensor = tensor if self.in_rows else tensor[None]
-                columns[name] = Ragged(tensor, torch.tensor([tensor.shape[1]]))
+                tensor = tensor[0] if self.in_rows else tensor
+                columns[name] = Ragged(tensor, torch.tensor([len(tensor)]))
             else:
                 raise UsageError(f"the model's processor gives {name}, which is not supported: use another family.")
         return VlmInputs(**columns)
@@ -258,7 +262,7 @@ class PromptProcessor:
             return 0
         merge = getattr(self.processor.image_processor, "merge_size", None)
         if grid is not None and merge is not None:
-            return int(grid.flat().prod(dim=-1).sum()) // int(merge) ** 2
+            return int(grid.values.prod(dim=-1).sum()) // int(merge) ** 2
         length = getattr(self.processor, "image_seq_len", None)
         return None if length is None else int(pixels.counts.sum()) * int(length)
 
