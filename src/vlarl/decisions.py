@@ -22,6 +22,9 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class TensorRows:
     """A batch: every field is a tensor with one row for each member, a batch of as many rows, or None.
 
+    A class whose tensors are laid out otherwise, such as rows of different lengths end to end, has its own `__len__`,
+    `rows` and `split`; `cat` joins the first dimension of every tensor.
+
     >>> @dataclass(frozen=True)
     ... class Prompts(TensorRows):
     ...     ids: torch.Tensor  # [B, L]
@@ -31,7 +34,7 @@ class TensorRows:
     """
 
     def __len__(self) -> int:
-        return len(self.tensors()[0])
+        return next(len(column) for column in self._columns().values() if column is not None)
 
     def map(self, change: Change) -> Self:
         """The same batch with every tensor changed."""
@@ -80,7 +83,8 @@ class TensorRows:
     @property
     def shape_key(self) -> tuple[int, ...]:
         """What a recorded pass depends on: the sizes of all tensors."""
-        return tuple(size for tensor in self.tensors() for size in tensor.shape)
+        columns = [column for column in self._columns().values() if column is not None]
+        return tuple(n for c in columns for n in (c.shape_key if isinstance(c, TensorRows) else c.shape))
 
     @property
     def lengths(self) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ def media_of(policy: VlmPolicy, one: VlmInputs) -> dict[str, Any]:
     found = {}
     for name in VISION:
         if (ragged := getattr(one, name)) is not None and int(ragged.counts.sum()):
-            found[name] = ragged.values if policy.processor.in_rows else ragged.flat()
+            found[name] = ragged.padded() if policy.processor.in_rows else ragged.values
     return found
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -90,8 +91,9 @@ class TextFunctionReward(Reward):
             images = [[Image.fromarray(image) for image in prompt.images] for prompt in prompts]
             both = {"images": images, "image": [each[0] if each else None for each in images]}
             given |= {name: value for name, value in both.items() if name in self._names}
+        own = [copy.deepcopy(prompt.columns) for prompt in prompts]  # members of a group have the same prompt
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in TRL_NAMES)
-        given |= {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        given |= {name: [columns.get(name) for columns in own] for name in names}
         chosen = {name: value for name, value in given.items() if self._takes_all or name in self._names}
         values = _awaited(self.function(**chosen))
         if isinstance(values, str | bytes) or not hasattr(values, "__len__") or len(values) != len(responses):
@@ -107,7 +109,7 @@ class TextFunctionReward(Reward):
 
     def _verl_arguments(self, trajectory: Trajectory) -> dict[str, Any]:
         response = Response.of(trajectory)
-        columns = response.prompt.columns
+        columns = copy.deepcopy(response.prompt.columns)  # members of a group have the same prompt
         given = {
             "data_source": columns.get("data_source", trajectory.task.suite),
             "solution_str": response.text,
@@ -127,7 +129,7 @@ class TextFunctionReward(Reward):
 
 def trl_prompt(prompt: Prompt) -> str | list[dict[str, Any]]:
     """A prompt as TRL's functions get it: the text, or the messages of a conversation."""
-    return [dict(message) for message in prompt.messages] if prompt.conversational else prompt.text
+    return copy.deepcopy([dict(message) for message in prompt.messages]) if prompt.conversational else prompt.text
 
 
 def trl_completion(response: Response) -> str | list[dict[str, str]]:

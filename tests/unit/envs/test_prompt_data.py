@@ -12,6 +12,7 @@ from PIL import Image
 
 from vlarl.config.schema import Config, PromptsConfig
 from vlarl.envs.build import build_prompts
+from vlarl.envs.prompts import rows as rows_module
 from vlarl.envs.prompts.dataset import PromptDataset
 from vlarl.envs.prompts.pool import PromptPool
 from vlarl.envs.prompts.source import PromptError
@@ -240,6 +241,28 @@ def test_weights_say_how_often_an_epoch_has_the_rows_of_a_file(tmp_path):
     states = [task.init_state for task in EpochSampler(config, data.spec).get_batch(1)]
     assert sorted(state for state in states if state < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert len({state for state in states if state >= 4}) == 3
+
+
+def test_members_of_a_group_have_one_prompt_that_is_decoded_once(tmp_path, monkeypatch):
+    """Also where they follow each other in one slot. Few prompts are kept, and one that can't be used is not."""
+    (tmp_path / "red.png").write_bytes(png(RED))
+    (tmp_path / "bad.png").write_bytes(png(RED)[:40])
+    rows = [{"prompt": str(i), "image": "bad.png" if i == 4 else "red.png"} for i in range(5)]
+    source, decoded = dataset(write(tmp_path / "a.jsonl", rows), on_error="skip"), []
+    decode = rows_module.decode_image
+    monkeypatch.setattr(rows_module, "decode_image", lambda *given: (decoded.append(given), decode(*given))[1])
+    pool = PromptPool(source, 4)
+    group = pool.reset([0, 1, 2, 3], [Task("prompts", 0, 0, seed) for seed in range(4)])
+    (again,) = pool.reset([0], [Task("prompts", 0, 0, 9)])
+    assert len({id(seen.prompt) for seen in (*group, again)}) == 1 and len(decoded) == 1
+    np.testing.assert_array_equal(group[0].prompt.images[0], source.prompt(0, 0).images[0])
+    decoded.clear()
+    for state in (1, 2, 3, 0):
+        pool.reset([1], [Task("prompts", 0, state, 0)])
+    assert len(decoded) == 4, "what is kept does not grow with the data"
+    for _ in range(2):
+        with pytest.raises(PromptError, match="row 4 has a corrupt image"):
+            pool.reset([1], [Task("prompts", 0, 4, 0)])
 
 
 def test_the_solution_column_decides_success(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,29 @@ def test_a_function_of_verl_scores_each_text(module):
     ]
     scored = [e.env_return for e in reward.score_all(episodes)]
     assert scored == pytest.approx([1.0, 0.0, 0.4], rel=1e-6)  # rewards are float32
+
+
+CHANGING = """
+def trl_pops(prompts, completions, steps, **kwargs):
+    prompts[0][0]["content"].clear()
+    return [float(len(each) + (each.pop() and 0)) + 10 * len(prompt[0]["content"]) for each, prompt in zip(steps, prompts)]
+
+def verl_pops(data_source, solution_str, ground_truth, extra_info=None):
+    return extra_info.pop("index")
+"""
+
+
+def test_a_function_that_changes_what_it_gets_changes_it_for_no_other_member_of_the_group(module):
+    """Members of a group have the same prompt object, in later iterations as well."""
+    module("changing_rewards", CHANGING)
+    first = text_episode("a", steps=[1, 2], extra_info={"index": 4})
+    (step,) = first.transitions
+    prompt = replace(step.observation.prompt, messages=({"role": "user", "content": [{"type": "text", "text": "?"}]},))
+    shared = replace(first, transitions=(replace(step, observation=replace(step.observation, prompt=prompt)),))
+    for name, expected in (("trl_pops", [2.0, 12.0]), ("verl_pops", [4.0, 4.0])):
+        reward = build_bare_reward(RewardConfig(source=f"changing_rewards:{name}"), RUN)
+        for _ in range(2):
+            assert [e.env_return for e in reward.score_all([shared, shared])] == expected
 
 
 def test_an_async_function_is_awaited_outside_of_any_loop(trl):

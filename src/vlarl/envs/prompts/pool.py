@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image
@@ -13,6 +14,7 @@ from vlarl.solutions import find_solution, matches
 from vlarl.types import ChunkOutcome, Observation, Prompt, Task, UInt8Array
 
 FRAME_SIZE = 256  # pixels of a side of a video's frame
+KEPT_PROMPTS = 2  # read last: members of a group follow each other
 
 
 class PromptPool(LockstepPool):
@@ -24,6 +26,8 @@ class PromptPool(LockstepPool):
         self.spec = source.spec
         self.num_envs = num_envs
         self._shown: list[Observation | None] = [None] * num_envs
+        # Members of a group get the same object: it is decoded once, and policies process it once in a batch.
+        self._prompt = lru_cache(maxsize=KEPT_PROMPTS)(source.prompt)
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; a prompt that can't be used is an error of its episode if they are skipped."""
@@ -45,7 +49,7 @@ class PromptPool(LockstepPool):
             if task.suite != self.spec.name:
                 raise ValueError(f"this pool has prompts of {self.spec.name}, but the task is of {task.suite}")
             self._shown[slot] = None
-            observation = self._observation(self.source.prompt(task.task_id, task.init_state))
+            observation = self._observation(self._prompt(task.task_id, task.init_state))
             self._shown[slot] = observation
             shown.append(observation)
         return shown
@@ -84,4 +88,5 @@ class PromptPool(LockstepPool):
         return np.asarray(Image.fromarray(images[0]).resize((FRAME_SIZE, FRAME_SIZE), Image.Resampling.NEAREST))
 
     def close(self) -> None:
-        """Nothing to release: prompts are plain memory."""
+        """Release the prompts that are kept."""
+        self._prompt.cache_clear()

@@ -19,26 +19,50 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # fields with one value a
 
 @dataclass(frozen=True)
 class Ragged(TensorRows):
-    """Rows of different lengths, padded: of each row the first `counts` entries are real."""
+    """Rows of different lengths, end to end: a batch takes the memory of its rows, however long the longest is.
 
-    values: torch.Tensor  # [B, N, …]
-    counts: torch.Tensor  # [B] int64
+    >>> ragged = Ragged(torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))
+    >>> ragged.padded().tolist()
+    [[1, 2], [0, 0], [3, 0]]
+    """
+
+    values: torch.Tensor  # [sum of counts, …] the entries of all rows
+    counts: torch.Tensor  # [B] int64 entries of each row
+
+    def __len__(self) -> int:
+        return len(self.counts)
 
     def rows(self, index: torch.Tensor | slice) -> Self:
-        """The chosen rows, without padding that none of them needs."""
-        chosen = super().rows(index)
-        width = int(chosen.counts.max()) if len(chosen) else 0
-        return replace(chosen, values=chosen.values[:, :width])
+        """The chosen rows; those of a slice are not copied."""
+        counts, total = self.counts[index], int(self.counts[index].sum())
+        if isinstance(index, slice) and index.step in (None, 1):
+            first = int(self.counts[: index.indices(len(self))[0]].sum())
+            return replace(self, values=self.values[first : first + total], counts=counts)
+        begins = (self.counts.cumsum(dim=0) - self.counts)[index]  # of each chosen row, here
+        moved = begins - (counts.cumsum(dim=0) - counts)  # from where it begins among the chosen ones
+        entries = torch.arange(total, device=counts.device) + moved.repeat_interleave(counts)
+        return replace(self, values=self.values[entries], counts=counts)
 
-    def flat(self) -> torch.Tensor:
-        """[sum of counts, …] the real entries of all rows, end to end."""
-        columns = torch.arange(self.values.shape[1], device=self.values.device)
-        return self.values[columns < self.counts[:, None]]
+    def split(self) -> list[Self]:
+        """Its rows, each in memory of its own."""
+        parts = zip(torch.split(self.values, self.counts.tolist()), self.counts[:, None], strict=True)
+        return [replace(self, values=values.clone(), counts=counts.clone()) for values, counts in parts]
+
+    @property
+    def shape_key(self) -> tuple[int, ...]:
+        """Also how many entries each row has: the same entries in other rows are another pass."""
+        return (*super().shape_key, *self.counts.tolist())
+
+    def padded(self) -> torch.Tensor:
+        """[B, largest count, …] a row for each member, with zeros after its entries."""
+        width = int(self.counts.max()) if len(self) else 0
+        found = self.values.new_zeros((len(self), width, *self.values.shape[1:]))
+        found[torch.arange(width, device=self.counts.device) < self.counts[:, None]] = self.values
+        return found
 
     def empty_rows(self, count: int) -> Self:
         """As many rows of the same kind, all of them without entries."""
-        values = self.values.new_zeros((count, 0, *self.values.shape[2:]))
-        return replace(self, values=values, counts=self.counts.new_zeros(count))
+        return replace(self, values=self.values[:0].clone(), counts=self.counts.new_zeros(count))
 
 
 @dataclass(frozen=True)

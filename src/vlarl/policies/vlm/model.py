@@ -108,7 +108,7 @@ class ModelAccess:
             ragged = getattr(inputs, name)
             if ragged is None or not int(ragged.counts.sum()):
                 continue
-            found[name] = ragged.values.contiguous() if self.images_in_rows else ragged.flat()
+            found[name] = ragged.padded() if self.images_in_rows else ragged.values
         return found
 
     def _positions(

@@ -1,6 +1,7 @@
 """Prompts become the ids of the model's own processor; what can't be processed is named."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from vlarl.errors import UsageError
 from vlarl.policies.vlm.checkpoint import read_policy
-from vlarl.policies.vlm.inputs import Ragged, VlmInputs
+from vlarl.policies.vlm.inputs import VlmInputs
 from vlarl.types import Observation, Prompt
 
 
@@ -40,23 +41,13 @@ def test_the_prompt_is_the_rendered_template(shared):
     assert found == tokenizer.encode(wanted) and tokenizer.decode(found) == wanted
 
 
-def test_a_system_prompt_is_added_where_there_is_none(folder_of):
-    policy = read_policy(folder_of("qwen2"), system_prompt="be kind")
-    decode = policy.processor.tokenizer.decode
-    given, own = policy.process([observation("hi")]), policy.process([observation("hi", system="be brief")])
-    assert decode(ids_of(given)).startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi")
-    assert "be kind" not in decode(ids_of(own)) and "be brief" in decode(ids_of(own))
-
-
-def test_a_plain_text_is_continued_as_it_is(shared, folder_of):
-    """A row of a dataset without messages gets no template, as in TRL; a system prompt needs one."""
+def test_a_plain_text_is_continued_as_it_is(shared):
+    """A row of a dataset without messages gets no template, as in TRL."""
     for kind in ("qwen2", "qwen2_5_vl"):
         policy = shared(kind)
         plain = Prompt(({"role": "user", "content": "2 + 3 ="},), conversational=False)
         given = Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), "", plain)
         assert policy.processor.tokenizer.decode(ids_of(policy.process([given]))) == "2 + 3 ="
-    policy = read_policy(folder_of("qwen2"), system_prompt="be kind")
-    assert "be kind" in policy.processor.tokenizer.decode(ids_of(policy.process([given])))
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
@@ -82,8 +73,8 @@ def test_an_image_of_three_rows_is_not_taken_for_channels(shared):
     policy = shared("qwen2_5_vl")
     thin = np.arange(3 * 60 * 3, dtype=np.uint8).reshape(3, 60, 3)
     found = policy.process([prompted(IMAGE, text("?"), images=(thin,))])
-    assert found.image_grid_thw.flat()[0].tolist() == [1, 2, found.image_grid_thw.flat()[0, 2]]
-    assert int(found.image_grid_thw.flat()[0, 2]) > 2, "wider than high"
+    assert found.image_grid_thw.values[0].tolist() == [1, 2, found.image_grid_thw.values[0, 2]]
+    assert int(found.image_grid_thw.values[0, 2]) > 2, "wider than high"
 
 
 @pytest.mark.parametrize("kind", WITH_IMAGES)
@@ -98,7 +89,7 @@ def test_ids_and_pixels_are_those_of_the_models_own_processor(shared, kind):
     wanted = policy.processor.processor(text=[rendered], images=[images], return_tensors="pt")
     assert ids_of(found, 1) == wanted["input_ids"][0].tolist()
     pixels = found.rows(slice(1, 2)).pixel_values
-    assert torch.equal(pixels.values if kind == "smolvlm" else pixels.flat(), wanted["pixel_values"])
+    assert torch.equal(pixels.padded() if kind == "smolvlm" else pixels.values, wanted["pixel_values"])
     assert found.pixel_values.counts.tolist()[0] == 0, "the first row has no image"
 
 
@@ -111,7 +102,7 @@ def test_rows_keep_their_images_in_any_batch(shared, kind):
         alone, cut = policy.process([each]), together.split()[row]
         assert torch.equal(alone.ids, cut.ids) and torch.equal(alone.attention_mask, cut.attention_mask)
         if alone.pixel_values is None:
-            assert not cut.pixel_values.counts.any() and cut.pixel_values.values.shape[1] == 0
+            assert not cut.pixel_values.counts.any() and len(cut.pixel_values.values) == 0
         else:
             assert torch.equal(alone.pixel_values.values, cut.pixel_values.values)
     order = torch.tensor([3, 1])
@@ -126,14 +117,30 @@ def test_rows_without_images_join_those_with_some(shared):
     plain, seen = policy.process([observation("a")]), policy.process([observation("b", 2)])
     for joined in (VlmInputs.cat([plain, seen]), VlmInputs.cat([seen, plain]).rows(torch.tensor([1, 0]))):
         assert joined.image_grid_thw.counts.tolist() == [0, 2]
-        assert torch.equal(joined.pixel_values.flat(), seen.pixel_values.flat())
+        assert torch.equal(joined.pixel_values.values, seen.pixel_values.values)
     assert VlmInputs.cat([plain, plain]).pixel_values is None
 
 
-def test_ragged_rows_end_to_end():
-    ragged = Ragged(torch.tensor([[[1], [2]], [[3], [9]], [[9], [9]]]), torch.tensor([2, 1, 0]))
-    assert ragged.flat().flatten().tolist() == [1, 2, 3]
-    assert ragged.rows(slice(1, 3)).values.shape == (2, 1, 1)
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm", "qwen2"])
+def test_members_of_a_group_are_processed_once(shared, monkeypatch, kind):
+    """The rows are those of prompts that are each an object of their own; equal prompts that are not one, too."""
+    policy = shared(kind)
+    images = 2 if kind != "qwen2" else 0
+    first, second = observation("how many?", images, 1), observation("which?", images, 2)
+    group = [first] * 4 + [second] * 4 + [replace(first), replace(first, prompt=replace(first.prompt))]
+    alone = VlmInputs.cat([policy.process([each]) for each in group])
+    calls = []
+    row = policy.processor._row
+    monkeypatch.setattr(policy.processor, "_row", lambda *given: (calls.append(given), row(*given))[1])
+    found = policy.process(group)
+    assert [index for _, index in calls] == [0, 4, 9]
+    assert all(torch.equal(a, b) for a, b in zip(found.tensors(), alone.tensors(), strict=True))
+    parts = found.split()
+    parts[0].ids.zero_()
+    assert torch.equal(parts[1].ids, alone.split()[1].ids), "rows are in memory of their own"
+    robots = [Observation(np.full((1, 28, 28, 3), i, np.uint8), np.zeros(8, np.float32), str(i)) for i in range(3)]
+    if images:
+        assert not torch.equal(*(part.pixel_values.values for part in policy.process(robots).split()[:2]))
 
 
 def test_prompts_are_padded_on_the_left_for_the_model(shared):
@@ -150,7 +157,7 @@ def test_the_position_after_an_image_is_that_of_its_grid_not_of_its_tokens(share
     """Qwen's images take as many positions as their longer side has merged patches."""
     policy = shared("qwen2_5_vl")
     inputs = policy.process([observation("a", 1), observation("a")])
-    grid = inputs.image_grid_thw.flat()[0]
+    grid = inputs.image_grid_thw.values[0]
     tokens = int(grid.prod()) // 4
     side = int(grid[1:].max()) // 2
     assert tokens > side
@@ -189,7 +196,7 @@ def test_pixels_are_the_same_with_and_without_torchvision(shared, folder_of, mon
     if kind.startswith("qwen"):
         images = Qwen2VLImageProcessorPil.from_pretrained(folder_of(kind))
         pixels = images(images=[Image.fromarray(image) for o in seen for image in o.prompt.images], return_tensors="pt")
-        assert torch.equal(found.pixel_values.flat(), pixels["pixel_values"])
+        assert torch.equal(found.pixel_values.values, pixels["pixel_values"])
 
 
 @pytest.mark.parametrize(("kind", "num_frames"), [("qwen2_5_vl", 6), ("qwen3_vl", 6), ("qwen3_vl", 30)])
@@ -197,8 +204,8 @@ def test_every_frame_of_a_video_is_read(shared, kind, num_frames):
     """Qwen3-VL's own processor would sample frames a second time. A patch is two frames of 14 x 14 pixels."""
     video = np.random.default_rng(0).integers(0, 256, (num_frames, 28, 28, 3), dtype=np.uint8)
     found = shared(kind).process([prompted(VIDEO, text("?"), videos=(video,))])
-    assert found.video_grid_thw.flat().tolist() == [[num_frames // 2, 2, 2]]
-    assert found.pixel_values_videos.flat().shape == (num_frames // 2 * 4, 3 * 2 * 14 * 14)
+    assert found.video_grid_thw.values.tolist() == [[num_frames // 2, 2, 2]]
+    assert found.pixel_values_videos.values.shape == (num_frames // 2 * 4, 3 * 2 * 14 * 14)
     assert int((found.ids == IDS["<|video_pad|>"]).sum()) == num_frames // 2
 
 
@@ -212,7 +219,7 @@ def test_the_time_between_frames_is_that_of_the_video(shared):
     ):
         given = prompted(VIDEO, text("?"), videos=(video,), fps=fps)
         found = shared("qwen2_5_vl").process([given])
-        assert found.second_per_grid_ts.flat().tolist() == [seconds]
+        assert found.second_per_grid_ts.values.tolist() == [seconds]
         written = shared("qwen3_vl").processor.tokenizer.decode(ids_of(shared("qwen3_vl").process([given])))
         assert re.findall("<([0-9.]+) seconds>", written) == list(middle), "between the two frames of a patch"
 

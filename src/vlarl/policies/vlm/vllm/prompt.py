@@ -58,7 +58,7 @@ def processed_prompt(inputs: VlmInputs, row: int, layout: Layout) -> TokensInput
     ranges: dict[str, list[PlaceholderRange]] = {}
     for modality in MODALITIES:
         columns = {name: getattr(own, name) for name in (modality.pixels, modality.grid, *modality.others)}
-        found = {name: column.flat() for name, column in columns.items() if column is not None}
+        found = {name: column.values for name, column in columns.items() if column is not None}
         if not len(found.get(modality.grid, ())):
             continue
         patches = found[modality.grid].prod(dim=-1)
