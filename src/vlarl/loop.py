@@ -36,6 +36,9 @@ from vlarl.training.annotate import last_observations, reference_kl, values_by_t
 from vlarl.training.batch import build_batch, with_estimates
 from vlarl.types import EpisodeResult, EvalResult, Rollout, Task, Trajectory
 
+MOST_WITH_IMAGES = 256
+"""Evaluated episodes whose images wait for the reward, which may take any number at once."""
+
 
 def train(
     config: Config,
@@ -215,7 +218,7 @@ def evaluate(parts: Parts, session: Session) -> dict[str, float]:
         for index, result, trajectory in episodes:
             results[index] = result
             unscored[index] = trajectory if reward.reads_images else without_images(trajectory)
-            if reward.reads_images and len(unscored) == reward.batch_size:
+            if reward.reads_images and len(unscored) == min(reward.batch_size, MOST_WITH_IMAGES):
                 results |= score_evaluated(reward, session, results, unscored)
                 unscored.clear()
             session.progress.evaluating(len(results), len(tasks))

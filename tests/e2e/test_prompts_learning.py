@@ -15,7 +15,6 @@ QUICK: dict[str, Any] = {
     "run.num_threads": 1,
     "run.iterations": 12,
     "eval.states_per_task": 20,
-    "eval.videos": 0,
     "eval.interval": 0,
     "checkpoint.interval": 0,
     "checkpoint.best_return": False,

@@ -360,7 +360,7 @@ def test_an_environment_as_a_callable(evaluated):
         ({"videos": "some"}, "videos = 'some': must be all, failures, none or a count"),
         ({"videos": 2}, "videos = 2: name the new folder"),
         ({"suite": "tabletop_gaol"}, "tabletop_goal"),
-        ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, prompts, policy only"),
+        ({"overrides": {"optim.lr": 1.0}}, "optim.lr: an evaluation reads options of env, gym, prompts, policy, rollout only"),
     ],
 )
 def test_wrong_arguments_of_evaluate(evaluated, arguments, said):

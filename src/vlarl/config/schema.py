@@ -176,9 +176,10 @@ class PromptsConfig(Section):
     """Frames taken of each video, at equal distances."""
     max_tokens: PositiveInt | None = None
     """Longest prompt in tokens, those of its images included; longer ones are dropped and counted when the run starts.
-    null: no limit but the model's own."""
+    null: no limit but the model's own, to which prompts.on_error applies."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What happens to a row that can't be used, such as one with a missing or corrupt image or an empty prompt: it ends
+    """What happens to a row that can't be used, such as one with a missing or corrupt image, an empty prompt, a prompt
+    that the model's processor refuses, or one that is, with rollout.max_tokens, longer than the model reads: it ends
     the run with its file and row (stop), or it is left out and counted (skip)."""
 
 

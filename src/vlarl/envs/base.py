@@ -37,6 +37,15 @@ class TaskSpec:
 
 
 @dataclass(frozen=True)
+class DataFile:
+    """A file of the user's rows, and what tells its content from another's."""
+
+    name: str
+    rows: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class SuiteSpec:
     """A suite of tasks, its initial states and the part of them kept for evaluation."""
 
@@ -50,6 +59,7 @@ class SuiteSpec:
     first_fresh_state: int | None = None  # every index from here on is a different state, for demonstrations
     in_epochs: bool = False  # states are samples of a dataset: training takes each once an epoch, in a shuffled order
     repeats: tuple[float, ...] = ()  # how often an epoch has each of train_states; empty: once
+    data: tuple[DataFile, ...] = ()  # the files that the states are rows of, where they are the user's
     num_dropped: int = 0  # states that were left out of these lists, as their prompts are too long
 
 

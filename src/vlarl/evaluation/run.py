@@ -65,7 +65,7 @@ def run_evaluation(
         tasks = requested_tasks(request, pool.spec)
         check_sampling(policy, sampling, request.prompts.max_tokens or 0)
         if request.replay is None:
-            tasks = usable_tasks(tasks, request.prompts, policy, pool)
+            tasks = usable_tasks(tasks, request.prompts, policy, pool, sampling)
         check_fit(policy, pool, tasks[0])
         collector = Collector(pool, policy, TorchEngine(policy, device), env.retries)
         ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)

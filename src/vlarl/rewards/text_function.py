@@ -29,6 +29,7 @@ from vlarl.types import Prompt, Trajectory
 BATCH = 1_000_000  # a rollout in one call: functions may compare its responses, or request scores for all at once
 IMAGES = ("image", "images")  # given where a function names them: pixels of a whole rollout take memory
 TRL_NAMES = ("prompts", "completions", "completion_ids", *IMAGES)
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class TextFunctionReward(Reward):

@@ -13,12 +13,15 @@ from vlarl.config.known import PROMPTS
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import missing_states
 from vlarl.config.suites import StateProtocol
-from vlarl.envs.base import SuiteSpec
+from vlarl.config.words import counted
+from vlarl.envs.base import DataFile, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.rollout.curriculum import Curriculum, sample_indices
 from vlarl.types import IntArray, Task, Trajectory
 
 _ROLLOUT, _EVALUATION, _TASK_ORDER = 0, 1, 2  # keep the seeds of different purposes apart
+
+DATA = "data"
 
 
 def derive_seed(*values: int) -> int:
@@ -86,10 +89,14 @@ class TaskSampler:
 
     def state(self) -> dict[str, Any]:
         """What the next iteration's groups depend on besides seed and iteration, as JSON can hold it."""
-        return self.curriculum.state()
+        files = {DATA: [asdict(file) for file in self.spec.data]} if self.spec.data else {}
+        return self.curriculum.state() | files
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned, or from an earlier run's curriculum."""
+        """Resume from what `state` returned, or from an earlier run's curriculum; UsageError if the run's data is not
+        what it was."""
+        if DATA in state:
+            refuse_other_data([DataFile(**file) for file in state[DATA]], self.spec.data)
         self.curriculum.restore(state)
 
     def metrics(self) -> dict[str, float]:
@@ -134,6 +141,23 @@ class TaskSampler:
     def _task(self, iteration: int, group: int, member: int, task_id: int, state: int) -> Task:
         seed = derive_seed(self.seed, _ROLLOUT, iteration, group, member)
         return Task(self.spec.name, task_id, state, seed, group, member, self.group_size, iteration)
+
+
+def refuse_other_data(before: Sequence[DataFile], now: Sequence[DataFile]) -> None:
+    """Refuse to resume on other rows: samples are counted by their position, and held-out rows could be trained on."""
+    changes = [
+        f"{old.name} had {counted(old.rows, 'row')}"
+        + (f", and {new.name} has {new.rows}" if (old.name, old.rows) != (new.name, new.rows) else " of other content")
+        for old, new in zip(before, now, strict=False)
+        if (old.rows, old.digest) != (new.rows, new.digest)
+    ]
+    if len(before) != len(now):
+        changes = [f"the run had {counted(len(before), 'file')}, and now has {len(now)}"]
+    if changes:
+        raise UsageError(
+            f"prompts.path: the data has changed since the checkpoint was saved ({'; '.join(changes)}). Restore it, or "
+            "start a new run whose policy.path is the checkpoint."
+        )
 
 
 def evaluation_tasks(

@@ -10,7 +10,7 @@ from vlarl.config.source.flags import parse_flags
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lerobot/smolvla_base", "model type smolvla is not supported; only OpenVLA and OpenVLA-OFT checkpoints"),
+        ("lerobot/smolvla_base", "model type smolvla is not supported; OpenVLA and OpenVLA-OFT, such as"),
         ("lerobot/pi0", "model type pi0 is not supported"),
         ("me/pi05-libero@main", "model type pi05 is not supported"),
         ("lerobot/anything", "policies of lerobot are not supported"),

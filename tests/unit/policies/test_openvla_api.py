@@ -181,8 +181,8 @@ def test_a_model_of_another_type_is_named_with_what_is_supported(tmp_path):
     (tmp_path / "config.json").write_text('{"type": "smolvla"}')
     with pytest.raises(UsageError, match=r"model type smolvla is not supported; supported are OpenVLA and OpenVLA-OFT"):
         load_policy(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl", "text_config": {}}')
-    with pytest.raises(UsageError, match=r"model type qwen2_5_vl is not supported"):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(UsageError, match=r"model type vit is not supported"):
         load_policy(tmp_path)
 
 

@@ -15,6 +15,7 @@ from vlarl.envs.base import SuiteSpec, TaskSpec
 from vlarl.envs.prompts.arithmetic import ArithmeticPrompts
 from vlarl.envs.prompts.dataset import PromptDataset
 from vlarl.envs.prompts.pool import PromptPool
+from vlarl.errors import UsageError
 from vlarl.rewards.text_function import TextFunctionReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
@@ -80,6 +81,30 @@ def test_a_resumed_run_continues_at_the_next_sample_also_after_refills(episode):
     resumed.restore(saved)
     assert saved["consumed_samples"] == 11
     assert states(resumed.get_batch(3)) + states(resumed.refill(3, 4, 1)) == taken[2]
+
+
+@pytest.mark.parametrize("mode", ["uniform", "adaptive"])
+def test_a_run_is_not_resumed_on_other_data(tmp_path, mode):
+    options = Config.model_validate({"curriculum": {"mode": mode}})
+
+    def opened(*texts: str) -> TaskSampler:
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        return build_task_sampler(options, PromptDataset(PromptsConfig(path=(str(tmp_path / "data.jsonl"),))).spec)
+
+    saved = json.loads(json.dumps(opened("a", "b", "c").state()))
+    opened("a", "b", "c").restore(saved)
+    with pytest.raises(
+        UsageError, match=r"data.jsonl had 3 rows, and data.jsonl has 4\). Restore it, or start a new run"
+    ):
+        opened("a", "b", "c", "d").restore(saved)
+    with pytest.raises(UsageError, match="data.jsonl had 3 rows of other content"):
+        opened("a", "c", "b").restore(saved)
+    with pytest.raises(UsageError, match="the run had 1 file, and now has 2"):
+        spec = opened("a", "b", "c").spec
+        build_task_sampler(options, replace(spec, data=spec.data * 2)).restore(saved)
+    opened("a", "b").restore(
+        {key: value for key, value in saved.items() if key != "data"}
+    )  # saved before data was recorded
 
 
 def test_another_seed_is_another_order_and_a_curriculum_chooses_for_itself():

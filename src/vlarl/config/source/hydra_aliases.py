@@ -241,7 +241,7 @@ ELSEWHERE: dict[str, str] = {
     "env.train.simulator_type": "set --env.suite, such as libero_spatial",
     "dataset.repo_id": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
     "dataset.root": "RL reads no dataset; `vlarl finetune --demos.path DIR` imitates RLDS demonstrations",
-    "policy.type": "only OpenVLA and OpenVLA-OFT checkpoints are read, which know their type: set --policy.path",
+    "policy.type": "checkpoints know their type: set --policy.path",
     "policy.n_action_steps": "all actions of a chunk are executed: set --policy.chunk_length",
     "rename_map": "set --env.cameras, or --gym.images for your own environment",
     "env.camera_name": "set --env.cameras agent wrist, or one of them",

@@ -9,7 +9,10 @@ pixels; images are decoded when they are used.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +20,19 @@ import numpy as np
 from vlarl.config.known import PROMPTS
 from vlarl.config.schema import PromptsConfig
 from vlarl.config.words import counted
-from vlarl.envs.base import SuiteSpec, TaskSpec
-from vlarl.envs.prompts.files import RowFile, open_rows
+from vlarl.envs.base import DataFile, SuiteSpec, TaskSpec
+from vlarl.envs.prompts.files import Row, RowFile, open_rows
 from vlarl.envs.prompts.media import MediaError
-from vlarl.envs.prompts.rows import ParsedRow, RowError, parse_row
+from vlarl.envs.prompts.rows import RowError, parse_row
 from vlarl.envs.prompts.source import OnError, PromptError
 from vlarl.errors import UsageError
-from vlarl.solutions import Match
+from vlarl.solutions import Match, find_solution
 from vlarl.types import Prompt
 
 log = logging.getLogger(__name__)
 
 REMEDY = "Correct the row, or leave such rows out with prompts.on_error skip."
-_SPLIT = 7  # keeps the seed of the split apart from others
+DIGEST_BYTES = 16
 
 
 class PromptDataset:
@@ -42,6 +45,11 @@ class PromptDataset:
         self.files = [open_rows(Path(path)) for path in (*config.path, *config.eval_path)]
         self._first = np.cumsum([0, *(len(file) for file in self.files)]).tolist()
         self.num_skipped = 0
+        self._digests: list[bytes] = []  # of each row's content, by state
+        self.solved: set[int] = set()  # states of rows that have a solution
+        self.with_videos: set[int] = set()  # states of rows whose length can't be told without decoding
+        self.column_names: dict[str, None] = {}  # of rows of prompts.path, in their order
+        self.reward_columns: set[str] = set()  # those of them that reward functions get
         usable = [self._usable(index) for index in range(len(self.files))]
         self.spec = self._spec(usable)
         if self.num_skipped:
@@ -55,10 +63,15 @@ class PromptDataset:
         """The same with black images of the same sizes, which needs no decoding: enough to tell its length."""
         return self._prompt(state, with_pixels=False)
 
+    def where(self, state: int) -> str:
+        """The file and the row of a state, in messages."""
+        file, row = self._locate(state)
+        return file.where(row)
+
     def _prompt(self, state: int, with_pixels: bool) -> Prompt:
         file, row = self._locate(state)
         try:
-            return self._parsed(file, row).decoded(file.folder, self.config.video_frames, with_pixels)
+            return parse_row(file.row(row), self.config).decoded(file.folder, self.config.video_frames, with_pixels)
         except (RowError, MediaError) as error:
             raise PromptError(f"{file.where(row)} {error}. {REMEDY}") from error
 
@@ -68,15 +81,16 @@ class PromptDataset:
         index = int(np.searchsorted(self._first, state, side="right")) - 1
         return self.files[index], state - self._first[index]
 
-    def _parsed(self, file: RowFile, row: int) -> ParsedRow:
-        return parse_row(file.row(row), self.config)
-
     def _usable(self, index: int) -> list[int]:
         """Indices of the usable rows of a file; the first row that is not, is raised or skipped."""
         file, found = self.files[index], []
         for row in range(len(file)):
+            self._digests.append(b"")  # of one that can't be read
             try:
-                self._parsed(file, row).check_files(file.folder)
+                content = file.row(row)
+                self._digests[-1] = row_digest(content)
+                parsed = parse_row(content, self.config)
+                parsed.check_files(file.folder)
             except (RowError, MediaError, PromptError) as error:
                 text = str(error) if isinstance(error, PromptError) else f"{file.where(row)} {error}. {REMEDY}"
                 if self.on_error == "stop":
@@ -85,6 +99,13 @@ class PromptDataset:
                 log.warning("left out: %s", text.removesuffix(f" {REMEDY}"))
                 continue
             found.append(self._first[index] + row)
+            if index < len(self.config.path):
+                self.column_names |= dict.fromkeys(name for name, value in content.items() if value is not None)
+                self.reward_columns |= parsed.columns.keys()
+            if parsed.videos:
+                self.with_videos.add(found[-1])
+            if find_solution(parsed.columns) is not None:
+                self.solved.add(found[-1])
         return found
 
     def _spec(self, usable: list[list[int]]) -> SuiteSpec:
@@ -94,7 +115,8 @@ class PromptDataset:
         weight_of = {state: w for states, w in zip(usable[:num_train], weights, strict=True) for state in states}
         train = list(weight_of)
         if not config.eval_path:
-            held_out = _held_out(train, config.eval_fraction, config.split_seed)
+            digests = {state: self._digests[state] for state in train}
+            held_out = _held_out(digests, config.eval_fraction, config.split_seed)
             kept_back = set(held_out)
             train = [state for state in train if state not in kept_back]
         if not train or not held_out:
@@ -111,12 +133,37 @@ class PromptDataset:
             benchmark_states=tuple(held_out),
             action_dim=0,
             in_epochs=True,
+            data=tuple(self._data_file(index) for index in range(len(self.files))),
             repeats=tuple(weight_of[state] for state in train) if config.weights else (),
         )
 
+    def _data_file(self, index: int) -> DataFile:
+        digests = self._digests[self._first[index] : self._first[index + 1]]
+        content = hashlib.blake2b(b"".join(digest.ljust(DIGEST_BYTES) for digest in digests), digest_size=DIGEST_BYTES)
+        return DataFile(self.files[index].path.name, len(digests), content.hexdigest())
 
-def _held_out(states: list[int], fraction: float, seed: int) -> list[int]:
-    """The states for evaluation, in their order: chosen by the seed, at least one where there are two."""
-    count = min(max(round(fraction * len(states)), 1), len(states) - 1)
-    rng = np.random.default_rng([_SPLIT, seed])
-    return sorted(int(state) for state in rng.choice(states, max(count, 0), replace=False)) if states else []
+
+def row_digest(row: Row) -> bytes:
+    """What tells the content of a row from others, whatever the order of its columns is."""
+    return _digest(json.dumps(row, sort_keys=True, default=_plain).encode())
+
+
+def _plain(value: object) -> str:
+    """A value that JSON has no kind for: the bytes of an image, or a date."""
+    return _digest(value).hex() if isinstance(value, bytes) else repr(value)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def _held_out(digests: Mapping[int, bytes], fraction: float, seed: int) -> list[int]:
+    """The states for evaluation, in their order: those whose content, hashed with the seed, is among the lowest values.
+
+    So rows stay on their side when others are added, and equal rows are on the same side. At least one is held out and
+    one is left, where there are two.
+    """
+    value = {state: int.from_bytes(_digest(b"%d " % seed + digest)) for state, digest in digests.items()}
+    order = sorted(value, key=lambda state: (value[state], state))
+    count = sum(value[state] < fraction * 256**DIGEST_BYTES for state in order)
+    return sorted(order[: max(min(max(count, 1), len(order) - 1), 0)])

@@ -57,12 +57,11 @@ def read_policy(
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     quantize: Literal[4, 8] | None = None,
     base: str | None = None,
-    system_prompt: str | None = None,
 ) -> VlmPolicy:
     """Read a checkpoint or adapter folder, or a hub id. No code of the folder runs, and no pickle is read.
 
-    `base` is the base model of an adapter, if it has moved. `system_prompt` is given to prompts that have none. On the
-    device `meta` the policy has no weights and only processes prompts.
+    `base` is the base model of an adapter, if it has moved. On the device `meta` the policy has no weights and only
+    processes prompts.
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
@@ -80,7 +79,6 @@ def read_policy(
         load_processor(origin, model.config.model_type, has_images),
         reads_images=has_images,
         in_rows=model.config.model_type in IMAGES_IN_ROWS,
-        system_prompt=system_prompt,
     )
     named_base = str(origin.resolve()) if Path(origin_path).expanduser().is_dir() else origin_path
     own_base = BaseCheckpoint(named_base, origin, adapters.fingerprint(origin))
@@ -165,7 +163,7 @@ def _load_value_head(policy: VlmPolicy, folder: Path) -> None:
     state = dict(read_tensors(file))
     widths = [len(state[name]) for name in sorted(state) if name.startswith("layers.") and name.endswith(".weight")]
     policy.value_head = ValueHead(policy.access.hidden_size, widths, 1)
-    # Copied: a view of the mapped file lies at any address, and products of matrices round by it. Resumed runs would differ.
+    # Copied: a view of the mapped file lies at any address, products of matrices round by it, and resumed runs differ.
     copied = {name: tensor.to(policy.device, torch.float32, copy=True) for name, tensor in state.items()}
     load_state(policy.value_head, copied, str(folder))
 

@@ -214,8 +214,9 @@ class VlmPolicy(Policy):
 
     def use_packing(self) -> None:
         """Lay the rows of every later `evaluate` and `values` end to end."""
+        with_images = self.processor.reads_images and self.processor.has_template
         small = [prompt_observation(small_prompt("image"))] * 2
-        packing.enable(self.access, self.process(small) if self.processor.reads_images else None)
+        packing.enable(self.access, self.process(small) if with_images else None)
         self.packing = True
 
     def _with_all_media(self, inputs: VlmInputs) -> VlmInputs:
@@ -262,9 +263,9 @@ class VlmPolicy(Policy):
         """These texts as the model would write them, each with the stop token at its end."""
         if not self.stop_tokens:
             raise UsageError("the model has no token that ends a text: add an eos_token to its tokenizer.")
-        rows = [
-            [*self.processor.tokenizer.encode(text, add_special_tokens=False), self.stop_tokens[0]] for text in actions
-        ]
+        end = self.processor.end_of_turn(self.stop_tokens)
+        encode = self.processor.tokenizer  # what looks like a token of an image, or like an end, stays plain text
+        rows = [[*encode(text, add_special_tokens=False, split_special_tokens=True).input_ids, end] for text in actions]
         length = torch.tensor([len(row) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         sample = TextSample(ids, length, torch.ones(len(rows), dtype=torch.bool))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -33,7 +34,7 @@ USUAL_FPS = 2.0  # at which vision-language models sample videos
 class PromptProcessor:
     """Reads prompts as one model does."""
 
-    def __init__(self, processor: Any, *, reads_images: bool, in_rows: bool, system_prompt: str | None = None) -> None:
+    def __init__(self, processor: Any, *, reads_images: bool, in_rows: bool) -> None:
         """`processor` is the model's own, or its tokenizer alone where it reads only text. `in_rows`: its images come
         as a row for each prompt."""
         self.processor = processor
@@ -41,8 +42,7 @@ class PromptProcessor:
         self.reads_images = reads_images
         self.in_rows = in_rows
         self.knows_videos = "video_processor" in inspect.signature(type(processor).__init__).parameters
-        self.system_prompt = system_prompt
-        self._image_tokens: dict[tuple[int, int], int] = {}  # by height and width, as far as they were needed
+        self._image_tokens: dict[tuple[int, int], tuple[int, int]] = {}  # by height and width, as far as they were needed
 
     def __call__(self, observations: Sequence[Observation]) -> VlmInputs:
         """One row for each observation, on the CPU. A prompt of several, as members of a group have it, is processed
@@ -51,30 +51,41 @@ class PromptProcessor:
         rows: dict[int, VlmInputs] = {}  # by the prompt's identity: it is kept above, so that no other one gets it
         for index, prompt in enumerate(prompts):
             if id(prompt) not in rows:
-                rows[id(prompt)] = self._row(prompt, index)
+                rows[id(prompt)] = self._row(prompt, f"prompt {index} ({_shown(prompt)})")
         return VlmInputs.cat([rows[id(prompt)] for prompt in prompts])
 
     def length(self, prompt: Prompt) -> int:
         """Tokens of a prompt as `__call__` makes them, counted without processing its images: an image adds as many
-        tokens as a black one of its size."""
-        sample = f"a prompt ({_shown(prompt)})"
+        tokens as a black one of its size. UsageError for what `__call__` refuses."""
+        sample = f"the prompt ({_shown(prompt)})"
         if prompt.videos:
-            return int(self._row(prompt, 0).lengths[0])
-        text, special = self._text(prompt, self._messages(prompt, sample), sample)
-        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
-        return len(ids) + sum(self._added_by_image(image.shape[0], image.shape[1]) for image in prompt.images)
+            return int(self._row(prompt, sample).lengths[0])
+        ids = self._text_ids(prompt, sample)
+        images = [self._image_size(image.shape[0], image.shape[1]) for image in prompt.images]
+        if not ids:
+            raise UsageError(f"{sample} is empty: give it some text.")
+        for kind, named in (("image", sum(placeholders for _, placeholders in images)), ("video", 0)):
+            token = getattr(self.processor, f"{kind}_token_id", None)
+            if self.reads_images and token is not None and ids.count(token) != named:
+                raise UsageError(f"{sample} has tokens of {kind}s in its text: take them out.")
+        return len(ids) + sum(added for added, _ in images)
 
-    def _added_by_image(self, height: int, width: int) -> int:
-        """The tokens that an image of this size becomes, less those of its placeholder."""
-        if (height, width) in self._image_tokens:
-            return self._image_tokens[height, width]
-        black = np.zeros((height, width, 3), np.uint8)
-        prompt = Prompt(({"role": "user", "content": [{"type": "image"}]},), (black,))
-        text, special = self._text(prompt, self._messages(prompt, "an image"), "an image")
-        ids = self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0]
-        added = int(self._row(prompt, 0).lengths[0]) - len(ids)
-        self._image_tokens[height, width] = added
-        return added
+    def _text_ids(self, prompt: Prompt, sample: str) -> list[int]:
+        """The tokens of a prompt before its images take the place of their placeholders."""
+        text, special = self._text(prompt, self._messages(prompt, sample), sample)
+        return list(self.tokenizer(text=[text], add_special_tokens=special)["input_ids"][0])
+
+    def _image_size(self, height: int, width: int) -> tuple[int, int]:
+        """The tokens that an image of this size adds to those of its placeholder, and how many tokens of images the
+        placeholder has."""
+        if (height, width) not in self._image_tokens:
+            black = np.zeros((height, width, 3), np.uint8)
+            prompt = Prompt(({"role": "user", "content": [{"type": "image"}]},), (black,))
+            sample = f"an image of {height} x {width} pixels"
+            ids = self._text_ids(prompt, sample)
+            added = int(self._row(prompt, sample).lengths[0]) - len(ids)
+            self._image_tokens[height, width] = added, ids.count(getattr(self.processor, "image_token_id", -1))
+        return self._image_tokens[height, width]
 
     def _text(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], sample: str) -> tuple[str, bool]:
         """The text of a prompt, and whether the tokenizer adds the tokens that begin and end one."""
@@ -85,8 +96,8 @@ class PromptProcessor:
         begin = getattr(self.tokenizer, "bos_token", None)
         return text, self.reads_images and not (begin and text.startswith(begin))
 
-    def _row(self, prompt: Prompt, index: int) -> VlmInputs:
-        sample = f"prompt {index} ({_shown(prompt)})"
+    def _row(self, prompt: Prompt, sample: str) -> VlmInputs:
+        """One row; `sample` names the prompt in messages."""
         if self.reads_images and not self.knows_videos:
             prompt = frames_as_images(prompt)
         messages = self._messages(prompt, sample)
@@ -112,6 +123,25 @@ class PromptProcessor:
         """Whether messages can be turned into a prompt."""
         return any(getattr(owner, "chat_template", None) for owner in (self.processor, self.tokenizer))
 
+    def end_of_turn(self, stops: Sequence[int]) -> int:
+        """The one of the model's stop tokens that ends its turn: as its template has it, else its tokenizer's.
+
+        Models may list others first: the end of a document, or of a call of a tool.
+        """
+        if self.has_template:
+            turns = [("user", "say"), ("assistant", "said")]
+            messages = [{"role": role, "content": self._content(text)} for role, text in turns]
+            with suppress(TemplateError):  # of templates that refuse such a conversation
+                _, _, after = self._render(messages, add_generation_prompt=False).rpartition("said")
+                following = self.tokenizer(after, add_special_tokens=False).input_ids
+                if ends := [int(token) for token in following if token in stops]:
+                    return ends[0]
+        own = self.tokenizer.eos_token_id
+        return int(own) if own in stops else stops[0]
+
+    def _content(self, text: str) -> str | list[dict[str, str]]:
+        return [{"type": "text", "text": text}] if self.reads_images else text
+
     def probes(self) -> list[Observation]:
         """A few fixed prompts of different lengths; where the model reads images, one has an image of noise."""
         texts = ("probe", "a probe of more words")
@@ -122,15 +152,13 @@ class PromptProcessor:
 
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
-        return not (prompt.conversational or prompt.images or prompt.videos or self.system_prompt)
+        return not (prompt.conversational or prompt.images or prompt.videos)
 
     def _messages(self, prompt: Prompt, sample: str) -> list[dict[str, Any]]:
         """Messages as the template reads them: lists of parts for models with images, texts for others."""
         if not prompt.messages:
             raise UsageError(f"{sample} has no messages: give it at least one.")
         messages = [dict(message) for message in prompt.messages]
-        if self.system_prompt is not None and messages[0].get("role") != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
         for message in messages:
             parts = _parts(message.get("content", ""))
             if self.reads_images:
@@ -145,18 +173,24 @@ class PromptProcessor:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], sample: str) -> str:
         """The text of a conversation up to where the model's turn begins."""
-        owner = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
         if not self.has_template:
             raise UsageError(
                 "the model has no chat template, which turns messages into a prompt: add a chat_template.jinja to its "
                 "folder, that of the instruction-tuned model of its family for example."
             )
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), chat_template=owner.chat_template, tokenize=False, add_generation_prompt=True
-            )
+            return self._render(messages, add_generation_prompt=True)
         except TemplateError as error:  # templates refuse roles, such as system, or orders of roles
             raise UsageError(f"{sample} is refused by the model's chat template: {error}") from error
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        owner = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=owner.chat_template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
         return cast(str, text)
 
     def _media(self, messages: Sequence[Mapping[str, Any]], prompt: Prompt, sample: str) -> tuple[list[Any], list[Any]]:

@@ -71,4 +71,5 @@ def test_the_first_line_says_whether_it_is_a_toy(command, name):
 
 def _is_toy(config):
     suites = config.demos.suites if isinstance(config, FinetuneConfig) else (config.env.suite,)
-    return all(suite.startswith(("tabletop_", "prompts_")) for suite in suites)
+    is_builtin = config.policy.path.startswith("builtin:")
+    return all(suite.startswith("tabletop_") or (suite.startswith("prompts_") and is_builtin) for suite in suites)

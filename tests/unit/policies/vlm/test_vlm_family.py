@@ -226,6 +226,17 @@ def test_the_length_of_a_prompt_is_that_of_its_tokens(shared, kind):
     assert len(set(lengths)) > len(counts)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_prompt_that_can_not_be_processed_has_no_length(shared, kind, count):
+    policy = shared(kind)
+    wrong = observation(f"how many {policy.processor.processor.image_token}", count)
+    with pytest.raises(UsageError):
+        policy.process([wrong])
+    with pytest.raises(UsageError, match=r"the prompt \('how many .*has tokens of images in its text: take them out"):
+        policy.prompt_length(prompt_of(wrong))
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm"])
 def test_rows_without_images_give_the_vision_tower_a_gradient_of_zero_if_others_have_some(folder_of, kind):
     """All ranks must run the same layers: where one has images, none may leave the tower out."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes.vlm_models import MODELS, TEXT_SIZES, WITH_IMAGES, observation
+from fakes.vlm_models import END, IDS, MODELS, PAD, TEXT_SIZES, WITH_IMAGES, observation
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -349,3 +349,24 @@ def test_given_texts_become_the_decisions_that_say_them(folder_of):
     assert policy.act(decisions) == ["yes", "", "not at all"]
     ends = [row[-1] for row in decisions.token_ids()]
     assert ends == [policy.stop_tokens[0]] * 3 and decisions.mask.sum(dim=1).tolist() == [4, 1, 11]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_5_vl"])
+def test_imitated_texts_end_as_the_models_turns_do(folder_of, kind):
+    """A model's list of end tokens may begin with another one, that of a document."""
+    policy = read_policy(folder_of(kind))
+    policy.model.generation_config.eos_token_id = [PAD, END]
+    assert policy.decisions_of(["yes"]).token_ids()[0][-1] == END
+    policy.processor.tokenizer.chat_template = policy.processor.processor.chat_template = None
+    assert policy.decisions_of(["yes"]).token_ids()[0][-1] == END, "the tokenizer's own, without a template"
+    policy.processor.tokenizer.eos_token = None
+    assert policy.decisions_of(["yes"]).token_ids()[0][-1] == PAD, "the first, where nothing else says"
+
+
+def test_imitated_texts_have_no_image_in_them(folder_of):
+    """What a row of data holds is text, whatever it looks like: an image token would stand for an image."""
+    policy = read_policy(folder_of("qwen2_5_vl"))
+    decisions = policy.decisions_of(["a <|image_pad|> b <|im_end|>"])
+    assert not set(decisions.token_ids()[0][:-1]) & {*IDS.values()} and policy.act(decisions) == [
+        "a <|image_pad|> b <|im_end|>"
+    ]

@@ -41,23 +41,13 @@ def test_the_prompt_is_the_rendered_template(shared):
     assert found == tokenizer.encode(wanted) and tokenizer.decode(found) == wanted
 
 
-def test_a_system_prompt_is_added_where_there_is_none(folder_of):
-    policy = read_policy(folder_of("qwen2"), system_prompt="be kind")
-    decode = policy.processor.tokenizer.decode
-    given, own = policy.process([observation("hi")]), policy.process([observation("hi", system="be brief")])
-    assert decode(ids_of(given)).startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi")
-    assert "be kind" not in decode(ids_of(own)) and "be brief" in decode(ids_of(own))
-
-
-def test_a_plain_text_is_continued_as_it_is(shared, folder_of):
-    """A row of a dataset without messages gets no template, as in TRL; a system prompt needs one."""
+def test_a_plain_text_is_continued_as_it_is(shared):
+    """A row of a dataset without messages gets no template, as in TRL."""
     for kind in ("qwen2", "qwen2_5_vl"):
         policy = shared(kind)
         plain = Prompt(({"role": "user", "content": "2 + 3 ="},), conversational=False)
         given = Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), "", plain)
         assert policy.processor.tokenizer.decode(ids_of(policy.process([given]))) == "2 + 3 ="
-    policy = read_policy(folder_of("qwen2"), system_prompt="be kind")
-    assert "be kind" in policy.processor.tokenizer.decode(ids_of(policy.process([given])))
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_5_vl"])
@@ -143,7 +133,7 @@ def test_members_of_a_group_are_processed_once(shared, monkeypatch, kind):
     row = policy.processor._row
     monkeypatch.setattr(policy.processor, "_row", lambda *given: (calls.append(given), row(*given))[1])
     found = policy.process(group)
-    assert [index for _, index in calls] == [0, 4, 9]
+    assert [sample.split(" (")[0] for _, sample in calls] == ["prompt 0", "prompt 4", "prompt 9"]
     assert all(torch.equal(a, b) for a, b in zip(found.tensors(), alone.tensors(), strict=True))
     parts = found.split()
     parts[0].ids.zero_()
