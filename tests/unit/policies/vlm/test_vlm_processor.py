@@ -133,7 +133,7 @@ def test_members_of_a_group_are_processed_once(shared, monkeypatch, kind):
     row = policy.processor._row
     monkeypatch.setattr(policy.processor, "_row", lambda *given: (calls.append(given), row(*given))[1])
     found = policy.process(group)
-    assert [index for _, index in calls] == [0, 4, 9]
+    assert [sample.split(" (")[0] for _, sample in calls] == ["prompt 0", "prompt 4", "prompt 9"]
     assert all(torch.equal(a, b) for a, b in zip(found.tensors(), alone.tensors(), strict=True))
     parts = found.split()
     parts[0].ids.zero_()
