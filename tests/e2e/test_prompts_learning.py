@@ -14,6 +14,7 @@ from vlarl.policies.load import load_policy
 QUICK: dict[str, Any] = {
     "run.num_threads": 1,
     "run.iterations": 12,
+    "optim.lr": 1e-4,  # larger than the presets' for GRPO: there are few iterations
     "eval.states_per_task": 20,
     "eval.interval": 0,
     "checkpoint.interval": 0,
