@@ -97,8 +97,8 @@ def make_inputs(policy: VlmPolicy, rows: int, image: int) -> VlmInputs:
     before = torch.tensor([config.vision_start_token_id, *[config.image_token_id] * tokens, config.vision_end_token_id])
     words = torch.randint(0, policy.access.vocabulary - 8, (rows, PROMPT_IDS), generator=generator)
     ids = torch.cat([before.expand(rows, -1), words], dim=1)
-    pixels = torch.randn(rows, side**2, 3 * 2 * PATCH**2, generator=generator)
-    grids = torch.tensor([[[1, side, side]]]).expand(rows, -1, -1)
+    pixels = torch.randn(rows * side**2, 3 * 2 * PATCH**2, generator=generator)
+    grids = torch.tensor([[1, side, side]]).expand(rows, -1)
     return VlmInputs(
         ids=ids,
         attention_mask=torch.ones_like(ids, dtype=torch.bool),
@@ -118,8 +118,8 @@ def plain_generate(policy: VlmPolicy, inputs: VlmInputs, length: int) -> torch.T
             given.ids,
             attention_mask=given.attention_mask.long(),
             mm_token_type_ids=given.mm_token_type_ids,
-            pixel_values=given.pixel_values.flat().to(model.dtype),
-            image_grid_thw=given.image_grid_thw.flat(),
+            pixel_values=given.pixel_values.values.to(model.dtype),
+            image_grid_thw=given.image_grid_thw.values,
             do_sample=True,
             top_k=0,
             max_new_tokens=length,

@@ -94,7 +94,7 @@ def test_a_run_keeps_samples_and_a_resumed_run_the_same_ones(model, work, capsys
 
 
 def test_status_and_eval_speak_of_prompts(model, work, capsys):
-    run = train(model, "first", "--run.iterations", "1", "--logging.samples", "0")
+    run = train(model, "first", "--run.iterations", "1", "--optim.warmup_iterations", "0", "--logging.samples", "0")
     assert not (run / "samples.jsonl").exists() and not (run / "samples").exists()
     capsys.readouterr()
     assert main(["status", "first"]) == 0
@@ -115,7 +115,7 @@ def test_status_and_eval_speak_of_prompts(model, work, capsys):
         "the",
         "task",
     ]
-    assert "prompts: indices 1000 to 1001 of task 0" in said and "initial state" not in said
+    assert "prompts: indices 4000 to 4001 of task 0" in said and "initial state" not in said
     samples = list(read_samples(Path("results/samples.jsonl")))
     assert len(samples) == 2 and (Path("results") / samples[0].images[0]).is_file()
     total = json.loads(Path("results/results.json").read_text())["total"]

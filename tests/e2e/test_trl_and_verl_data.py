@@ -30,7 +30,7 @@ def accuracy_reward(prompts, completions, completion_ids, solution, image, **kwa
     contents = [completion[0]["content"] for completion in completions]
     with open("calls.jsonl", "a") as file:
         for prompt, ids, right, each in zip(prompts, completion_ids, solution, image):
-            row = {"role": prompt[-1]["role"], "ids": ids, "solution": right, "pixels": list(each.getdata())[::50]}
+            row = {"role": prompt[-1]["role"], "ids": ids, "solution": right, "pixels": list(each.get_flattened_data())[::50]}
             file.write(json.dumps(row | {"columns": sorted(kwargs)}) + "\\n")
     return [float(content.strip() == right) + 0.1 * len(set(content)) for content, right in zip(contents, solution)]
 '''
@@ -70,7 +70,7 @@ def trl_rows(count: int) -> list[dict]:
 
 
 def pixels_of(row: dict) -> list[tuple[int, ...]]:
-    return list(Image.open(io.BytesIO(row["image"]["bytes"])).getdata())[::50]
+    return list(Image.open(io.BytesIO(row["image"]["bytes"])).get_flattened_data())[::50]
 
 
 def verl_rows(count: int, split: str) -> list[dict]:
