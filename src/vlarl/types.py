@@ -71,6 +71,13 @@ class Prompt:
     conversational: bool = True  # False: the row has a plain text, and rewards get plain texts as well
 
     @property
+    def conversation(self) -> str:
+        """The text of a prompt of one message; otherwise all messages, each after its role."""
+        if len(self.messages) == 1:
+            return message_text(self.messages[0])
+        return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in self.messages)
+
+    @property
     def text(self) -> str:
         """The text of the last message of the user, or of the last message where there is none."""
         users = [message for message in self.messages if message["role"] == "user"]

@@ -1,1 +1,1 @@
-"""Evaluation: what is asked for, how it is run, what is recorded, and how two records compare."""
+"""Evaluation: what is requested, how it is run, what is recorded, and how two records compare."""

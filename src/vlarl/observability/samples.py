@@ -21,7 +21,7 @@ from PIL import Image
 
 from vlarl.observability.files import disk_errors, read_jsonl
 from vlarl.solutions import find_solution
-from vlarl.types import EpisodeResult, Prompt, Response, UInt8Array, message_text
+from vlarl.types import EpisodeResult, Prompt, Response, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class SampleRecorder:
             episode_id=task.episode_id,
             task_id=task.task_id,
             init_state=task.init_state,
-            prompt=_kept(conversation(prompt)),
+            prompt=_kept(prompt.conversation),
             images=tuple(self._stored(reduced(prompt).images)),
             response=_kept(response.text),
             solution=None if solution is None else _kept(solution),
@@ -185,14 +185,6 @@ def evenly_chosen(total: int, count: int) -> list[int]:
     """
     count = min(count, total)
     return [i * total // count for i in range(count)]
-
-
-def conversation(prompt: Prompt) -> str:
-    """The text of a prompt of one message; otherwise all messages, each after its role."""
-    texts = [(str(message["role"]), message_text(message)) for message in prompt.messages]
-    if len(texts) == 1:
-        return texts[0][1]
-    return "\n\n".join(f"{role}: {text}" for role, text in texts)
 
 
 def reduced(prompt: Prompt) -> Prompt:

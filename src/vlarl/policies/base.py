@@ -50,7 +50,7 @@ class Evaluation:
     values: torch.Tensor | None = None  # [B, V] float32, read before the decision is sampled; None without a critic
     aux_loss: torch.Tensor | None = None  # scalar, what the model wants minimised besides, such as load balance
     tokens: TokenCount | None = None  # of the pass; None where all rows have as many
-    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [B, L] what else was asked for
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # name -> [B, L] what else was requested
 
 
 class VllmModel(Protocol):
@@ -93,7 +93,7 @@ class Policy(nn.Module, ABC):
     """A module that samples decisions and evaluates them. Parameters under `value_head.` are the critic's."""
 
     sampling_options: ClassVar[frozenset[str]] = frozenset({"temperature"})  # fields of `Sampling` that it takes
-    extras: ClassVar[frozenset[str]] = frozenset()  # names that `evaluate` can be asked for
+    extras: ClassVar[frozenset[str]] = frozenset()  # further columns that `evaluate` can return
     differs_in_length: ClassVar[bool] = False  # its decisions are texts: what a row costs depends on its tokens
     num_steps: int  # environment steps of a decision: the actions of a chunk
     action_dim: int  # dimensions of an action

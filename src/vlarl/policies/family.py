@@ -1,4 +1,4 @@
-"""The contract of a family of policies: what is asked of a checkpoint before there is a policy.
+"""The contract of a family of policies: what is known of a checkpoint before there is a policy.
 
 load.py lists the families and finds the one that a checkpoint belongs to. A family imports its model only when one of
 these methods is called: the list itself loads nothing.

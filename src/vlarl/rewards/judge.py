@@ -22,7 +22,7 @@ from vlarl.policies.load import load_policy
 from vlarl.rewards.base import Scoring
 from vlarl.rewards.model import ModelReward, state_after
 from vlarl.solutions import find_solution
-from vlarl.types import Observation, Prompt, Trajectory, UInt8Array, message_text
+from vlarl.types import Observation, Prompt, Trajectory, UInt8Array
 
 TEMPLATE = """Rate the response to the prompt on a scale from 0 to 10.
 
@@ -91,7 +91,7 @@ class JudgeReward(ModelReward):
             text = filled(self.options.template, {"prompt": seen.instruction})
             images = tuple(seen.images)
         else:
-            named = {"prompt": prompt_text(prompt), "response": transition.text}
+            named = {"prompt": prompt.conversation, "response": transition.text}
             solution = find_solution(prompt.columns)
             named |= {} if solution is None else {"solution": solution}
             text = filled(self.options.template, dict(prompt.columns) | named)
@@ -120,13 +120,6 @@ def filled(template: str, values: Mapping[str, Any]) -> str:
         return str(values[name])
 
     return PLACEHOLDER.sub(value, template)
-
-
-def prompt_text(prompt: Prompt) -> str:
-    """The text of a prompt; of a conversation, every message with its role."""
-    if len(prompt.messages) == 1:
-        return prompt.text
-    return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in prompt.messages)
 
 
 def found_score(text: str, pattern: str) -> float:

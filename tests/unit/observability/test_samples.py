@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlarl.observability import samples
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.observability.samples import Sample, SampleRecorder, conversation, evenly_chosen, read_samples, reduced
+from vlarl.observability.samples import Sample, SampleRecorder, evenly_chosen, read_samples, reduced
 from vlarl.types import Prompt
 
 
@@ -100,8 +100,8 @@ def test_a_conversation_is_shown_with_its_roles():
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]},
     )
-    assert conversation(Prompt(turns)) == "system: Be brief.\n\nuser: What?"
-    assert conversation(Prompt(turns[1:])) == "What?"
+    assert Prompt(turns).conversation == "system: Be brief.\n\nuser: What?"
+    assert Prompt(turns[1:]).conversation == "What?"
 
 
 def test_rows_that_are_not_samples_are_skipped(run):

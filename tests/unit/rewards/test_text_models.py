@@ -17,7 +17,7 @@ from vlarl.config.schema import RewardConfig
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.vlm.checkpoint import read_policy
 from vlarl.rewards import RewardContext, build_bare_reward, build_reward
-from vlarl.rewards.judge import JudgeReward, filled, found_score, prompt_text
+from vlarl.rewards.judge import JudgeReward, filled, found_score
 from vlarl.rewards.model import ClassifierReward
 from vlarl.rollout.statistics import reward_part_metrics
 from vlarl.types import Observation, Prompt
@@ -171,7 +171,7 @@ def test_the_template_is_filled_with_columns_and_leaves_other_braces():
     with pytest.raises(VlarlError, match=r"names \{solution\}, which this episode does not have; it has prompt, resp"):
         filled("{solution}", values)
     several = Prompt(({"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}))
-    assert prompt_text(several) == "system: Be brief.\n\nuser: 3 + 4?"
+    assert several.conversation == "system: Be brief.\n\nuser: 3 + 4?"
 
 
 @pytest.mark.parametrize(
