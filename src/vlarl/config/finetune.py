@@ -21,6 +21,8 @@ from vlarl.config.schema import (
     UnitInterval,
 )
 
+Gripper = Literal["closed_is_1", "open_is_1", "as_recorded"]
+
 
 class DemoConfig(Section):
     """What is imitated: demonstrations of scripted experts, or recorded episodes."""
@@ -30,8 +32,43 @@ class DemoConfig(Section):
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Demonstrate only these tasks of each suite; by default all tasks."""
     path: str | None = None
-    """RLDS folder of recorded episodes to imitate instead of scripted experts; its dataset's name is then the
-    suite's."""
+    """RLDS or LeRobot folder of recorded episodes to imitate instead of scripted experts; its dataset's name is then
+    the suite's. With demos.mixture, the folder that holds its datasets."""
+    mapping: str | None = None
+    """What the fields of recorded episodes mean: the name of a ready mapping, such as bridge_orig, or a YAML file with
+    your own (docs/data.md). By default the ready mapping of an RLDS dataset's name, else the layout of `vlarl data
+    record`."""
+    mixture: tuple[str, ...] = ()
+    """Several recorded datasets: NAME:WEIGHT for each, where NAME is its folder below demos.path, or the name of a
+    ready mixture, such as oxe_magic_soup. Empty: the one dataset of demos.path."""
+    mixture_weights: Literal["datasets", "frames"] | None = None
+    """What the weights of a mixture mean: how often each dataset is sampled (datasets), or how often a frame of it is
+    (frames), so that larger datasets are sampled more often. By default frames for ready mixtures, as OpenVLA has it,
+    and datasets for your own."""
+    dataset_name: str | None = None
+    """LeRobot: the name of the suite that was recorded, such as libero_spatial; by default that of the folder."""
+    gripper: Gripper | None = None
+    """LeRobot: what the recorded gripper, the last dimension of an action, means. The policy's gripper is 1 if it is
+    open and 0 if it is closed; as_recorded: not converted. Required unless vlarl wrote the dataset or demos.mapping
+    says it."""
+    split: str = "train"
+    """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
+    holdout: BelowOne = 0.0
+    """Fraction of the recorded episodes that is not trained on. A hash of an episode decides, so that it stays held out
+    when others are added."""
+    views: tuple[Literal["primary", "wrist", "secondary"], ...] | None = None
+    """Views of recorded episodes that the policy reads, in its order; by default the first policy.num_images of
+    primary, wrist and secondary."""
+    missing_views: Literal["stop", "black"] = "stop"
+    """A view that a recorded dataset does not have: refuse the dataset (stop), or use black frames (black)."""
+    noops: Literal["keep", "idle", "motionless"] | None = None
+    """Steps of recorded episodes that do nothing: keep them, leave out those without movement and change of the gripper
+    (idle), or those without movement (motionless). By default as the mapping says: motionless for DROID, else keep."""
+    unlabeled: Literal["skip", "keep"] = "skip"
+    """Recorded episodes whose instruction is empty: skip or keep them."""
+    damaged: Literal["stop", "skip"] = "stop"
+    """RLDS: recorded episodes that can't be read, because of a wrong checksum or content that contradicts itself: stop,
+    or skip and count them. Either way the message names the file and the byte."""
     episodes_per_task: Many = 500
     """Demonstrations per task, each from its own initial state; LIBERO has a fixed list of states, of which those for
     training are used in turn."""
@@ -39,12 +76,15 @@ class DemoConfig(Section):
     """Side length of a rendered view in pixels; by default what the policy's processor reads. A fresh model reads views
     of this size, a multiple of 14; by default 56."""
     only_successful: bool | None = None
-    """Imitate only episodes that reach their goal; by default true for simulators, whose experts fail by accident, and
-    false for the tabletop, whose experts fail on purpose."""
-    close_high: UnitInterval = 0.35
-    """Tabletop: fraction of demonstrators that close the gripper too high."""
-    release_early: UnitInterval = 0.55
-    """Tabletop: fraction of demonstrators that release the object too early."""
+    """Imitate only episodes that reach their goal; by default true for simulators whose experts fail by accident, and
+    false where they fail on purpose, which is on the tabletop, and in LIBERO with close_high or release_early, and for
+    recorded episodes."""
+    close_high: UnitInterval | None = None
+    """Tabletop and LIBERO: fraction of demonstrators that close the gripper too high; by default 0.35 on the tabletop
+    and 0 in LIBERO."""
+    release_early: UnitInterval | None = None
+    """Tabletop and LIBERO: fraction of demonstrators that release the object too early; by default 0.55 on the tabletop
+    and 0 in LIBERO."""
     action_noise: NonNegativeFloat = 0.1
     """Std of the noise on executed actions, so that demonstrations show recoveries."""
     hesitation: BelowOne = 0.0

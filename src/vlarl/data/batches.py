@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vlarl.data.demo_set import DemoSet
+from vlarl.data.mixtures import MixtureSampler
 from vlarl.decisions import TensorRows
 from vlarl.observability.machine import available_cores
 from vlarl.policies.supervised import SupervisedPolicy
@@ -19,9 +20,11 @@ SLAB = 256  # frames that are prepared at once
 
 
 class DemoBatches:
-    """Demonstrations on the device, and random batches of them. Each set is normalised by its own statistics."""
+    """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics."""
 
-    def __init__(self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device) -> None:
+    def __init__(
+        self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device, sampler: MixtureSampler
+    ) -> None:
         parts: list[TensorRows] = []
         for part in demos:
             policy.use_statistics(None, part.name)
@@ -30,14 +33,16 @@ class DemoBatches:
             parts.append(policy.demo_rows(instructions, part.proprio, chunks))
         self._rows = type(parts[0]).cat(parts).to(device)
         self._frames = Frames(demos, policy, device)
-        self._device = device
+        self._starts = np.cumsum([0, *(len(part) for part in demos)])
+        self._sampler, self._device = sampler, device
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
-        """A random batch: the observations, and the demonstrator's actions."""
-        rows = torch.randint(len(self), (size,), generator=generator)
+    def batch(self, first: int, size: int) -> DemoBatch:
+        """Samples `first` … `first + size - 1` of the run: the observations, and the demonstrator's actions."""
+        datasets, frames = self._sampler.samples(first, size)
+        rows = torch.from_numpy(self._starts[datasets] + frames)
         return DemoBatch(self._rows.rows(rows.to(self._device)), self._frames.take(rows).to(self._device))
 
 

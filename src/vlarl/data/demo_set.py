@@ -41,6 +41,7 @@ class DemoSet:
     instructions: tuple[str, ...]
     episode_lengths: IntArray  # [E]
     success: BoolArray  # [E]
+    action_mask: tuple[bool, ...] | None = None  # dimensions that are normalised; None: that follows from the actions
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -80,6 +81,7 @@ class DemoSet:
             self.instructions,
             self.episode_lengths[self.success],
             self.success[self.success],
+            self.action_mask,
         )
 
 

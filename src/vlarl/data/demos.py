@@ -2,7 +2,7 @@
 
     tabletop_* ── tabletop_demos.py, all episodes of a task at once ──────────────┐
     libero_*, metaworld_* ── WorkerPool.demonstrate, a process for each episode ──┼─► DemoSet
-    demos.path ── rlds/demos.py, recorded episodes ───────────────────────────────┘
+    demos.path, demos.mixture ── rlds/demos.py or lerobot/demos.py, recorded ─────┘
 
 Opening a source checks its configuration; `collect` then plays or reads the episodes.
 """
@@ -12,18 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import groupby
+from pathlib import Path
 from typing import Protocol, get_args
 
+from vlarl.config.dataset_folder import Format, dataset_folders, find_recording
 from vlarl.config.finetune import DemoConfig
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
 from vlarl.config.words import counted
 from vlarl.data.demo_set import DemoSet, from_demonstrations
+from vlarl.data.lerobot.demos import LeRobotSource
+from vlarl.data.recorded_demos import RecordedSource
 from vlarl.data.rlds.demos import RldsSource
 from vlarl.data.tabletop_demos import TABLETOP, generate_demos
-from vlarl.envs.base import Demonstration, EnvFactory, SuiteSpec
+from vlarl.envs.base import Demonstration, EnvFactory, ExpertFlaws, SuiteSpec
 from vlarl.envs.build import build_factory
 from vlarl.envs.process_pool import WorkerPool
-from vlarl.envs.tabletop.expert import ExpertFlaws
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
 from vlarl.errors import UsageError, VlarlError
 from vlarl.observability.capacity import check_memory_for_envs, default_processes
@@ -55,9 +58,7 @@ class Demonstrators(Protocol):
 
     spec: SuiteSpec
 
-    def demonstrate(
-        self, tasks: Sequence[Task], action_noise: float, hesitation: float = 0.0
-    ) -> Iterator[Demonstration]:
+    def demonstrate(self, tasks: Sequence[Task], flaws: ExpertFlaws) -> Iterator[Demonstration]:
         """The episodes in the order of the tasks."""
         ...
 
@@ -78,7 +79,7 @@ class TabletopSource:
         """Play all tasks, many episodes at once."""
         note("playing demonstrations of the tabletop")
         config = self._config
-        flaws = ExpertFlaws(config.close_high, config.release_early, config.action_noise)
+        flaws = tabletop_flaws(config)
         workers = config.num_workers or available_cores()
         return generate_demos(
             self._suites,
@@ -92,14 +93,29 @@ class TabletopSource:
         )
 
 
+def tabletop_flaws(config: DemoConfig) -> ExpertFlaws:
+    """The flaws of the tabletop's experts, who fail on purpose unless configured otherwise."""
+    high = 0.35 if config.close_high is None else config.close_high
+    early = 0.55 if config.release_early is None else config.release_early
+    return ExpertFlaws(high, early, config.action_noise)
+
+
+def simulator_flaws(config: DemoConfig, suite: str) -> ExpertFlaws:
+    """The flaws of a simulator's experts. Those of LIBERO fail on purpose if that is configured, others never do."""
+    high, early = (config.close_high or 0.0, config.release_early or 0.0) if suite.startswith("libero") else (0.0, 0.0)
+    return ExpertFlaws(high, early, config.action_noise, config.hesitation)
+
+
 class SimulatorSource:
     """A simulator's scripted experts, each in a process of its own."""
 
     def __init__(self, config: DemoConfig, factory: EnvFactory, seed: int) -> None:
         spec = factory.spec
         self.name, self.action_dim, self.proprio_dim = spec.name, spec.action_dim, spec.proprio_dim
-        self.only_successful = config.only_successful is not False
-        self._config, self._factory = config, factory
+        flaws = simulator_flaws(config, self.name)
+        fails_on_purpose = bool(flaws.close_high or flaws.release_early)
+        self.only_successful = not fails_on_purpose if config.only_successful is None else config.only_successful
+        self._flaws, self._factory = flaws, factory
         self._tasks = demonstration_tasks(spec, config.task_ids, config.episodes_per_task, seed)
         self._num_workers = min(config.num_workers or default_processes(self.name), len(self._tasks))
         if config.num_workers is not None:
@@ -111,7 +127,7 @@ class SimulatorSource:
         count = counted(len(self._tasks), "demonstration")
         note(f"playing {count} of {self.name} in {counted(workers, 'process')}")
         with closing(WorkerPool(self._factory, workers)) as pool:
-            return from_demonstrations(self.name, play_tasks(pool, self._tasks, self._config, note))
+            return from_demonstrations(self.name, play_tasks(pool, self._tasks, self._flaws, note))
 
 
 def demonstration_tasks(
@@ -138,10 +154,10 @@ def demonstrated_state(spec: SuiteSpec, episode: int) -> int:
 
 
 def play_tasks(
-    experts: Demonstrators, tasks: Sequence[Task], config: DemoConfig, note: Note
+    experts: Demonstrators, tasks: Sequence[Task], flaws: ExpertFlaws, note: Note
 ) -> Iterator[Demonstration]:
     """Demonstrations as they are played, with a note on the success of each task."""
-    episodes = experts.demonstrate(tasks, config.action_noise, config.hesitation)
+    episodes = experts.demonstrate(tasks, flaws)
     for task_id, of_task in groupby(episodes, key=lambda episode: episode.task.task_id):
         won: list[bool] = []
         instruction = ""
@@ -152,10 +168,50 @@ def play_tasks(
         note(f"{experts.spec.name} task {task_id}: {sum(won)} of {len(won)} succeed ({instruction})")
 
 
+SOURCES: dict[Format, type[RldsSource] | type[LeRobotSource]] = {"rlds": RldsSource, "lerobot": LeRobotSource}
+ONLY: dict[Format, tuple[str, ...]] = {"rlds": ("split", "damaged"), "lerobot": ("dataset_name", "gripper")}
+
+
+def open_recording(
+    config: DemoConfig, path: str, num_images: int, option: str = "demos.path", image_size: int = 224
+) -> RecordedSource:
+    """Recorded episodes of either format; `option` names the path in messages."""
+    _refuse_ineffective(config, [Path(path)])
+    return _recording(config, Path(path), num_images, option, image_size)
+
+
+def _recording(config: DemoConfig, folder: Path, num_images: int, option: str, image_size: int) -> RecordedSource:
+    kind, _ = find_recording(folder)
+    return SOURCES[kind](config, str(folder), num_images, option, image_size)
+
+
+def _refuse_ineffective(config: DemoConfig, folders: Sequence[Path]) -> None:
+    """Refuse options of a format that none of the folders has."""
+    kinds = {find_recording(folder)[0] for folder in folders}
+    titles: dict[Format, str] = {"rlds": "RLDS", "lerobot": "LeRobot"}
+    for kind, names in ONLY.items():
+        changed = [f"demos.{name}" for name in names if getattr(config, name) != getattr(DemoConfig(), name)]
+        if changed and kind not in kinds:
+            raise UsageError(
+                f"{', '.join(changed)}: {', '.join(map(str, folders))} is not in the format {titles[kind]}, and this "
+                "has an effect on datasets in it alone: leave it out."
+            )
+
+
 def open_sources(config: DemoConfig, seed: int, image_size: int, num_images: int) -> list[DemoSource]:
     """The configured sources, for a policy that reads `num_images` views of this size."""
     if config.path is not None:
-        return [RldsSource(config, config.path, num_images)]
+        option = "demos.mixture" if config.mixture else "demos.path"
+        folders = dataset_folders(config)
+        _refuse_ineffective(config, folders)
+        recorded = [_recording(config, folder, num_images, option, image_size) for folder in folders]
+        names = [source.name for source in recorded]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise UsageError(
+                f"demos.mixture: several of its datasets have the name {twice[0]}, and each needs statistics of its "
+                "own: leave out all but one."
+            )
+        return list(recorded)
     cameras: tuple[Camera, ...] = get_args(Camera)[:num_images]
     tabletop = [suite for suite in config.suites if suite in TABLETOP_SUITES]
     sources: list[DemoSource] = []

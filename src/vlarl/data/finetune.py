@@ -5,7 +5,7 @@ demos.py ─► DemoSet (frames, actions) ─► batches.py ─► training/sft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 from vlarl.config.derive import default_run_name
-from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
+from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConfig
+from vlarl.config.mixtures import is_named, parse_mixture
 from vlarl.config.paths import located
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
-from vlarl.data.rlds.demos import RldsSource
+from vlarl.data.mixtures import MixtureSampler, table
+from vlarl.data.recorded_demos import RecordedSource
+from vlarl.data.rlds.writer import STATISTICS
 from vlarl.data.statistics import dataset_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.devices import choose_device
@@ -32,6 +35,7 @@ from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.sinks import JsonlSink
+from vlarl.policies.checkpoint_json import write_json
 from vlarl.policies.fresh import FRESH
 from vlarl.policies.load import DTYPES, load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
@@ -64,18 +68,27 @@ def finetune(config: FinetuneConfig) -> FinetuneSummary:
     steps = config.optim.steps
     with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
         demos, demo_success = collect_demos(sources, progress.note)
-        for part in demos:
-            policy.add_statistics(part.name, demo_statistics(part))
+        statistics = {part.name: demo_statistics(part) for part in demos}
+        for name, values in statistics.items():
+            policy.add_statistics(name, values)
+        write_json(directory.path / STATISTICS, statistics)
+        sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
+        names = [part.name for part in demos]
         store, dtype = CheckpointStore(directory.checkpoints, keep=1), DTYPES[config.optim.save_dtype]
         with MetricLogger([JsonlSink(directory.metrics_file)]) as metrics:
 
             def on_log(step: int, row: dict[str, float]) -> None:
+                if len(demos) > 1:
+                    drawn = sampler.drawn(names, step * config.optim.batch_size)
+                    row |= {f"data/fraction/{one.name}": one.fraction for one in drawn}
                 metrics.log(step, row)
                 progress.training(step, row)
                 store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]}, dtype)
 
-            batches = DemoBatches(demos, policy, device)
-            first, last = imitate(policy, batches, config.optim, config.run.seed, on_log)
+            batches = DemoBatches(demos, policy, device, sampler)
+            first, last = imitate(policy, batches, config.optim, on_log)
+            for line in table(sampler.drawn(names, steps * config.optim.batch_size)):
+                progress.note(line)
     return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, demo_success)
 
 
@@ -96,7 +109,7 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[SupervisedPolic
     for source in sources:
         refuse_other_robot(policy, source)
     policy.prepare_supervised(settings, config.lora, seed)
-    recorded = [source.suite for source in sources if isinstance(source, RldsSource)]
+    recorded = [source.suite for source in sources if isinstance(source, RecordedSource)]
     policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))
     return policy, sources
 
@@ -121,8 +134,18 @@ def fresh_policy(
         raise UsageError(f"policy: {settings.path} can't be made: {error}") from error
 
 
+def sampling_weights(config: DemoConfig, demos: Sequence[DemoSet]) -> list[float]:
+    """How often each set is sampled: as often as it has frames, unless a mixture says otherwise."""
+    frames = [float(len(part)) for part in demos]
+    if not config.mixture:
+        return frames
+    weights = [dataset.weight for dataset in parse_mixture(config.mixture)]
+    by_frames = (config.mixture_weights or ("frames" if is_named(config.mixture) else "datasets")) == "frames"
+    return [weight * size if by_frames else weight for weight, size in zip(weights, frames, strict=True)]
+
+
 def demo_statistics(demos: DemoSet) -> Mapping[str, Any]:
     """The normalisation statistics of a set's robot: known for the tabletop, measured for all others."""
     if demos.name == TABLETOP:
         return unit_statistics(PROPRIO_LOW, PROPRIO_HIGH)
-    return dataset_statistics(demos.actions, demos.proprio, len(demos.success))
+    return dataset_statistics(demos.actions, demos.proprio, len(demos.success), demos.action_mask)

@@ -1,7 +1,7 @@
 """The second dataset of an RL run, as section `ptx` names it.
 
 prompts   rows with a prompt and its response ──────────► prompt, text         (envs/prompts/responses.py)
-robots    an RLDS dataset, or experts of the suite ─────► observation, actions (demos.py)
+robots    a recording, or experts of the suite ─────────► observation, actions (demos.py)
 """
 
 from __future__ import annotations
@@ -14,11 +14,18 @@ import numpy as np
 from vlarl.config.finetune import DemoConfig
 from vlarl.config.known import EXPERTS, is_prompts
 from vlarl.config.schema import Config
-from vlarl.config.suites import cameras_of
+from vlarl.config.suites import cameras_of, suites_of
 from vlarl.config.training_data import TrainingData, by_demonstrations
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.demos import DemoSource, SimulatorSource, TabletopSource, collect_demos, refuse_other_robot
-from vlarl.data.rlds.demos import RldsSource
+from vlarl.data.demos import (
+    DemoSource,
+    SimulatorSource,
+    TabletopSource,
+    collect_demos,
+    open_recording,
+    refuse_other_robot,
+)
+from vlarl.data.recorded_demos import RecordedSource
 from vlarl.envs.build import build_factory
 from vlarl.envs.prompts.responses import PromptedResponses
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
@@ -75,7 +82,7 @@ def _demonstrated(
 ) -> tuple[DemonstratedDecisions, TrainingData]:
     """The demonstrations; experts play them in one process, for all ranks."""
     demos = DemoConfig(
-        suites=(config.env.suite,),
+        suites=suites_of(config.env),
         task_ids=config.env.task_ids,
         path=None if path == EXPERTS else path,
         episodes_per_task=config.ptx.episodes_per_task,
@@ -87,7 +94,7 @@ def _demonstrated(
     source = _source(config, demos, policy)
     if isinstance(policy, SupervisedPolicy):
         refuse_other_robot(policy, source, PATH)
-    if isinstance(source, RldsSource):
+    if isinstance(source, RecordedSource):
         (collected,), _ = collect_demos([source], log.info)
         return DemonstratedDecisions(collected, policy.num_steps), by_demonstrations(demos, source.suite)
     played = on_each(ranks, lambda: collect_demos([source], log.info)[0] if ranks.rank == 0 else [])[0]
@@ -97,7 +104,7 @@ def _demonstrated(
 def _source(config: Config, demos: DemoConfig, policy: Policy) -> DemoSource:
     size, seed = config.env.image_size or policy.image_size, config.run.seed
     if demos.path is not None:
-        return RldsSource(demos, demos.path, policy.num_images, PATH)
+        return open_recording(demos, demos.path, policy.num_images, PATH, size)
     cameras = cameras_of(config.env, policy.num_images)
     if config.env.suite in TABLETOP_SUITES:
         return TabletopSource(demos, demos.suites, seed, size, cameras)

@@ -1,19 +1,25 @@
-"""Summarizes an RLDS dataset for `vlarl data inspect`."""
+"""Summarizes a recorded dataset for `vlarl data inspect`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vlarl.config.dataset_folder import find_recording
 from vlarl.data.conventions import policy_actions
-from vlarl.data.rlds.demos import ACTION, INSTRUCTION, STATE, reached_goal
+from vlarl.data.lerobot.declared import SUCCESS, policy_gripper
+from vlarl.data.lerobot.reader import LeRobotDataset
+from vlarl.data.recorded import RecordedDataset, RecordedEpisode, Roles
+from vlarl.data.rlds.demos import ACTION, INSTRUCTION, STATE, TERMINAL
 from vlarl.data.rlds.reader import RldsDataset
 from vlarl.data.statistics import dataset_statistics
+from vlarl.types import FloatArray, UInt8Array
 
 SHEET_EPISODES, SHEET_FRAMES, SHEET_SIZE, SHEET_GAP = 8, 8, 128, 4  # rows, frames a row, pixels
 BACKGROUND = (255, 255, 255)
@@ -24,35 +30,69 @@ class DatasetSummary:
     """Statistics of a dataset."""
 
     episode_lengths: tuple[int, ...]
-    num_successes: int
+    num_successes: int | None  # None if the dataset does not say
     instructions: Mapping[str, int]  # text -> how many episodes
-    statistics: Mapping[str, Any] | None  # of actions in the policy's convention; None without actions and states
+    statistics: Mapping[str, Any] | None  # None without actions and states
+    convention: str  # of the actions that the statistics are of
 
 
-def summarize(dataset: RldsDataset) -> DatasetSummary:
+def open_dataset(path: str | Path) -> RldsDataset | LeRobotDataset:
+    """A recorded dataset of either format."""
+    kind, folder = find_recording(Path(path))
+    return LeRobotDataset(folder) if kind == "lerobot" else RldsDataset(path)
+
+
+def roles_of(dataset: RldsDataset | LeRobotDataset) -> Roles:
+    """What the fields of a dataset mean."""
+    if isinstance(dataset, LeRobotDataset):
+        return dataset.declared.roles(dataset.fields)
+    known = {name: name if name in dataset.fields else None for name in (STATE, ACTION, INSTRUCTION)}
+    return Roles(cameras_of(dataset), known[STATE], known[ACTION], known[INSTRUCTION])
+
+
+def cameras_of(dataset: RecordedDataset) -> tuple[str, ...]:
+    """The fields of the steps that are images."""
+    return tuple(name for name, field in dataset.fields.items() if field.kind == "image")
+
+
+def summarize(dataset: RldsDataset | LeRobotDataset) -> DatasetSummary:
     """Read every episode, but no image."""
     lengths: list[int] = []
     instructions: Counter[str] = Counter()
     actions, states = [], []
-    num_successes = 0
+    roles = roles_of(dataset)
+    succeeded = SUCCESS if isinstance(dataset, LeRobotDataset) else TERMINAL
+    num_successes = 0 if succeeded in dataset.fields else None
+    episode: RecordedEpisode
     for episode in dataset:
         lengths.append(len(episode))
-        num_successes += reached_goal(episode)
-        if INSTRUCTION in dataset.fields:
-            instructions[episode.texts(INSTRUCTION)[0]] += 1
-        if {ACTION, STATE} <= set(dataset.fields):
-            actions.append(episode.values(ACTION))
-            states.append(episode.values(STATE))
-    statistics = None
+        if num_successes is not None:
+            num_successes += bool(np.all(episode.values(succeeded)[-1]))
+        if roles.instruction is not None:
+            instructions[episode.texts(roles.instruction)[0]] += 1
+        if roles.action is not None and roles.state is not None:
+            actions.append(episode.values(roles.action))
+            states.append(episode.values(roles.state))
+    statistics, convention = None, ""
     if actions:
-        given = policy_actions(dataset.name, np.concatenate(actions))
+        given, convention = _given_actions(dataset, np.concatenate(actions))
         statistics = dataset_statistics(given, np.concatenate(states), len(lengths))
-    return DatasetSummary(tuple(lengths), num_successes, dict(instructions.most_common()), statistics)
+    return DatasetSummary(tuple(lengths), num_successes, dict(instructions.most_common()), statistics, convention)
 
 
-def contact_sheet(dataset: RldsDataset) -> Image.Image:
+def _given_actions(dataset: RldsDataset | LeRobotDataset, recorded: FloatArray) -> tuple[FloatArray, str]:
+    """Actions in the policy's convention, as far as it is known; and which convention they are in."""
+    as_given = "as a policy gives them"
+    if isinstance(dataset, RldsDataset):
+        return policy_actions(dataset.name, recorded), as_given
+    if dataset.declared.gripper is None:
+        return recorded, "as recorded, because the gripper's convention is not declared"
+    return policy_gripper(dataset.declared.gripper, recorded), as_given
+
+
+def contact_sheet(dataset: RecordedDataset) -> Image.Image:
     """Frames of the first episodes from beginning to end, a row for each camera."""
-    cameras = [name for name, field in dataset.fields.items() if field.kind == "image"]
+    cameras = cameras_of(dataset)
     rows = [
         dataset[index].images(camera, np.linspace(0, len(dataset[index]) - 1, SHEET_FRAMES).round().astype(np.int64))
         for index in range(min(len(dataset), SHEET_EPISODES))
@@ -62,6 +102,14 @@ def contact_sheet(dataset: RldsDataset) -> Image.Image:
     sheet = Image.new("RGB", (SHEET_FRAMES * step + SHEET_GAP, len(rows) * step + SHEET_GAP), BACKGROUND)
     for row, frames in enumerate(rows):
         for column, frame in enumerate(frames):
-            tile = Image.fromarray(frame).resize((SHEET_SIZE, SHEET_SIZE))
-            sheet.paste(tile, (SHEET_GAP + column * step, SHEET_GAP + row * step))
+            tile = _tile(frame)
+            left, top = (SHEET_SIZE - tile.width) // 2, (SHEET_SIZE - tile.height) // 2
+            sheet.paste(tile, (SHEET_GAP + column * step + left, SHEET_GAP + row * step + top))
     return sheet
+
+
+def _tile(frame: UInt8Array) -> Image.Image:
+    """A frame in the largest size that fits, with its proportions."""
+    height, width = frame.shape[:2]
+    scale = SHEET_SIZE / max(height, width)
+    return Image.fromarray(frame).resize((max(1, round(width * scale)), max(1, round(height * scale))))

@@ -1,4 +1,4 @@
-"""Records scripted demonstrations as an RLDS dataset, for `vlarl data record`."""
+"""Records scripted demonstrations as an RLDS or LeRobot dataset, for `vlarl data record`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 from vlarl.config.known import GYM
@@ -13,7 +14,7 @@ from vlarl.config.schema import Camera, EnvConfig, GymConfig
 from vlarl.data.demos import demonstration_tasks
 from vlarl.data.rlds.writer import RldsWriter
 from vlarl.data.tabletop_demos import TabletopExperts
-from vlarl.envs.base import Demonstration, SuiteSpec
+from vlarl.envs.base import Demonstration, ExpertFlaws, SuiteSpec
 from vlarl.envs.build import build_factory
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.tabletop.tasks import SUITES as TABLETOP_SUITES
@@ -26,8 +27,26 @@ class Experts(Protocol):
 
     spec: SuiteSpec
 
-    def demonstrate(self, tasks: Sequence[Task], action_noise: float) -> Iterator[Demonstration]:
+    def demonstrate(self, tasks: Sequence[Task], flaws: ExpertFlaws) -> Iterator[Demonstration]:
         """The episodes in the order of the tasks."""
+        ...
+
+
+class EpisodeWriter(Protocol):
+    """A new dataset that demonstrations are added to."""
+
+    folder: Path
+
+    def __enter__(self) -> EpisodeWriter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def add(self, episode: Demonstration) -> None:
+        """Write one episode."""
         ...
 
 
@@ -62,18 +81,20 @@ def record(
     task_ids: Sequence[int] | None,
     episodes_per_task: int,
     seed: int,
-    action_noise: float,
+    flaws: ExpertFlaws,
     keep_failures: bool,
     on_episode: Callable[[Demonstration, int, int], None],
+    new_dataset: Callable[[str | Path, str], EpisodeWriter] = RldsWriter,
 ) -> tuple[Path, dict[int, TaskCount]]:
     """Play and write the demonstrations; return the dataset's folder and the counts of each task.
 
-    `on_episode` is called with every episode, how many are done, and the total.
+    `on_episode` is called with every episode, how many are done, and the total. `new_dataset`
+    opens the dataset to write, by its root and name.
     """
     tasks = demonstration_tasks(experts.spec, task_ids, episodes_per_task, seed)
     counts: dict[int, TaskCount] = {}
-    with RldsWriter(out, experts.spec.name) as writer:
-        for done, episode in enumerate(experts.demonstrate(tasks, action_noise), start=1):
+    with new_dataset(out, experts.spec.name) as writer:
+        for done, episode in enumerate(experts.demonstrate(tasks, flaws), start=1):
             count = counts.setdefault(episode.task.task_id, TaskCount(episode.instruction))
             count.num_episodes += 1
             count.num_successes += episode.success
@@ -84,6 +105,6 @@ def record(
     if not len(writer):
         raise VlarlError(
             f"none of {len(tasks)} demonstrations of {experts.spec.name} succeeded, so nothing was recorded: lower "
-            "--noise, choose other --tasks, or keep them with --keep-failures."
+            "--noise and other flaws, choose other --tasks, or keep them with --keep-failures."
         )
     return writer.folder, counts

@@ -12,10 +12,15 @@ from vlarl.types import FloatArray
 SWITCH_VALUES = (-1.0, 0.0, 1.0)  # commands of a gripper that only opens and closes
 
 
-def dataset_statistics(actions: FloatArray, proprio: FloatArray, num_episodes: int) -> dict[str, Any]:
-    """Statistics of actions [N, D] and robot states [N, P], by which a policy normalises them."""
+def dataset_statistics(
+    actions: FloatArray, proprio: FloatArray, num_episodes: int, mask: Sequence[bool] | None = None
+) -> dict[str, Any]:
+    """Statistics of actions [N, D] and robot states [N, P], by which a policy normalises them.
+
+    `mask`: the dimensions of an action that are normalised; by default as `action_mask` says.
+    """
     return {
-        "action": {**_columns(actions), "mask": action_mask(actions)},
+        "action": {**_columns(actions), "mask": action_mask(actions) if mask is None else list(mask)},
         "proprio": {**_columns(proprio), "mask": [True] * proprio.shape[1]},
         "num_transitions": len(actions),
         "num_trajectories": num_episodes,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlarl.data.demo_set import DemoSet, join
-from vlarl.envs.base import Demonstration
-from vlarl.envs.tabletop.expert import ExpertFlaws, ScriptedExpert
+from vlarl.envs.base import Demonstration, ExpertFlaws
+from vlarl.envs.tabletop.expert import ScriptedExpert
 from vlarl.envs.tabletop.geometry import BoolArray, IndexArray
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.envs.tabletop.render import Camera
@@ -97,7 +97,7 @@ def _play_unit(unit: _Unit) -> DemoSet:
         _, success[live], truncated = pool.step(live, expert.shake(live, actions))
         idle[live] += expert.finished[live]
         live = live[~(success[live] | truncated | (idle[live] > IDLE_STEPS))]
-    return _split_into_episodes(record, success, pool.suite.tasks[unit.task_id].instruction)
+    return _split_into_episodes(record, success, pool.spec.tasks[unit.task_id].instruction)
 
 
 def _split_into_episodes(
@@ -120,15 +120,15 @@ def _split_into_episodes(
 
 
 class TabletopExperts:
-    """The tabletop's perfect experts, one episode at a time: for recording."""
+    """The tabletop's experts, one episode at a time: for recording."""
 
     def __init__(self, suite: str, image_size: int, cameras: Sequence[Camera]) -> None:
         self._pool = TabletopPool(suite, 1, image_size, cameras)
         self.spec = self._pool.spec
 
-    def demonstrate(self, tasks: Sequence[Task], action_noise: float) -> Iterator[Demonstration]:
+    def demonstrate(self, tasks: Sequence[Task], flaws: ExpertFlaws) -> Iterator[Demonstration]:
         """The episodes in the order of the tasks."""
-        expert = ScriptedExpert(self._pool.world, ExpertFlaws(action_noise=action_noise))
+        expert = ScriptedExpert(self._pool.world, flaws)
         return (self._play(expert, task) for task in tasks)
 
     def _play(self, expert: ScriptedExpert, task: Task) -> Demonstration:
@@ -139,10 +139,12 @@ class TabletopExperts:
         actions: list[FloatArray] = []
         rewards: list[float] = []
         ended = success = False
-        while not ended:
+        idle = 0
+        while not ended and idle < IDLE_STEPS:
             seen += self._pool.observe(row)
             actions.append(expert.act(row)[0])
             reward, won, truncated = self._pool.step(row, expert.shake(row, actions[-1][None]))
             rewards.append(float(reward[0]))
             success, ended = bool(won[0]), bool(won[0] or truncated[0])
+            idle += int(expert.finished[0])
         return Demonstration.of_steps(task, seen, actions, rewards, success)

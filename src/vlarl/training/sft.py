@@ -31,8 +31,8 @@ class DemoBatch:
 class Batches(Protocol):
     """Demonstrations to train on."""
 
-    def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
-        """A random batch, on the policy's device."""
+    def batch(self, first: int, size: int) -> DemoBatch:
+        """Samples `first` … `first + size - 1` of the run, on the policy's device."""
         ...
 
 
@@ -40,12 +40,10 @@ def imitate(
     policy: SupervisedPolicy,
     batches: Batches,
     optim: FinetuneOptimConfig,
-    seed: int,
     on_log: Callable[[int, dict[str, float]], None],
 ) -> tuple[float, float]:
     """Train the policy on the demonstrations; returns the first and the last logged loss."""
     optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
-    generator = torch.Generator().manual_seed(seed)
     logged: list[float] = []
     losses: list[float] = []  # of the steps since the last row that were not skipped
     norms: list[float] = []
@@ -53,7 +51,7 @@ def imitate(
     started = time.monotonic()
     for step in range(1, optim.steps + 1):
         set_lr(optimizer, optim.lr * warmup_cosine(step, optim.steps, optim.warmup_steps))
-        loss = imitation_loss(policy, batches.sample(optim.batch_size, generator), optim)
+        loss = imitation_loss(policy, batches.batch((step - 1) * optim.batch_size, optim.batch_size), optim)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)

@@ -15,6 +15,7 @@ from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
 from vlarl.data.finetune import FinetuneSummary, finetune, start
+from vlarl.data.mixtures import MixtureSampler
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.errors import VlarlError
@@ -69,11 +70,12 @@ def test_the_autoregressive_recipe_learns_too(tmp_path):
 def test_batches_hold_what_the_demonstrator_saw_and_did():
     policy = init_tiny("parallel", seed=0)
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    batches = DemoBatches([demos], policy, torch.device("cpu"))
+    sampler = MixtureSampler([len(demos)], [1.0], seed=3)
+    batches = DemoBatches([demos], policy, torch.device("cpu"), sampler)
     assert len(batches) == len(demos)
-    batch = batches.sample(5, torch.Generator().manual_seed(3))
+    batch = batches.batch(7, 5)
     inputs = batch.rows
-    rows = torch.randint(len(demos), (5,), generator=torch.Generator().manual_seed(3)).numpy()
+    _, rows = sampler.samples(7, 5)
     expected = policy.process([demos.observation(int(row)) for row in rows])
     width = expected.input_ids.shape[1]
     assert torch.equal(batch.frames.permute(0, 1, 4, 2, 3), expected.pixels)
@@ -94,8 +96,8 @@ def test_demonstrations_show_what_the_policy_reads():
     del policy.config.norm_stats["tabletop"]["proprio"]
     config = DemoConfig(suites=("tabletop_spatial",), episodes_per_task=1, num_workers=1)
     demos, _ = collect_demos(open_sources(config, 0, policy.image_size, policy.num_images), note=lambda text: None)
-    batches = DemoBatches(demos, policy, torch.device("cpu"))
-    batch = batches.sample(3, torch.Generator().manual_seed(0))
+    batches = DemoBatches(demos, policy, torch.device("cpu"), MixtureSampler([len(demos[0])], [1.0], 0))
+    batch = batches.batch(0, 3)
     assert batch.frames.shape == (3, 2, policy.image_size, policy.image_size, 3) and batch.rows.proprio is None
     assert imitation_loss(policy, batch, FinetuneConfig().optim).isfinite()
 
@@ -105,7 +107,8 @@ def test_the_loss_of_a_uniform_policy_is_the_logarithm_of_the_bins():
     with torch.no_grad():
         policy.model.language_model.lm_head.weight.zero_()
     demos = generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56)
-    batch = DemoBatches([demos], policy, torch.device("cpu")).sample(4, torch.Generator().manual_seed(0))
+    sampler = MixtureSampler([len(demos)], [1.0], 0)
+    batch = DemoBatches([demos], policy, torch.device("cpu"), sampler).batch(0, 4)
     config = FinetuneConfig()
     assert imitation_loss(policy, batch, config.optim).item() == pytest.approx(np.log(256), abs=1e-5)
 
@@ -167,9 +170,9 @@ class Poisoned:
     def __init__(self, batches: DemoBatches, bad: set[int]) -> None:
         self.batches, self.bad, self.number = batches, bad, 0
 
-    def sample(self, size: int, generator: torch.Generator) -> DemoBatch:
+    def batch(self, first: int, size: int) -> DemoBatch:
         self.number += 1
-        batch = self.batches.sample(size, generator)
+        batch = self.batches.batch(first, size)
         if self.number not in self.bad:
             return batch
         return replace(batch, rows=replace(batch.rows, actions=batch.rows.actions * torch.nan))
@@ -189,8 +192,9 @@ def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> t
     policy.attach_l1_head(0)
     policy.acts_by_regression = True
     rows: list[dict] = []
-    batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu")), bad)
-    imitate(policy, batches, config.optim, config.run.seed, lambda step, row: rows.append(row))
+    sampler = MixtureSampler([len(demos)], [1.0], 0)
+    batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu"), sampler), bad)
+    imitate(policy, batches, config.optim, lambda step, row: rows.append(row))
     return policy, rows
 
 

@@ -1,6 +1,7 @@
 """The second dataset of an RL run: whose demonstrations it has, for one process and for ranks."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ from fakes.vlm_models import write_model
 
 from vlarl.config.schema import Config
 from vlarl.data.imitation import build_ptx
+from vlarl.data.lerobot.demonstrations import DemonstrationWriter
 from vlarl.data.recording import open_experts, record
+from vlarl.data.rlds.writer import RldsWriter
 from vlarl.data.tabletop_demos import generate_demos
-from vlarl.envs.tabletop.expert import ExpertFlaws
+from vlarl.envs.base import ExpertFlaws
 from vlarl.errors import UsageError
 from vlarl.policies.tiny import init_tiny
 from vlarl.policies.vlm.checkpoint import read_policy
@@ -66,12 +69,18 @@ def test_rank_0_plays_the_demonstrations_for_all_ranks():
     assert there.samples._demos is sent
 
 
-def test_recorded_episodes_are_imitated_as_they_are(tmp_path):
+def lerobot(root: str | Path, name: str) -> DemonstrationWriter:
+    return DemonstrationWriter(root, name, 5, False)
+
+
+@pytest.mark.parametrize("new_dataset", [RldsWriter, lerobot])
+def test_recorded_episodes_are_imitated_as_they_are(tmp_path, new_dataset):
     played = []
     with open_experts("tabletop_spatial", 56, ("agent",), 1) as experts:
-        record(experts, tmp_path / "data", [2], 2, 0, 0.1, True, lambda episode, done, total: played.append(episode))
+        flaws = ExpertFlaws(action_noise=0.1)
+        folder, _ = record(experts, tmp_path, [2], 2, 0, flaws, True, lambda one, *_: played.append(one), new_dataset)
     policy = init_tiny("parallel", seed=3)
-    ptx = build_ptx(config_of(ptx={"path": str(tmp_path / "data")}), policy)
+    ptx = build_ptx(config_of(ptx={"path": str(folder)}), policy)
     lengths = [len(episode.actions) for episode in played]
     assert len(ptx.samples) == sum(lengths)
     observation, actions = ptx.samples.sample(lengths[0])

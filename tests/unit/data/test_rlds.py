@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import vlarl.data.rlds.reader as rlds
-from vlarl.config.dataset_folder import find_dataset
+from vlarl.config.dataset_folder import find_dataset, find_recording
 from vlarl.data.rlds.features import features_json, parse_features
 from vlarl.data.rlds.reader import RldsDataset
 from vlarl.data.rlds.tf_example import BYTES_LIST, FLOAT_LIST, INT64_LIST, Example, encode_example
@@ -153,8 +153,18 @@ ACTION, STATE, TEXT = "steps/action", "steps/observation/state", "steps/language
 def test_an_inconsistent_episode_is_refused_when_it_is_opened(tmp_path, change, complaint):
     dataset = RldsDataset(rewritten(tmp_path, change))
     assert len(dataset[0]) == 16, "the others can be read"
-    with pytest.raises(UsageError, match=f"00000-of-00002, episode 1 can't be read .*{complaint}.*copy or download"):
+    with pytest.raises(
+        UsageError, match=f"00000-of-00002, episode 1 at byte [0-9,]+ can't be read .*{complaint}.*copy or download"
+    ):
         dataset[1]
+
+
+def test_images_of_other_cameras_are_not_looked_at(tmp_path):
+    folder = rewritten(tmp_path, lambda f: f[IMAGE].__setitem__(2, png(63, 64)))
+    wrist = "steps/observation/wrist_image"
+    assert len(RldsDataset(folder, cameras=[wrist])[1].images(wrist, [2])) == 1
+    with pytest.raises(UsageError, match="image of step 2 in steps/observation/image"):
+        RldsDataset(folder, cameras=[IMAGE])[1]
 
 
 @pytest.mark.parametrize(("name", "value"), [(ACTION, np.nan), (STATE, np.inf)])
@@ -165,13 +175,17 @@ def test_values_that_are_not_finite_are_named_with_their_step(tmp_path, name, va
         features[name][3 * per_step + 1] = value
 
     episode = RldsDataset(rewritten(tmp_path, spoil))[1]
-    with pytest.raises(UsageError, match=rf"episode 1 can't be read \({name} holds NaN or infinity in step 3\)"):
+    with pytest.raises(
+        UsageError, match=rf"episode 1 at byte [0-9,]+ can't be read \({name} holds NaN or infinity in step 3\)"
+    ):
         episode.values(name)
 
 
 def test_a_frame_whose_header_is_right_and_whose_content_is_not_is_named(tmp_path):
     episode = RldsDataset(rewritten(tmp_path, lambda f: f[IMAGE].__setitem__(0, png(128, 128)[:60])))[1]
-    with pytest.raises(UsageError, match=r"episode 1 can't be read \(an image in steps/observation/image: "):
+    with pytest.raises(
+        UsageError, match=r"episode 1 at byte [0-9,]+ can't be read \(an image in steps/observation/image: "
+    ):
         episode.images(IMAGE, [0])
 
 
@@ -270,10 +284,12 @@ def test_a_dataset_is_found_below_the_folder_that_is_named(tmp_path):
         find_dataset(tmp_path / "x")
     (tmp_path / "pusht" / "meta").mkdir(parents=True)
     (tmp_path / "pusht" / "meta" / "info.json").write_text("{}")
-    with pytest.raises(
-        UsageError, match="pusht is a LeRobot dataset, which is not supported: name the folder of an RLDS"
-    ):
+    with pytest.raises(UsageError, match="pusht is a LeRobot dataset, and not an RLDS dataset: open it with LeRobot"):
         find_dataset(tmp_path / "pusht")
+    assert find_recording(tmp_path / "pusht") == ("lerobot", tmp_path / "pusht")
+    assert find_recording(GOLDEN) == ("rlds", FOLDER)
+    with pytest.raises(UsageError, match=r"no LeRobot dataset, .* LeRobot datasets are in .*/pusht\.$"):
+        find_recording(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "dataset_info.json").write_text("{}")

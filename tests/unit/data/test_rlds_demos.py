@@ -12,8 +12,10 @@ from vlarl.data.batches import DemoBatches, Frames
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
 from vlarl.data.finetune import demo_statistics, finetune
+from vlarl.data.mixtures import MixtureSampler
 from vlarl.data.recording import open_experts, record
 from vlarl.data.rlds.demos import RldsSource
+from vlarl.envs.base import ExpertFlaws
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.images import ImagePipeline
@@ -33,7 +35,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four episodes of two tabletop tasks in two views of 64 pixels; noise makes none of them fail."""
     root = tmp_path_factory.mktemp("recorded")
     with open_experts("tabletop_goal", 64, ("agent", "wrist"), 1) as experts:
-        record(experts, root, [0, 3], 2, seed=1, action_noise=0.1, keep_failures=False, on_episode=quiet)
+        record(
+            experts, root, [0, 3], 2, seed=1, flaws=ExpertFlaws(action_noise=0.1), keep_failures=False, on_episode=quiet
+        )
     return root
 
 
@@ -111,8 +115,8 @@ def test_a_policy_is_trained_on_a_recording(recorded, tmp_path):
 
 def test_views_that_were_not_recorded_are_refused_before_anything_starts(tmp_path):
     with open_experts("tabletop_goal", 16, ("agent",), 1) as experts:
-        record(experts, tmp_path, [3], 1, seed=1, action_noise=0.0, keep_failures=False, on_episode=quiet)
-    with pytest.raises(UsageError, match=r"lacks steps/observation/wrist_image; it has .*policy.num_images"):
+        record(experts, tmp_path, [3], 1, seed=1, flaws=ExpertFlaws(), keep_failures=False, on_episode=quiet)
+    with pytest.raises(UsageError, match=r"lacks observation/wrist_image; it has .*policy.num_images"):
         open_sources(DemoConfig(path=str(tmp_path)), 0, 56, 2)
     with pytest.raises(UsageError, match="nowhere is not a directory"):
         open_sources(DemoConfig(path=str(tmp_path / "nowhere")), 0, 56, 1)
@@ -121,9 +125,9 @@ def test_views_that_were_not_recorded_are_refused_before_anything_starts(tmp_pat
 def test_the_batches_of_a_recording_hold_what_was_done(golden):
     policy = init_tiny("parallel", seed=0, num_images=2, norm_stats={})
     policy.add_statistics(golden.name, demo_statistics(golden))
-    made = DemoBatches([golden], policy, CPU)
-    batch = made.sample(6, torch.Generator().manual_seed(3))
-    rows = torch.randint(len(golden), (6,), generator=torch.Generator().manual_seed(3)).numpy()
+    sampler = MixtureSampler([len(golden)], [1.0], seed=3)
+    batch = DemoBatches([golden], policy, CPU, sampler).batch(0, 6)
+    _, rows = sampler.samples(0, 6)
     actions = policy.normalizer.unnormalize(batch.rows.actions.numpy())
     wanted = golden.chunks(rows, policy.chunk_length)
     statistics = policy.config.norm_stats["libero_spatial"]["action"]

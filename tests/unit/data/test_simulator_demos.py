@@ -12,7 +12,8 @@ from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet, from_demonstrations
 from vlarl.data.demos import SimulatorSource, collect_demos, demonstration_tasks, play_tasks
 from vlarl.data.finetune import demo_statistics, fresh_policy, refuse_other_robot
-from vlarl.envs.base import Demonstration
+from vlarl.data.mixtures import MixtureSampler
+from vlarl.envs.base import Demonstration, ExpertFlaws
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
 from vlarl.training.sft import imitate
@@ -37,8 +38,8 @@ class FakeExperts:
 
     spec = SPEC
 
-    def demonstrate(self, tasks, action_noise, hesitation=0.0):
-        self.played_with = (action_noise, hesitation)
+    def demonstrate(self, tasks, flaws):
+        self.played_with = flaws
         return (episode(task, task.task_id + 2, task.task_id != 1) for task in tasks)
 
 
@@ -62,10 +63,10 @@ def test_what_was_played_becomes_one_flat_set():
     experts = FakeExperts()
     tasks = demonstration_tasks(SPEC, [0, 1], 2, 0)
     demos = from_demonstrations(
-        "counting", play_tasks(experts, tasks, DemoConfig(action_noise=0.25, hesitation=0.5), notes.append)
+        "counting", play_tasks(experts, tasks, ExpertFlaws(action_noise=0.25, hesitation=0.5), notes.append)
     )
     alone = [episode(task, task.task_id + 2, task.task_id != 1) for task in tasks]
-    assert experts.played_with == (0.25, 0.5)
+    assert experts.played_with == ExpertFlaws(action_noise=0.25, hesitation=0.5)
     np.testing.assert_array_equal(demos.episode_lengths, [2, 2, 3, 3])
     np.testing.assert_array_equal(demos.episode_starts, [0, 2, 4, 7])
     np.testing.assert_array_equal(demos.actions, np.concatenate([e.actions for e in alone]))
@@ -121,14 +122,18 @@ def test_a_chunk_past_the_end_stands_still_and_keeps_the_gripper():
     np.testing.assert_array_equal(chunk[0], [demos.actions[1], [0, demos.actions[1, 1]], [0, demos.actions[1, 1]]])
 
 
+def in_turn(*demos: DemoSet) -> MixtureSampler:
+    return MixtureSampler([len(part) for part in demos], [1.0] * len(demos), seed=0)
+
+
 def test_sets_are_normalised_each_by_its_own_statistics():
     policy = fresh_policy(FinetunePolicyConfig(chunk_length=1), 0, FakeSource(made([0]), True))
     one, other = made([0]), replace(made([0]), name="other", actions=10 * made([0]).actions)
     for part in (one, other):
         policy.add_statistics(part.name, demo_statistics(part))
     assert set(policy.config.norm_stats) == {"counting", "other"}
-    apart = [DemoBatches([part], policy, torch.device("cpu")) for part in (one, other)]
-    both = DemoBatches([one, other], policy, torch.device("cpu"))
+    apart = [DemoBatches([part], policy, torch.device("cpu"), in_turn(part)) for part in (one, other)]
+    both = DemoBatches([one, other], policy, torch.device("cpu"), in_turn(one, other))
     first, second = (batches._rows.actions for batches in apart)
     torch.testing.assert_close(first, second)
     torch.testing.assert_close(both._rows.actions, torch.cat([first, second]))
@@ -171,8 +176,8 @@ def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(t
         {"optim": {"steps": 30, "batch_size": 16, "lr": 2e-3, "warmup_steps": 3, "log_interval": 10}}
     )
     rows: list[dict[str, float]] = []
-    batches = DemoBatches(demos, policy, torch.device("cpu"))
-    first, last = imitate(policy, batches, train.optim, train.run.seed, lambda step, row: rows.append(row))
+    batches = DemoBatches(demos, policy, torch.device("cpu"), in_turn(*demos))
+    first, last = imitate(policy, batches, train.optim, lambda step, row: rows.append(row))
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
     policy.save(tmp_path / "trained")
     again = load_policy(tmp_path / "trained")

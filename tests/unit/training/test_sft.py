@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from fakes.kinds import DIMENSIONS, NUM_POINTS, ChainPolicy
 
-from tests.fakes.kinds import DIMENSIONS, NUM_POINTS, ChainPolicy
 from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
+from vlarl.data.mixtures import MixtureSampler
 from vlarl.decisions import TensorRows
 from vlarl.policies.supervised import SupervisedPolicy
-from vlarl.training.sft import imitate
+from vlarl.training.sft import DemoBatch, imitate
 from vlarl.types import FloatArray, UInt8Array
 
 COMMANDS = np.float32([[0.0, -0.5], [0.0, 0.75]])  # [task, D] no motion and a gripper, as past an episode's end
@@ -77,8 +78,9 @@ def trained(seed: int) -> tuple[FlowPolicy, float, float]:
     optim = FinetuneConfig.model_validate(
         {"optim": {"steps": 300, "batch_size": 16, "lr": 2e-2, "warmup_steps": 0, "log_interval": 50}}
     ).optim
-    batches = DemoBatches([demonstrations()], policy, torch.device("cpu"))
-    first, last = imitate(policy, batches, optim, seed, lambda step, row: None)
+    demos = demonstrations()
+    batches = DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], seed))
+    first, last = imitate(policy, batches, optim, lambda step, row: None)
     return policy, first, last
 
 
@@ -93,3 +95,23 @@ def test_a_flow_policy_learns_the_demonstrated_actions_of_each_task():
 def test_its_random_times_follow_from_the_seed():
     (one, _, last), (two, _, again), (other, _, _) = (trained(seed) for seed in (0, 0, 1))
     assert torch.equal(one.target, two.target) and last == again and not torch.equal(one.target, other.target)
+
+
+class Recorded:
+    """Batches that remember which samples they were."""
+
+    def __init__(self, batches: DemoBatches) -> None:
+        self.batches, self.read = batches, []
+
+    def batch(self, first: int, size: int) -> DemoBatch:
+        self.read.append((first, size))
+        return self.batches.batch(first, size)
+
+
+def test_batches_follow_each_other():
+    demos = demonstrations()
+    policy = FlowPolicy()
+    optim = FinetuneConfig.model_validate({"optim": {"steps": 3, "batch_size": 4, "warmup_steps": 0}}).optim
+    batches = Recorded(DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], 0)))
+    imitate(policy, batches, optim, lambda step, row: None)
+    assert batches.read == [(0, 4), (4, 4), (8, 4)]

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import GYM, KNOWN_SUITES, SUITES, is_prompts
+from vlarl.config.mixtures import NAMED, parse_mixture
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.env import check_suite, check_task_ids
 
 Problems = Iterator[Problem]
 
+MAX_VIEWS = 3  # primary, wrist and secondary
 PATCH_SIZE = 14  # of the built-in model's towers
 
 
@@ -18,6 +20,7 @@ def check_demos(config: FinetuneConfig) -> Problems:
     """Suites and their tasks exist and have experts, unless recorded episodes are imitated."""
     demos = config.demos
     if demos.path is not None:
+        yield from _check_recorded(config)
         if demos.task_ids is not None:
             remedy = "a recording is imitated as a whole; leave out demos.task_ids, or demos.path to use experts"
             yield Problem(f"demos.task_ids with demos.path = {shown(demos.path)}", remedy, ("demos.task_ids",))
@@ -37,6 +40,27 @@ def check_demos(config: FinetuneConfig) -> Problems:
         yield Problem(
             f"demos.suites = {shown(demos.suites)}", f"name each suite once; known suites: {known}", ("demos.suites",)
         )
+
+
+def _check_recorded(config: FinetuneConfig) -> Problems:
+    """A mixture and the views of recorded datasets."""
+    demos = config.demos
+    try:
+        parse_mixture(demos.mixture)
+    except ValueError as error:
+        remedy = f"{error}; ready mixtures: {', '.join(NAMED)}"
+        yield Problem(f"demos.mixture = {shown(demos.mixture)}", remedy, ("demos.mixture",))
+    count = config.policy.num_images
+    if demos.views is not None:
+        subject = f"demos.views = {shown(demos.views)}"
+        if not demos.views or len(set(demos.views)) < len(demos.views):
+            yield Problem(subject, "name at least one view, and each once", ("demos.views",))
+        elif count is not None and count != len(demos.views):
+            remedy = f"name {count}, or leave one of the two options out"
+            yield Problem(f"{subject} with policy.num_images = {count}", remedy, ("demos.views", "policy.num_images"))
+    elif count is not None and count > MAX_VIEWS:
+        remedy = f"recorded episodes have at most {MAX_VIEWS} views"
+        yield Problem(f"policy.num_images = {count} with demos.path", remedy, ("policy.num_images", "demos.path"))
 
 
 def check_fresh_images(config: FinetuneConfig) -> Problems:

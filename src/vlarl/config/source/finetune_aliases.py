@@ -26,6 +26,9 @@ ALIASES: dict[str, str] = {
     "tasks": "demos.task_ids",
     "image_size": "demos.image_size",
     "dataset": "demos.path",
+    "data_mix": "demos.mixture",
+    "dataset_mixture": "demos.mixture",
+    "static_mixture": "demos.mixture",
 }
 """Names that set the option as it is written."""
 
@@ -33,11 +36,12 @@ _LENGTH = "set the length of training with --optim.steps; a step reads --optim.b
 _ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
 _NO_EVALUATION = "`vlarl finetune` does not evaluate; afterwards: `vlarl eval RUN`"
-_NOT_LEROBOT = "LeRobot datasets are not supported: set --demos.path to the folder of an RLDS dataset"
+_DOWNLOAD = "download it with `hf download NAME --repo-type dataset --local-dir DIR`, and set --demos.path DIR"
 _NOT_SPLIT = "a batch is one pass; lower --optim.batch_size to need less memory"
 
 ELSEWHERE: dict[str, str] = {
-    **dict.fromkeys(("dataset.repo_id", "dataset.root"), _NOT_LEROBOT),
+    "dataset.repo_id": _DOWNLOAD,
+    "dataset.root": "set --demos.path to the folder of the dataset",
     "dataset_name": "set --demos.path to the folder of the dataset, such as DATA_ROOT_DIR/DATASET_NAME",
     **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "max_epochs", "num_train_epochs"), _LENGTH),
     **dict.fromkeys(("iterations", "n_iterations", "num_iterations", "max_iterations", "total_iterations"), _LENGTH),

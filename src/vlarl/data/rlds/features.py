@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ DTYPES = (
     "float64",
 )
 UNKNOWN = -1  # a size of a shape that differs from step to step
+OTHER_CONTENT = ("jsonFeature", "video", "audio", "boundingBox", "translation", "labeledImage", "optional")
 MAX_VALUES = 1 << 26  # of one field at one step: an image of 4096 x 4096 and 4 channels
 
 _MODULE = "tensorflow_datasets.core.features."
@@ -37,9 +38,10 @@ _DICT = f"{_MODULE}features_dict.FeaturesDict"
 class Field:
     """One field of an episode or of its steps."""
 
-    kind: Literal["tensor", "image", "text"]
+    kind: Literal["tensor", "image", "text", "other"]  # other: a field that is listed but can't be read
     dtype: str = "string"
     shape: tuple[int, ...] = ()  # of one step
+    encoding: str = field(default="jpeg", compare=False)  # of images that are written; a reader looks at each image
 
     @property
     def num_values(self) -> int | None:
@@ -57,7 +59,7 @@ class Field:
             return {"pythonClassName": f"{_MODULE}text_feature.Text", "text": {}}
         shape = {"dimensions": [str(size) for size in self.shape]} if self.shape else {}
         if self.kind == "image":
-            image = {"dtype": self.dtype, "encodingFormat": "jpeg", "shape": shape}
+            image = {"dtype": self.dtype, "encodingFormat": self.encoding, "shape": shape}
             return {"image": image, "pythonClassName": f"{_MODULE}image_feature.Image"}
         name = "tensor_feature.Tensor" if self.shape else "scalar.Scalar"
         return {
@@ -91,9 +93,12 @@ def _walk(node: Mapping[str, Any], name: str) -> list[tuple[str, Field]]:
         return [(name, Field("text"))]
     if "image" in node:
         return [(name, Field("image", str(node["image"].get("dtype", "uint8")), _shape(node["image"])))]
-    tensor = node["tensor"]
-    if tensor.get("encoding", "none") != "none":
-        raise ValueError(f"{name} is a tensor with encoding {tensor['encoding']}, which is not supported")
+    if "classLabel" in node:
+        return [(name, Field("tensor", "int64"))]
+    is_other = any(content in node for content in OTHER_CONTENT)
+    tensor = {} if is_other else node["tensor"]
+    if is_other or tensor.get("encoding", "none") != "none":
+        return [(name, Field("other"))]
     dtype = str(tensor["dtype"])
     if dtype == "string":
         return [(name, Field("text"))]
@@ -114,12 +119,12 @@ def _shape(node: Mapping[str, Any]) -> tuple[int, ...]:
 def features_json(fields: Mapping[str, Field]) -> dict[str, Any]:
     """The content of features.json for fields by their names in the records."""
     tree: dict[str, Any] = {}
-    for name, field in sorted(fields.items()):
+    for name, one in sorted(fields.items()):
         *parents, last = name.split("/")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[last] = field.to_json()
+        node[last] = one.to_json()
     return _dict_json(tree, "")
 
 

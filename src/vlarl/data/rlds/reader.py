@@ -5,9 +5,10 @@
            NAME-train.tfrecord-00000-of-0000N   an episode is one record ─► tfrecord.py, tf_example.py
 
 Everything is lazy: a shard is opened when one of its episodes is read, a field is decoded when it is read, and of a
-camera only the requested frames. An episode is checked when it is opened: all fields of its steps must have as many
-values as it has steps, and images the size in features.json; otherwise every later frame of a dataset would silently be
-paired with another step's action.
+camera only the requested frames, by a thread for each core. An episode is checked when it is opened: all fields of its
+steps must have as many values as it has steps, and images the size in features.json; otherwise every later frame of a
+dataset would silently be paired with another step's action. A dataset that is opened for some cameras checks the images
+of those alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from numpy.typing import NDArray
 
 from vlarl.config.dataset_folder import INFO, find_dataset
 from vlarl.data.rlds.features import UNKNOWN, Field, parse_features
-from vlarl.data.rlds.image_headers import NotAnImageError, image_size
+from vlarl.data.rlds.image_headers import ImageSizes, NotAnImageError
 from vlarl.data.rlds.tf_example import Example, MalformedExampleError
-from vlarl.data.rlds.tfrecord import FOOTER, HEADER, TFRecordFile
+from vlarl.data.rlds.tfrecord import FOOTER, HEADER, DamagedRecordError, TFRecordFile
 from vlarl.errors import UsageError
 from vlarl.images.jpeg import decode_image
 from vlarl.json_files import read_json
@@ -36,7 +37,7 @@ from vlarl.types import IntArray, UInt8Array
 
 FEATURES = "features.json"
 STEPS = "steps/"
-FEW_FRAMES = 4  # are decoded in the calling thread, more of them in several threads
+FEW_FRAMES = 4  # are decoded in the calling thread, more of them by several threads
 TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 MAX_NAME_BYTES = 255
@@ -51,8 +52,12 @@ def _decoders() -> ThreadPoolExecutor:
 class RldsDataset:
     """The episodes of one split, by index."""
 
-    def __init__(self, path: str | Path, split: str = "train") -> None:
-        """`path` is the folder of a version (NAME/1.0.0), or one above it with a single dataset in it."""
+    def __init__(self, path: str | Path, split: str = "train", cameras: Sequence[str] | None = None) -> None:
+        """`path` is the folder of a version (NAME/1.0.0), or one above it with a single dataset in it.
+
+        `cameras` are the image fields that will be read; None: any.
+        """
+        self._cameras = None if cameras is None else frozenset(cameras)
         self.folder = find_dataset(Path(path))
         info = _read_json(self.folder / INFO)
         self.name = str(info.get("name", self.folder.name))
@@ -107,7 +112,11 @@ class RldsDataset:
         shard = int(np.searchsorted(self._first_episodes, index, side="right")) - 1
         record = index - int(self._first_episodes[shard])
         file = self._shard(shard)
-        return Episode(file.record(record), self.fields, f"{file.path}, episode {record}")
+        data = file.record(record)
+        if file.damage is not None and record == self.shard_lengths[shard] - 1:  # what follows the last is damaged
+            raise file.damage
+        where = f"{file.path}, episode {record} at byte {file.offset(record):,}"
+        return Episode(data, self.fields, where, file.checksum(record), self._cameras)
 
     def __iter__(self) -> Iterator[Episode]:
         return (self[index] for index in range(len(self)))
@@ -134,7 +143,7 @@ class RldsDataset:
     def _shard(self, index: int) -> TFRecordFile:
         if index not in self._shards:
             file = TFRecordFile(self.shard_path(index))
-            if len(file) != self.shard_lengths[index]:
+            if file.damage is None and len(file) != self.shard_lengths[index]:
                 raise UsageError(
                     f"{file.path} holds {len(file)} episodes, but {INFO} says {self.shard_lengths[index]}: copy or "
                     "download the dataset again."
@@ -146,23 +155,33 @@ class RldsDataset:
 class Episode:
     """One episode; its fields are decoded when they are read."""
 
-    def __init__(self, record: memoryview, fields: dict[str, Field], where: str) -> None:
+    def __init__(
+        self,
+        record: memoryview,
+        fields: dict[str, Field],
+        where: str,
+        checksum: int,
+        cameras: frozenset[str] | None = None,
+    ) -> None:
+        self.checksum = checksum  # of its content, the same in any file
         self._where = where
         self._fields = fields
         try:
             self._example = Example(record)
             self.length = self._checked_length()
         except (MalformedExampleError, UnicodeDecodeError) as error:
-            raise self._unreadable(error) from error
+            raise self.unreadable(error) from error
         for name, field in fields.items():
-            if field.kind == "image" and name.startswith(STEPS):
+            if field.kind == "image" and name.startswith(STEPS) and (cameras is None or name in cameras):
                 self._check_frames(name, field)
 
     def _checked_length(self) -> int:
         """The number of steps, which all fields of the steps must agree on."""
         counts: dict[str, int] = {}
         for name, field in self._fields.items():
-            if name.startswith(STEPS) and (each := 1 if field.kind == "image" else field.num_values) is not None:
+            if not name.startswith(STEPS) or field.kind == "other":
+                continue
+            if (each := 1 if field.kind == "image" else field.num_values) is not None:
                 steps, rest = divmod(self._example.count(name), each)
                 if rest:
                     raise MalformedExampleError(
@@ -179,15 +198,15 @@ class Episode:
 
     def _check_frames(self, name: str, field: Field) -> None:
         """Refuse frames whose size is not that of the field, before any of them is decoded."""
-        wanted = field.shape[:2]
+        wanted, sizes = field.shape[:2], ImageSizes()
         for index, frame in enumerate(self._encoded(name)):
             try:
-                size = image_size(frame)
+                size = sizes.of(frame)
             except NotAnImageError as error:
-                raise self._unreadable(f"the image of step {index} in {name} {error}") from error
+                raise self.unreadable(f"the image of step {index} in {name} {error}") from error
             if len(wanted) == 2 and any(one not in (UNKNOWN, other) for one, other in zip(wanted, size, strict=True)):
                 said = f"{wanted[0]} x {wanted[1]} in {FEATURES}"
-                raise self._unreadable(
+                raise self.unreadable(
                     f"the image of step {index} in {name} has {size[0]} x {size[1]} pixels, and {said}"
                 )
 
@@ -206,10 +225,10 @@ class Episode:
             flat = self._example.floats(name) if field.is_float else self._example.integers(name)
             values: NDArray[Any] = flat.astype(field.dtype, copy=False).reshape(self._shape(name, field))
         except ValueError as error:
-            raise self._unreadable(f"{name}: {error}") from error
+            raise self.unreadable(f"{name}: {error}") from error
         if field.is_float and not np.isfinite(values).all():
             where = f" in step {np.argwhere(~np.isfinite(values))[0][0]}" if name.startswith(STEPS) else ""
-            raise self._unreadable(f"{name} holds NaN or infinity{where}")
+            raise self.unreadable(f"{name} holds NaN or infinity{where}")
         return values
 
     def texts(self, name: str) -> list[str]:
@@ -218,31 +237,32 @@ class Episode:
         try:
             return [text.decode() for text in self._example.texts(name)]
         except (MalformedExampleError, UnicodeDecodeError) as error:
-            raise self._unreadable(f"{name}: {error}") from error
+            raise self.unreadable(f"{name}: {error}") from error
 
     def images(self, name: str, steps: Sequence[int] | IntArray | None = None) -> UInt8Array:
         """[n, H, W, 3] the frames of a camera at the given steps, at all by default; decodes only those."""
         self._field(name, "image")
         encoded = self._encoded(name)
-        wanted = range(len(encoded)) if steps is None else steps
-        each = map if len(wanted) < FEW_FRAMES else _decoders().map
+        wanted = range(len(encoded)) if steps is None else [int(step) for step in steps]
         try:
-            frames = list(each(lambda index: decode_image(bytes(encoded[index])), wanted))
+            frames = _decoded([encoded[index] for index in wanted])
             return np.stack(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8)
         except Exception as error:  # noqa: BLE001 - what Pillow raises for damaged images is not documented
-            raise self._unreadable(f"an image in {name}: {error}") from error
+            raise self.unreadable(f"an image in {name}: {error}") from error
+
+    def blobs(self, name: str) -> list[bytes]:
+        """The bytes of a text field, one for each step: for fields that hold something else than text."""
+        self._field(name, "text")
+        try:
+            return self._example.texts(name)
+        except MalformedExampleError as error:
+            raise self.unreadable(f"{name}: {error}") from error
 
     def _encoded(self, name: str) -> list[memoryview]:
-        if name not in self._views:
-            try:
-                self._views[name] = self._example.views(name)
-            except MalformedExampleError as error:
-                raise self._unreadable(f"{name}: {error}") from error
-        return self._views[name]
-
-    @cached_property
-    def _views(self) -> dict[str, list[memoryview]]:
-        return {}
+        try:
+            return self._example.views(name)
+        except MalformedExampleError as error:
+            raise self.unreadable(f"{name}: {error}") from error
 
     def _shape(self, name: str, field: Field) -> tuple[int, ...]:
         return (-1, *field.shape) if name.startswith(STEPS) else field.shape
@@ -254,8 +274,27 @@ class Episode:
             raise UsageError(f"{self._where}: there is no {kind} field {name!r}; there are {', '.join(fitting)}.")
         return field
 
-    def _unreadable(self, reason: object) -> UsageError:
-        return UsageError(f"{self._where} can't be read ({reason}): copy or download the dataset again.")
+    def unreadable(self, reason: object) -> DamagedRecordError:
+        """The error for this episode; it names the file and the byte."""
+        return DamagedRecordError(f"{self._where} can't be read ({reason}): copy or download the dataset again.")
+
+
+def _decoded(encoded: Sequence[memoryview]) -> list[UInt8Array]:
+    """All images, by a thread for each core: each takes one run of them, as a call for each image costs as much as a
+    small image."""
+    if len(encoded) < FEW_FRAMES:
+        return _decode_all(encoded)
+    size = -(-len(encoded) // available_cores())
+    starts = range(size, len(encoded), size)
+    others = [_decoders().submit(_decode_all, encoded[start : start + size]) for start in starts]
+    frames = _decode_all(encoded[:size])  # the calling thread decodes, too
+    for other in others:
+        frames += other.result()
+    return frames
+
+
+def _decode_all(encoded: Sequence[memoryview]) -> list[UInt8Array]:
+    return [decode_image(image) for image in encoded]
 
 
 class Step:

@@ -30,6 +30,7 @@ class Example:
 
     def __init__(self, data: memoryview | bytes) -> None:
         self._features: dict[str, memoryview] = {}
+        self._lists: dict[str, list[memoryview]] = {}  # lists of bytes that were read already
         for field, features in _fields(memoryview(data)):
             if field == 1 and isinstance(features, memoryview):
                 self._features |= dict(_entry(entry) for key, entry in _fields(features) if key == 1)
@@ -45,8 +46,10 @@ class Example:
 
     def views(self, name: str) -> list[memoryview]:
         """The values of a list of bytes, none of them copied."""
-        values = self._values(name, BYTES_LIST)
-        return [value for field, value in _fields(values) if field == 1 and isinstance(value, memoryview)]
+        if name not in self._lists:
+            values = self._values(name, BYTES_LIST)
+            self._lists[name] = [value for key, value in _fields(values) if key == 1 and isinstance(value, memoryview)]
+        return self._lists[name]
 
     def floats(self, name: str) -> FloatArray:
         """The values of a list of floats."""
@@ -63,9 +66,9 @@ class Example:
         kind = self.kind(name)
         if kind is None:
             return 0
-        parts = [part for field, part in _fields(self._values(name, kind)) if field == 1]
         if kind == BYTES_LIST:
-            return len(parts)
+            return len(self.views(name))
+        parts = [part for field, part in _fields(self._values(name, kind)) if field == 1]
         if kind == FLOAT_LIST:
             return sum(len(_float_values(part)) for part in parts)
         # An integer ends with its only byte below 128.
@@ -122,7 +125,11 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """The fields of a protobuf message: the field number of each, and an integer or bytes."""
     position, size = 0, len(data)
     while position < size:
-        key, position = _read_varint(data, position)
+        key = data[position]
+        if key < 128:  # most keys have one byte
+            position += 1
+        else:
+            key, position = _read_varint(data, position)
         wire = key & 7
         if wire == VARINT:
             value, position = _read_varint(data, position)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -38,7 +39,7 @@ SHARD_BYTES = 128 * 2**20
 class RldsWriter:
     """Adds episodes to a new dataset. Use it as a context manager."""
 
-    def __init__(self, root: str | Path, name: str, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, root: str | Path, name: str, shard_bytes: int = SHARD_BYTES, overwrite: bool = False) -> None:
         self.name = name
         self.folder = Path(root) / name / VERSION
         self._partial = self.folder.with_name(f".{VERSION}.partial")
@@ -49,7 +50,7 @@ class RldsWriter:
         self._fields: dict[str, Field] = {}
         self._actions: list[np.ndarray] = []
         self._states: list[np.ndarray] = []
-        if self.folder.exists():
+        if self.folder.exists() and not overwrite:
             raise UsageError(f"{self.folder} exists already, and recordings are never overwritten: name a new folder.")
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
@@ -70,19 +71,30 @@ class RldsWriter:
 
     def add(self, episode: Demonstration) -> None:
         """Write one episode."""
-        fields = episode_fields(episode)
+        values = episode_features(self.name, episode)
+        self.add_values(episode_fields(episode), values, episode.actions, episode.proprio)
+
+    def add_values(
+        self,
+        fields: dict[str, Field],
+        values: Mapping[str, Feature],
+        actions: np.ndarray | None = None,
+        states: np.ndarray | None = None,
+    ) -> None:
+        """Write one episode of any fields; with actions in a policy's convention and states, statistics are written."""
         if self._fields and fields != self._fields:
             raise ValueError(f"episodes of one dataset have the same fields: {fields} after {self._fields}")
         self._fields = fields
-        data = encode_example(episode_features(self.name, episode))
+        data = encode_example(values)
         if self._file is None or self._file.tell() + len(data) > self._shard_bytes:
             self._next_shard()
         assert self._file is not None
         write_record(self._file, data)
         self._shard_lengths[-1] += 1
         self._num_bytes += len(data)
-        self._actions.append(episode.actions)
-        self._states.append(episode.proprio)
+        if actions is not None and states is not None:
+            self._actions.append(actions)
+            self._states.append(states)
 
     def finish(self) -> None:
         """Name and describe the shards; without episodes nothing is left."""
@@ -103,11 +115,24 @@ class RldsWriter:
                 SHARD_X_OF_Y=f"{index:05d}-of-{count:05d}",
             )
             self._shard(index).rename(self._partial / name)
-        statistics = dataset_statistics(np.concatenate(self._actions), np.concatenate(self._states), len(self))
         _write_json(self._partial / FEATURES, features_json(self._fields))
-        _write_json(self._partial / STATISTICS, {self.name: statistics})
+        if self._actions:
+            statistics = dataset_statistics(np.concatenate(self._actions), np.concatenate(self._states), len(self))
+            _write_json(self._partial / STATISTICS, {self.name: statistics})
         _write_json(self._partial / INFO, self._info())
+        aside = self.folder.with_name(f".{VERSION}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(aside)
         self._partial.rename(self.folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     def _shard(self, index: int) -> Path:
         return self._partial / f"shard-{index:05d}"
