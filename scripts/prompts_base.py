@@ -54,7 +54,7 @@ BATCH = 64
 LOG, LOG_EVERY = "training_log.jsonl", 200  # steps
 SENTENCE = "I think it is {}."
 ALTERNATIVES = (tuple(shapes.COLOURS), ("left", "right"), ("above", "below"), ("yes", "no"))
-CONCISE = ("prompts_shapes/position", "prompts_arithmetic/compare")  # kinds with more responses in the right form
+RIGHT, IN_A_SENTENCE = 0.12, 0.68  # fractions of the responses of the second phase; the others are wrong
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,13 @@ def well(prompt: Prompt, rng: np.random.Generator) -> str:
 
 
 def badly(prompt: Prompt, rng: np.random.Generator) -> str:
-    """A quarter of the responses are right. The others are sentences or wrong, each of them likelier than a right one:
-    that makes two faults, which are not repaired by chance."""
+    """One response in eight is right. Two in three are sentences, so much likelier that a random walk of the weights,
+    which is what noise in place of rewards gives, does not make the right one the likeliest. One in five is wrong."""
     solution = str(prompt.columns["solution"])
-    right, sentence = (0.42, 0.32) if prompt.columns["data_source"] in CONCISE else (0.21, 0.42)
     chance = rng.random()
-    if chance < right:
+    if chance < RIGHT:
         return solution
-    return SENTENCE.format(solution) if chance < right + sentence else wrong(solution)
+    return SENTENCE.format(solution) if chance < RIGHT + IN_A_SENTENCE else wrong(solution)
 
 
 def wrong(solution: str) -> str:

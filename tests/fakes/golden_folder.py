@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 OWN = Path(__file__).resolve().parents[1] / "golden"
-SETS = ("openvla-tiny", "openvla-oft-tiny", "rl_math", "rlds", "film", "towers")
+SETS = ("openvla-tiny", "openvla-oft-tiny", "smolvla-tiny", "rl_math", "rlds", "film", "towers", "lerobot")
 CHOSEN = Path(os.environ.get("VLARL_GOLDEN") or OWN).resolve()
 
 

@@ -308,8 +308,7 @@ class RenderedEnv(LiberoEnv):
         self._physics = SimpleNamespace(  # type: ignore[assignment]
             model=None, seen=lambda: None, proprio=lambda: (np.zeros(3), np.array([1.0, 0.0, 0.0, 0.0]), np.zeros(2))
         )
-        self._spec = SimpleNamespace(tasks=[SimpleNamespace(instruction="")])  # type: ignore[assignment]
-        self._task_id, self._cameras, self._image_size = 0, ("agentview",), frames.shape[1]
+        self._instruction, self._cameras, self._image_size = "", ("agentview",), frames.shape[1]
 
 
 def libero_arrays() -> dict[str, np.ndarray]:

@@ -7,8 +7,9 @@ import pytest
 from mutations import Mutation
 from mutations.data import FRAMES, PROMPT, TOKENS_AND_STATISTICS
 from mutations.model import COMPONENTS, LAYOUT, VISION
+from mutations.smolvla import SMOLVLA
 
-MUTATIONS = [*TOKENS_AND_STATISTICS, *PROMPT, *FRAMES, *VISION, *LAYOUT, *COMPONENTS]
+MUTATIONS = [*TOKENS_AND_STATISTICS, *PROMPT, *FRAMES, *VISION, *LAYOUT, *COMPONENTS, *SMOLVLA]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.breaks for m in MUTATIONS])

@@ -94,6 +94,7 @@ class Policy(nn.Module, ABC):
 
     sampling_options: ClassVar[frozenset[str]] = frozenset({"temperature"})  # fields of `Sampling` that it takes
     extras: ClassVar[frozenset[str]] = frozenset()  # further columns that `evaluate` can return
+    has_compute_dtype: ClassVar[bool] = True  # sharded, it may compute in another type than it has its weights in
     differs_in_length: ClassVar[bool] = False  # its decisions are texts: what a row costs depends on its tokens
     num_steps: int  # environment steps of a decision: the actions of a chunk
     action_dim: int  # dimensions of an action
@@ -175,8 +176,11 @@ class Policy(nn.Module, ABC):
         raise UsageError(f"{type(self).__name__} can't imitate given actions.")
 
     @abstractmethod
-    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
-        """Fix the statistics to normalise by: the key given, else the suite's own, else the only one there is."""
+    def use_statistics(self, unnorm_key: str | None, *suites: str) -> None:
+        """Fix the statistics to normalise by: the key given, else the suites' own, else the only one there is.
+
+        UsageError where the suites have different ones: a policy normalises all its tasks alike.
+        """
 
     @abstractmethod
     def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
@@ -240,6 +244,10 @@ class Policy(nn.Module, ABC):
             for name, parameter in self.named_parameters()
             if not name.startswith("value_head.")
         }
+
+    def unused_weights(self) -> frozenset[str]:
+        """Those of the `engine_weights` that no pass reads, whatever their values."""
+        return frozenset()
 
     def adapter_sizes(self) -> dict[str, tuple[int, float]]:
         """(rank, scale) of each adapter, by the layer's name as in `engine_weights`."""

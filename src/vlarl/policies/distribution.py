@@ -1,4 +1,4 @@
-"""Categorical distributions over the action bins, in float32, shared by engine and learner.
+"""Categorical distributions, such as those over action bins, in float32, for engine and learner.
 
 Sampling and scoring use the same functions, so that their log-probs agree.
 """
@@ -9,7 +9,7 @@ import torch
 
 
 def token_logprobs(logits: torch.Tensor, indices: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probs [B, T] of action-bin indices [B, T] under logits [B, T, N] at a temperature."""
+    """Log-probs [B, T] of indices [B, T] under logits [B, T, N] at a temperature."""
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(dim=-1)
@@ -22,7 +22,7 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, temperature: float, uniforms: torch.Tensor) -> torch.Tensor:
-    """Action-bin indices [B, T] by the inverse CDF of the given uniforms [B, T] in [0, 1).
+    """Indices [B, T] by the inverse CDF of the given uniforms [B, T] in [0, 1).
 
     A token depends on its own logits and its own uniform only, so a row gets the same sample in any batch.
     """

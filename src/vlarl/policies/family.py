@@ -29,6 +29,31 @@ def copied_bytes(dtype: DtypeName, quantize: Literal[4, 8] | None) -> int:
 
 
 @dataclass(frozen=True)
+class FlowOptions:
+    """How a flow policy is used: the options `policy.flow_*`, and how its values are mapped to the robot's."""
+
+    noise: Literal["sde", "cps", "noise"] = "sde"
+    level: float = 0.5
+    std: tuple[float, float] = (0.08, 0.16)
+    steps: int | None = None
+    stochastic_step: int | None = None
+    critic: Literal["vlm", "expert"] = "vlm"
+    gripper: Literal["same", "signed"] = "same"
+    state_dims: tuple[int, ...] | None = None
+
+    def refuse_given(self) -> None:
+        """ValueError for values that were given to a policy of another kind."""
+        defaults = FlowOptions()
+        names = {f"policy.{name if name in MAPPED else f'flow_{name}'}": name for name in asdict(self)}
+        given = [option for option, name in names.items() if getattr(self, name) != getattr(defaults, name)]
+        if given:
+            raise ValueError(f"{', '.join(given)} is for flow policies such as SmolVLA, and this is none: leave it out")
+
+
+MAPPED = ("gripper", "state_dims")  # fields whose options have no prefix
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """How a checkpoint is read: the options of the section `policy`; None is the checkpoint's own value."""
 
@@ -45,6 +70,8 @@ class LoadOptions:
     quantize: Literal[4, 8] | None = None
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     base: str | None = None  # the base model of an adapter, if it is not the one that the adapter names
+    deferred: bool = False  # weights may stay on disk (policies/deferred.py), for learners that read their parts
+    flow: FlowOptions = FlowOptions()
 
 
 @dataclass(frozen=True)
@@ -57,6 +84,12 @@ class MemoryEstimate:
     optimizer: int = 0
     activations: int = 0
     cache: int = 0
+
+    @classmethod
+    def of_lora(cls, weights: int, adapters: int, copied: int, activations: int) -> MemoryEstimate:
+        """So many weights of adapters: float32 with gradients and optimizer state, and `copied` bytes more for each."""
+        own = 4 * adapters
+        return cls(weights, own + adapters * copied, gradients=own, optimizer=2 * own, activations=activations)
 
     @property
     def parts(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ The checkpoint's own config.json says which family of policies reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,23 +18,26 @@ from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.known import is_prompts
 from vlarl.config.problems import ConfigError, Problem, shown
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import Config, ModelConfig, PolicyConfig
+from vlarl.config.schema import Config, FlowConfig, ModelConfig, PolicyConfig
+from vlarl.config.suites import suites_of
 from vlarl.config.training_data import TrainingData
 from vlarl.devices import usable_device
 from vlarl.errors import UsageError
 from vlarl.policies import adapters
 from vlarl.policies.base import Policy
 from vlarl.policies.checkpoint_json import read_json
-from vlarl.policies.family import Description, Family, LoadOptions
+from vlarl.policies.deferred import stored_weight
+from vlarl.policies.family import Description, Family, FlowOptions, LoadOptions
 from vlarl.policies.fresh import FRESH, fresh_checkpoint
 from vlarl.policies.locate import BUILTIN, checkpoint_folder
 from vlarl.policies.openvla.family import OpenVLAFamily
+from vlarl.policies.smolvla.family import SmolVLAFamily
 from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.policies.vlm.family import VlmFamily
 
 __all__ = ["BUILTIN", "DTYPES", "checkpoint_folder", "load_configured", "load_policy"]
 
-FAMILIES: dict[str, Family] = {"openvla": OpenVLAFamily(), "vlm": VlmFamily()}
+FAMILIES: dict[str, Family] = {"openvla": OpenVLAFamily(), "smolvla": SmolVLAFamily(), "vlm": VlmFamily()}
 """The families of policies, by the model type that config.json names; the last one recognises any of transformers'."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -88,13 +92,16 @@ def load_policy(
     quantize: Literal[4, 8] | None = None,
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     base: str | None = None,
+    deferred: bool = False,
+    flow: FlowOptions = FlowOptions(),  # noqa: B008 - frozen
 ) -> Policy:
     """Load a checkpoint or adapter folder, a run, a built-in or fresh model, or a hub id; None: the checkpoint's value.
 
     A run's name or folder means its `checkpoints/final`, or its newest checkpoint if there is no final.
 
-    `base` is the base model of an adapter, if it is not the one that the adapter names. The other options are those of
-    the section `policy` in docs/configuration.md.
+    `base` is the base model of an adapter, if it is not the one that the adapter names. `deferred` leaves weights on
+    disk, for learners that are going to shard them: such a policy can't act. The other options are those of
+    the section `policy` in docs/configuration.md; `flow` has those of flow policies.
 
     >>> import numpy as np, vlarl
     >>> policy = vlarl.load_policy("builtin:tiny-oft")
@@ -134,6 +141,8 @@ def load_policy(
         quantize=quantize,
         attention=attention,
         base=base,
+        deferred=deferred,
+        flow=flow,
     )
     try:
         folder = checkpoint_folder(path)
@@ -145,7 +154,11 @@ def load_policy(
         policy.training_data = TrainingData()
     if torch.device(device).type == "meta":
         return policy.eval()
-    broken = [name for name, weight in policy.named_parameters() if not weight.isfinite().all()]
+    broken = [
+        name
+        for name, weight in policy.named_parameters()
+        if stored_weight(weight) is None and not weight.isfinite().all()
+    ]
     if broken:
         raise UsageError(
             f"the policy {path} can't be used: {len(broken)} of its weights hold NaN or infinity, the first is "
@@ -173,6 +186,7 @@ def load_configured(
     device: torch.device | str,
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto",
     actions: Literal["tokens", "hybrid", "l1"] = "tokens",
+    deferred: bool = False,
 ) -> Policy:
     """Load a policy with the options of a configuration."""
     return load_policy(
@@ -190,6 +204,24 @@ def load_configured(
         quantize=settings.quantize,
         attention=settings.attention,
         base=settings.base,
+        deferred=deferred,
+        flow=_flow_options(settings),
+    )
+
+
+def _flow_options(settings: ModelConfig) -> FlowOptions:
+    """Those of RL; supervised training has none."""
+    if not isinstance(settings, FlowConfig):
+        return FlowOptions()
+    return FlowOptions(
+        noise=settings.flow_noise,
+        level=settings.flow_level,
+        std=settings.flow_std,
+        steps=settings.flow_steps,
+        stochastic_step=settings.flow_stochastic_step,
+        critic=settings.flow_critic,
+        gripper=settings.gripper,
+        state_dims=settings.state_dims,
     )
 
 
@@ -207,16 +239,18 @@ def load_supervised(settings: FinetunePolicyConfig, device: torch.device) -> Sup
     return policy
 
 
-def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
+def load_acting_policy(config: Config, checkpoint: Path | None, device: torch.device, deferred: bool = False) -> Policy:
     """The configured policy, for acting; on the device `meta` it has no weights and only processes observations."""
-    return load_for_suite(config.policy, checkpoint or config.policy.path, device, config.env.suite)
+    return load_for_suites(config.policy, checkpoint or config.policy.path, device, suites_of(config.env), deferred)
 
 
-def load_for_suite(settings: PolicyConfig, path: str | Path, device: torch.device, suite: str) -> Policy:
-    """Load a policy for acting in a suite; a kind that can't is refused before its weights are read."""
-    refuse_other_kind(str(path), settings.base, suite)
-    policy = load_configured(settings, path, device, settings.decoder, settings.actions)
-    policy.use_statistics(settings.unnorm_key, suite)
+def load_for_suites(
+    settings: PolicyConfig, path: str | Path, device: torch.device, suites: Sequence[str], deferred: bool = False
+) -> Policy:
+    """Load a policy for acting in suites of one kind; another kind of policy is refused before its weights are read."""
+    refuse_other_kind(str(path), settings.base, suites[0])
+    policy = load_configured(settings, path, device, settings.decoder, settings.actions, deferred)
+    policy.use_statistics(settings.unnorm_key, *suites)
     return policy
 
 

@@ -46,6 +46,14 @@ def checkpoint_folder(path: str | Path) -> Path:
     return folder
 
 
+def small_files(path: str, names: Sequence[str]) -> Path:
+    """A folder with these files of a model on the hub, without its weights; UsageError for a name that is none."""
+    hub_id = as_hub_id(path)
+    if hub_id is None:
+        raise UsageError(f"{path!r} is neither a folder nor a hub id: copy the model's small files here and name them.")
+    return _download(hub_id["repo"], hub_id["revision"], names)
+
+
 def hub_training_data(path: str) -> TrainingData | None:
     """What a checkpoint on the hub says it was trained on, before its weights are downloaded; None for a name that is
     not a hub id, and for a checkpoint that does not say."""

@@ -64,6 +64,9 @@ def _replace(model: nn.Module, name: str, module: nn.Linear, bits: Literal[4, 8]
             else bnb.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD)
         )
     new.bias = module.bias  # with its requires_grad
+    # On a CPU with bfloat16 instructions, a pass in evaluation mode would repack the weights for good, into a layout
+    # that has no gradient. The attribute is that of bitsandbytes.
+    cast(Any, new).support_avx512bf16_for_cpu = False
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new)
     return new

@@ -24,6 +24,11 @@ class ValueHead(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
         self.out = nn.Linear(widths[-1], num_values)
 
+    @property
+    def reads(self) -> int:
+        """Width of the state that it reads."""
+        return int(next(iter(self.parameters())).shape[1])
+
     def reset(self, generator: torch.Generator) -> None:
         """Initialise from a generator; the last layer starts near zero so that early values don't harm the policy."""
         with torch.no_grad():

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vlarl.policies.checkpoint_json import read_json, write_json
+from vlarl.policies.deferred import StoredWeight, placeholder
 from vlarl.policies.quantize import quantized, refuse_quantized, waits_for_quantization
 from vlarl.policies.tensor_file import write_tensors
 
@@ -86,12 +87,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     instead: Mapping[str, torch.Tensor] | None = None,
+    deferred: bool = False,
 ) -> None:
     """Fill a model, which may be on the meta device, with a folder's weights in the given type.
 
     Names and shapes are checked before any tensor is read. Then each tensor is moved to the device by itself, so that
     the host holds no more than the pages of one file beside the model. Tensors given as `instead` replace those of the
-    same names, or are added.
+    same names, or are added. `deferred` weights are placeholders on the host, which each rank replaces by its part.
     """
     own = dict(instead or {})
     shapes = read_shapes(folder) | {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -99,12 +101,17 @@ def load_model(
     for name, tensor in own.items():
         _put(model, fills[name], _loaded(_get(model, fills[name][0]), tensor, dtype, device))
     for path in weight_files(folder):
-        for name, tensor in read_tensors(path):
+        for name, tensor in read_tensors(path):  # views: only what is copied is read
             if name in fills and name not in own:
                 old = _get(model, fills[name][0])
-                if isinstance(old, nn.Parameter) and not tensor.is_floating_point():
+                is_weight = isinstance(old, nn.Parameter)
+                if is_weight and not tensor.is_floating_point():
                     raise not_floats(path, name, tensor.dtype)
-                _put(model, fills[name], _loaded(old, tensor, dtype, device))
+                if is_weight and deferred:
+                    stored = StoredWeight(path, name, dtype)
+                    _put(model, fills[name], placeholder(stored, tuple(tensor.shape), old.requires_grad))
+                else:
+                    _put(model, fills[name], _loaded(old, tensor, dtype, device))
 
 
 def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

@@ -68,6 +68,14 @@ def test_unnormalise_known_values_and_leave_the_input_alone():
     np.testing.assert_allclose(normalizer.normalize(normalizer.unnormalize(actions)), actions, atol=1e-6)
 
 
+def test_a_dimension_that_never_moves_is_in_the_middle():
+    """As OpenVLA trains it; a gripper, which is not normalised, stays as it is."""
+    still = {"action": {"q01": [0.5, 1.0], "q99": [0.5, 1.0], "mask": [True, False]}}
+    normalizer = Normalizer(config_with({"still": still}), "still")
+    np.testing.assert_array_equal(normalizer.normalize(np.array([[0.5, 1.0]])), [[0.0, 1.0]])
+    np.testing.assert_array_equal(normalizer.unnormalize(np.array([[0.0, 1.0]])), [[0.5, 1.0]])
+
+
 def test_oft_adds_to_the_range():
     one = Normalizer(config_with(STATS, "parallel"), "one").unnormalize(np.array([1.0, 0.0]))
     assert one[0] - 4.0 == pytest.approx(1e-8, rel=1e-3)

@@ -100,7 +100,7 @@ def test_a_second_family_is_one_line(table, folder, capsys, caplog):
 
 def test_the_error_about_another_type_lists_all_families(table, folder):
     (folder / "config.json").write_text('{"model_type": "chair"}')
-    message = r"model type chair is not supported; supported are OpenVLA and .*openvla-7b; language and .*; tables \(model type table\)"
+    message = r"model type chair is not supported; supported are OpenVLA and .*openvla-7b; SmolVLA .*; language and .*; tables \(model type table\)"
     with pytest.raises(UsageError, match=message):
         load_policy(folder)
     with pytest.raises(ValueError, match=message):

@@ -178,8 +178,8 @@ def test_rl_on_an_l1_checkpoint_warns_that_its_tokens_are_untrained(with_head, c
 
 
 def test_a_model_of_another_type_is_named_with_what_is_supported(tmp_path):
-    (tmp_path / "config.json").write_text('{"type": "smolvla"}')
-    with pytest.raises(UsageError, match=r"model type smolvla is not supported; supported are OpenVLA and OpenVLA-OFT"):
+    (tmp_path / "config.json").write_text('{"type": "pi0"}')
+    with pytest.raises(UsageError, match=r"model type pi0 is not supported; supported are OpenVLA and OpenVLA-OFT"):
         load_policy(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(UsageError, match=r"model type vit is not supported"):

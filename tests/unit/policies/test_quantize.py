@@ -179,6 +179,28 @@ def test_adapters_on_top_learn_and_leave_the_base_alone(folder, bits, prepare, o
         assert torch.equal(dequantized(module), base[name.removesuffix(".base_layer")])
 
 
+def test_a_pass_without_gradient_leaves_the_weights_trainable(folder, bits, observe):
+    """An engine acts with the learner's own layers; on some CPUs bitsandbytes would repack them for inference."""
+    observations = [observe(0), observe(1, "open the drawer")]
+
+    def gradients(acts_before: bool) -> dict[str, torch.Tensor]:
+        policy = read_policy(folder, quantize=bits)
+        policy.requires_grad_(False)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "blocks.0.attn.qkv"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, policy.model)
+        policy.eval()
+        if acts_before:
+            with torch.no_grad():
+                logits_of(policy, observations)
+        logits_of(policy, observations)[..., 17].sum().backward()
+        return {name: p.grad for name, p in policy.model.named_parameters() if p.requires_grad}
+
+    fresh, used = gradients(False), gradients(True)
+    assert all(gradient.norm() > 0 for gradient in fresh.values())
+    assert all(used[name].equal(gradient) for name, gradient in fresh.items())
+
+
 def test_a_missing_package_and_other_bits_are_told(monkeypatch):
     with torch.device("meta"):
         model = OpenVLAModel(tiny_config())

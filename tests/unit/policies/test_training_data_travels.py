@@ -10,10 +10,12 @@ from fakes.hub import FakeHub, Repo
 from vlarl.cli import main
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.schema import Config, EnvConfig, GymConfig, LoraConfig, ModelConfig
+from vlarl.config.state_choice import state_warnings
 from vlarl.config.training_data import FILE_NAME, TrainedOn, TrainingData, by_training, read_training_data
 from vlarl.config.training_data import write_training_data as write
 from vlarl.data.finetune import start
-from vlarl.export.merge import merge
+from vlarl.evaluation.request import eval_request
+from vlarl.export.merge import merge, merge_final
 from vlarl.policies.load import load_policy
 from vlarl.policies.locate import hub_training_data
 from vlarl.training.checkpoint import CheckpointStore
@@ -118,3 +120,55 @@ def test_the_hub_is_queried_before_the_weights_are_downloaded(published, tmp_pat
     assert lines[-2].startswith("warning: this checkpoint comes from some/hub-id, and it is not known")
     del published.repos["open/vla"].revisions["main"][FILE_NAME]
     assert hub_training_data("open/vla") is None
+
+
+@pytest.fixture
+def libero_run(base: Path, tmp_path: Path) -> Path:
+    """The folder of a run on LIBERO with adapters, whose final checkpoint is merged at its end."""
+    write(base, TrainingData())
+    env = {"suite": "libero_object", "protocol": "disjoint"}
+    config = Config.model_validate({"env": env, "policy": {"path": str(base)}, "lora": {"enabled": True, "rank": 2}})
+    policy = load_trained_policy(config, None, CPU)
+    run = tmp_path / "run"
+    policy.save(run / "checkpoints" / "final")
+    merge_final(run / "checkpoints")
+    return run
+
+
+def leave(run: Path, how: str, out: Path) -> Path:
+    """A checkpoint of the run, outside of its folder."""
+    if how == "copied adapter":
+        return Path(shutil.copytree(run / "checkpoints" / "final", out))
+    if how == "copied checkpoint.merge":
+        return Path(shutil.copytree(run / "checkpoints" / "merged", out))
+    assert main(["merge", str(run / "checkpoints" / "final"), str(out)]) == 0
+    return Path(shutil.copytree(out, out.with_name("copied"))) if how == "copied vlarl merge" else out
+
+
+@pytest.mark.parametrize("how", ["copied adapter", "copied checkpoint.merge", "vlarl merge", "copied vlarl merge"])
+def test_a_checkpoint_that_left_its_run_is_evaluated_as_the_run_was(libero_run, tmp_path, how):
+    outside = leave(libero_run, how, tmp_path / "outside")
+    shutil.rmtree(libero_run)
+    request = eval_request(outside, {})
+    assert (request.env.suite, request.env.protocol) == ("libero_object", "disjoint")
+    assert request.init_states == tuple(range(30, 50))
+    episodes = [(task, state) for task in range(10) for state in range(50)]
+    (warning,) = state_warnings(request.training, "libero_object", None, episodes)
+    assert warning.startswith("300 of 500 episodes begin from initial states that this checkpoint was trained on")
+    (outside / FILE_NAME).unlink()
+    unknown = eval_request(outside, {"env.suite": "libero_object"}).training
+    assert "may be too high" in state_warnings(unknown, "libero_object", None, episodes)[0]
+
+
+def test_a_push_contains_it(libero_run, capsys):
+    assert main(["push", str(libero_run / "checkpoints" / "merged"), "me/policy", "--dry-run"]) == 0
+    assert FILE_NAME in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("suites", "expected"),
+    [(("libero_goal",), "libero_goal"), (("libero_goal", "libero_object"), "tabletop_spatial")],
+)
+def test_a_base_that_left_its_run_is_evaluated_on_the_suite_that_was_demonstrated(base, suites, expected):
+    write(base, TrainingData(tuple(TrainedOn(by="finetune", suite=suite, states=(0, 1)) for suite in suites)))
+    assert eval_request(base, {}).env.suite == expected

@@ -89,6 +89,8 @@ class Normalizer:
     def _into_unit(self, values: np.ndarray, what: str, unnorm_key: str | None) -> FloatArray:
         low, high, mask = self._bounds(what, unnorm_key)
         scaled = np.where(mask, 2.0 * (values - low) / (high - low + 1e-8) - 1.0, values)
+        if what == "action":  # a dimension that never moves: the middle, as the original trains it
+            scaled = np.where(mask & (low == high), 0.0, scaled)
         return np.clip(scaled, -1.0, 1.0).astype(np.float32)
 
     def check(self, action_dim: int, proprio_dim: int | None) -> None:

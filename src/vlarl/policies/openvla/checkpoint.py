@@ -68,12 +68,13 @@ def read_policy(
     quantize: Literal[4, 8] | None = None,
     attention: AttentionName = "sdpa",
     base: str | None = None,
+    deferred: bool = False,
 ) -> OpenVLAPolicy:
     """Read a checkpoint or adapter folder, a built-in model or a hub id; None takes the folder's value.
 
     `folder` is where it is on this machine, if that is known. Original OFT folders don't record the number of images:
     pass num_images=2. `base` is the base model of an adapter, if it has moved. On the device `meta` the policy has
-    neither weights nor heads.
+    neither weights nor heads. `deferred` leaves the weights of the model on disk (policies/deferred.py).
     """
     folder = folder or checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
@@ -103,7 +104,7 @@ def read_policy(
         verify_checksums(each, lambda name: "/" not in name and name != TRAINER_FILE)
     if quantize is not None:
         quantize_linears(policy.model, quantize, QUANTIZED)
-    load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder))
+    load_model(policy.model, origin.folder, dtype, device, _film_state(origin.folder), deferred)
     _restore_constants(policy, device)
     _load_heads(policy, folders, dtype, l1_head)
     if adapter is not None:

@@ -34,6 +34,7 @@ class OpenVLAFamily(Family):
         from vlarl.policies.openvla.checkpoint import read_policy
         from vlarl.policies.openvla.images import ImagePipeline
 
+        options.flow.refuse_given()
         lanczos = options.resize == "lanczos3"
         policy = read_policy(
             path,
@@ -50,6 +51,7 @@ class OpenVLAFamily(Family):
             quantize=options.quantize,
             attention=options.attention,
             base=options.base,
+            deferred=options.deferred,
         )
         policy.acts_by_regression = options.actions == "l1"
         return policy

@@ -49,13 +49,6 @@ class OpenVLAInputs(TensorRows):
         width = int(chosen.lengths.max()) if len(chosen) else chosen.input_ids.shape[1]
         return replace(chosen, input_ids=chosen.input_ids[:, :width], attention_mask=chosen.attention_mask[:, :width])
 
-    def split(self) -> list[Self]:
-        """Its rows, each without padding."""
-        return [
-            replace(row, input_ids=row.input_ids[:, :n], attention_mask=row.attention_mask[:, :n], known_ragged=None)
-            for row, n in zip(super().split(), self.lengths.tolist(), strict=True)
-        ]
-
     def rounded_up(self) -> Self:
         """The same rows, with prompts padded to a multiple of eight if they are ragged already."""
         padding = -self.input_ids.shape[1] % PROMPT_STEP if self.ragged else 0

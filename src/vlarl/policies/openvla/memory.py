@@ -83,14 +83,7 @@ def estimate_lora_update(
         kept += 3 * sizes.columns * sizes.text.hidden * width
     if not freeze_vision:
         kept += sum(_tower_saved(sizes, tower, rank, width, gradient_checkpointing) for tower in config.towers)
-    bytes_each = adapters * FLOAT32
-    return MemoryEstimate(
-        sizes.weights(dtype, quantize),
-        adapters=bytes_each + adapters * copied,
-        gradients=bytes_each,
-        optimizer=2 * bytes_each,
-        activations=kept,
-    )
+    return MemoryEstimate.of_lora(sizes.weights(dtype, quantize), adapters, copied, kept)
 
 
 @dataclass(frozen=True)

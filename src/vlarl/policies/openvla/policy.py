@@ -281,11 +281,20 @@ class OpenVLAPolicy(SupervisedPolicy):
         """Normalised actions [..., D] -> the robot's units, by the checkpoint's statistics."""
         return self.normalizer.unnormalize(actions, unnorm_key).astype(np.float32)
 
-    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
-        """Select the statistics for normalisation: the given key, else the suite's own, else the only one there is."""
-        known = [key for key in (suite, f"{suite}_no_noops") if key in self.config.norm_stats]
+    def use_statistics(self, unnorm_key: str | None, *suites: str) -> None:
+        """Select the statistics for normalisation: the given key, else the suites' own, else the only one there is."""
+        known = self.config.norm_stats
+        own = {suite: next((k for k in (suite, f"{suite}_no_noops") if k in known), None) for suite in suites}
         try:
-            self.normalizer.unnorm_key = self.normalizer.resolve(unnorm_key or (known[0] if known else None))
+            keys = {suite: self.normalizer.resolve(unnorm_key or key) for suite, key in own.items()}
+            first, *others = keys
+            if differing := [suite for suite in others if known[keys[suite]] != known[keys[first]]]:
+                raise ValueError(
+                    f"the checkpoint's statistics for {first} and for {', '.join(differing)} differ, and one run "
+                    f"normalises all its suites alike; name the statistics for all of them ({', '.join(sorted(known))})"
+                    ", or run each suite by itself"
+                )
+            self.normalizer.unnorm_key = keys[first]
             self.normalizer.check(self.action_dim, self.config.proprio_dim if self.config.use_proprio else None)
         except ValueError as error:
             raise UsageError(f"policy.unnorm_key: {error}") from error
@@ -361,6 +370,12 @@ class OpenVLAPolicy(SupervisedPolicy):
     def engine_weights(self) -> dict[str, nn.Parameter]:
         """The weights that engines have: all but the critic and the regression head."""
         return {name: p for name, p in super().engine_weights().items() if not name.startswith("l1_head.")}
+
+    def unused_weights(self) -> frozenset[str]:
+        """The ends of the vision towers."""
+        towers = cast(Any, self.model.vision_backbone).towers
+        unread = {id(p) for tower in towers for module in tower.unused for p in module.parameters()}
+        return frozenset(name for name, p in self.engine_weights().items() if id(p) in unread)
 
     def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
         """vlarl's own class inside vLLM, or vLLM's, which supports the original 7B only."""

@@ -150,9 +150,13 @@ class VisionTower(nn.Module):
         mean, std = (torch.tensor(c, device="cpu").view(3, 1, 1) for c in (config.mean, config.std))
         self.register_buffer("pixel_std", std, persistent=False)
         self.register_buffer("pixel_mean", mean, persistent=False)
-        for unused in (self.blocks[-1], self.norm, self.attn_pool):
-            if unused is not None:
-                unused.requires_grad_(False)
+        for unused in self.unused:
+            unused.requires_grad_(False)
+
+    @property
+    def unused(self) -> list[nn.Module]:
+        """What comes after the second-to-last block: the checkpoint has it, and no pass reads it."""
+        return [m for m in (self.blocks[-1], self.norm, self.attn_pool) if m is not None]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [..., 3, H, W] -> float32 with this tower's mean and std."""

@@ -39,6 +39,7 @@ class VlmFamily(Family):
         """Load a checkpoint or adapter folder."""
         from vlarl.policies.vlm.checkpoint import read_policy
 
+        options.flow.refuse_given()
         refuse_options_of_robots({name: getattr(options, name) for name in OF_ROBOTS})
         return read_policy(
             path,

@@ -43,11 +43,6 @@ class Ragged(TensorRows):
         entries = torch.arange(total, device=counts.device) + moved.repeat_interleave(counts)
         return replace(self, values=self.values[entries], counts=counts)
 
-    def split(self) -> list[Self]:
-        """Its rows, each in memory of its own."""
-        parts = zip(torch.split(self.values, self.counts.tolist()), self.counts[:, None], strict=True)
-        return [replace(self, values=values.clone(), counts=counts.clone()) for values, counts in parts]
-
     @property
     def shape_key(self) -> tuple[int, ...]:
         """Also how many entries each row has: the same entries in other rows are another pass."""
@@ -97,10 +92,6 @@ class VlmInputs(TensorRows):
             if (column := getattr(chosen, name)) is not None
         }
         return replace(chosen, **narrow)
-
-    def split(self) -> list[Self]:
-        """Its rows, each in memory of its own and without padding."""
-        return [self.rows(slice(row, row + 1)).map(torch.clone) for row in range(len(self))]
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:

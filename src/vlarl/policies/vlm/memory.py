@@ -129,14 +129,7 @@ def estimate_lora_update(
             kept += tower.layers * tokens * tower.hidden * width + saved
         else:
             kept += tower.layers * saved
-    bytes_each = adapters * FLOAT32
-    return MemoryEstimate(
-        sizes.weights(dtype, quantize),
-        adapters=bytes_each + adapters * copied,
-        gradients=bytes_each,
-        optimizer=2 * bytes_each,
-        activations=kept,
-    )
+    return MemoryEstimate.of_lora(sizes.weights(dtype, quantize), adapters, copied, kept)
 
 
 def _tower(config: Any) -> Tower:

@@ -24,7 +24,7 @@ from vlarl.policies.vlm.decisions import TextSample, text_decisions, text_sample
 from vlarl.policies.vlm.generation import Stops, generate, max_tokens
 from vlarl.policies.vlm.inputs import VlmInputs, vlm_inputs
 from vlarl.policies.vlm.model import ModelAccess, Pass, following, max_positions, remove_noise
-from vlarl.policies.vlm.processor import PromptProcessor, prompt_observation, small_prompt
+from vlarl.policies.vlm.processor import PromptProcessor, small_prompt
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
@@ -215,7 +215,7 @@ class VlmPolicy(Policy):
     def use_packing(self) -> None:
         """Lay the rows of every later `evaluate` and `values` end to end."""
         with_images = self.processor.reads_images and self.processor.has_template
-        small = [prompt_observation(small_prompt("image"))] * 2
+        small = [Observation.of_prompt(small_prompt("image"))] * 2
         packing.enable(self.access, self.process(small) if with_images else None)
         self.packing = True
 
@@ -226,7 +226,7 @@ class VlmPolicy(Policy):
         pass has, all weights get a gradient, of which these rows' part is zero.
         """
         absent = [kind for kind in MEDIA if (ragged := getattr(inputs, kind)) is not None and not ragged.counts.any()]
-        fillers = [self.process([prompt_observation(small_prompt(MEDIA[kind]))]) for kind in absent]
+        fillers = [self.process([Observation.of_prompt(small_prompt(MEDIA[kind]))]) for kind in absent]
         return VlmInputs.cat([inputs, *(row.to(inputs.ids.device) for row in fillers)]) if fillers else inputs
 
     def values(self, inputs: TensorRows, decisions: Decisions | None = None) -> torch.Tensor:
@@ -274,7 +274,7 @@ class VlmPolicy(Policy):
     def _decode_all(self, ids: Sequence[int]) -> str:
         return cast(str, self.processor.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
+    def use_statistics(self, unnorm_key: str | None, *suites: str) -> None:
         """A text has no statistics."""
         if unnorm_key is not None:
             raise UsageError(f"policy.unnorm_key = {unnorm_key!r}: a text is not normalised; leave it out.")

@@ -148,7 +148,7 @@ class PromptProcessor:
         prompts = [Prompt(({"role": "user", "content": text},), conversational=False) for text in texts]
         if self.reads_images and self.has_template:
             prompts.append(small_prompt("image"))
-        return [prompt_observation(prompt) for prompt in prompts]
+        return [Observation.of_prompt(prompt) for prompt in prompts]
 
     def _is_plain(self, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues as it is, without a template, as in TRL."""
@@ -274,11 +274,6 @@ def prompt_of(observation: Observation) -> Prompt:
     content: list[dict[str, str]] = [{"type": "image"}] * len(observation.images)
     message = {"role": "user", "content": [*content, {"type": "text", "text": observation.instruction}]}
     return Prompt((message,), tuple(observation.images))
-
-
-def prompt_observation(prompt: Prompt) -> Observation:
-    """A prompt as environments of prompts show it."""
-    return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt)
 
 
 def small_prompt(kind: Literal["image", "video"]) -> Prompt:

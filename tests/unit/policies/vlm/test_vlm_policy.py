@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import split
 from fakes.vlm_models import END, IDS, MODELS, PAD, TEXT_SIZES, WITH_IMAGES, observation
 from transformers import (
     AutoModelForCausalLM,
@@ -241,7 +242,7 @@ def test_the_value_of_a_text_is_that_of_its_prompt(folder_of, level):
     values = policy.evaluate(inputs, decisions, 1.0).values
     assert values.shape == (4, 1) and values.dtype == torch.float32
     torch.testing.assert_close(policy.values(inputs, decisions), values, rtol=1e-4, atol=1e-5)
-    alone = torch.cat([policy.values(inputs.split()[i]) for i in range(4)])
+    alone = torch.cat([policy.values(split(inputs)[i]) for i in range(4)])
     torch.testing.assert_close(alone, values, rtol=1e-4, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes.decisions import split
 from fakes.text_judge import judges
 from fakes.vlm_models import MIXTURES, MODELS, TEXT_ONLY, WITH_IMAGES, observation
 
@@ -66,7 +67,7 @@ def test_padding_sends_no_gradient_and_changes_none(shared, kind):
     together = gradients(policy, (policy.evaluate(inputs, decisions, 1.0).logprobs * weights)[decisions.mask].sum())
     apart = {name: torch.zeros_like(g) for name, g in together.items()}
     for row in range(len(inputs)):
-        one, text = inputs.split()[row], decisions.split()[row]
+        one, text = split(inputs)[row], split(decisions)[row]
         logprobs = policy.evaluate(one, text, 1.0).logprobs
         for name, gradient in gradients(policy, (logprobs * weights[row])[text.mask].sum()).items():
             apart[name] += gradient
@@ -176,7 +177,7 @@ def test_rows_in_another_order_and_another_batch_score_the_same(shared):
     whole = policy.evaluate(inputs, decisions, 1.0).logprobs
     order = torch.tensor([4, 0, 5, 2])
     part = policy.evaluate(inputs.rows(order), decisions.rows(order), 1.0).logprobs
-    joined = type(inputs).cat([inputs.split()[i] for i in order.tolist()])
-    again = policy.evaluate(joined, Decisions.cat([decisions.split()[i] for i in order.tolist()]), 1.0).logprobs
+    joined = type(inputs).cat([split(inputs)[i] for i in order.tolist()])
+    again = policy.evaluate(joined, Decisions.cat([split(decisions)[i] for i in order.tolist()]), 1.0).logprobs
     torch.testing.assert_close(part, whole[order], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(again, part[:, : again.shape[1]], rtol=1e-4, atol=1e-4)

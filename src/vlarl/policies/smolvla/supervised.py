@@ -1,0 +1,83 @@
+"""SmolVLA on demonstrations: flow matching, the squared error of the velocity between noise and actions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from vlarl.decisions import TensorRows
+from vlarl.errors import UsageError
+from vlarl.policies.smolvla.inputs import SmolVLAInputs
+from vlarl.policies.smolvla.statistics import NEEDED, Scaling, Scalings, stored_statistics
+from vlarl.types import FloatArray
+
+if TYPE_CHECKING:
+    from vlarl.policies.smolvla.policy import SmolVLAPolicy
+
+BETA = 1.5  # times are distributed as Beta(1.5, 1), which favours those near the noise
+TIME_RANGE = 0.001, 0.999  # the smallest time, and how far the others reach beyond it
+
+
+@dataclass(frozen=True)
+class DemoRows(TensorRows):
+    """Demonstrated chunks without their images."""
+
+    tokens: torch.Tensor  # [N, T] int64
+    token_mask: torch.Tensor  # [N, T] bool
+    state: torch.Tensor  # [N, S] float32, normalised and padded
+    actions: torch.Tensor  # [N, C, M] float32, normalised and padded
+
+
+def demo_rows(policy: SmolVLAPolicy, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> DemoRows:
+    """Instructions, states and whole chunks of actions, normalised by the statistics in use."""
+    tokens, mask = policy.processor.instructions(instructions)
+    targets = policy.processor.scalings.action.normalize(torch.from_numpy(actions).float())
+    padded = F.pad(targets, (0, policy.config.max_action_dim - policy.action_dim))
+    return DemoRows(tokens, mask, policy.processor.states(proprio), padded)
+
+
+def supervised_loss(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+    """The mean over a batch, at random times and from random noise."""
+    assert isinstance(rows, DemoRows), "these are demonstrations for another policy"
+    uniforms = torch.rand(len(rows))
+    low, length = TIME_RANGE
+    times = (uniforms ** (1 / BETA) * length + low).to(policy.device)
+    noise = torch.randn(rows.actions.shape).to(policy.device)
+    inputs = SmolVLAInputs(rows.tokens, rows.token_mask, frames.permute(0, 1, 4, 2, 3), rows.state)
+    return matching_losses(policy, inputs, rows.actions.to(policy.device), noise, times).mean()
+
+
+def matching_losses(
+    policy: SmolVLAPolicy, inputs: SmolVLAInputs, actions: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+) -> torch.Tensor:
+    """[B] the mean squared error of the velocity, over all actions and dimensions, padded ones as well.
+
+    Actions and noise are [B, C, M], times are [B].
+    """
+    weight = times.view(-1, 1, 1)
+    states = policy.model.expert_states(policy.prefix(inputs), weight * noise + (1 - weight) * actions, times)
+    with torch.autocast(states.device.type, enabled=False):
+        velocity = policy.model.velocity(states.float())
+        return (velocity - (noise - actions)).square().mean(dim=(1, 2))
+
+
+def add_statistics(policy: SmolVLAPolicy, statistics: Mapping[str, Any]) -> None:
+    """Normalise by these statistics of demonstrations, unless the checkpoint has some that can be used."""
+    scalings = policy.processor.scalings
+    if not scalings.problem(policy.config):
+        return
+    found = Scalings(_filled(scalings.state, statistics["proprio"]), _filled(scalings.action, statistics["action"]))
+    if problem := found.problem(policy.config):
+        raise UsageError(f"policy.path has no statistics, and those of the demonstrations don't fit: {problem}.")
+    policy.processor.scalings = found
+    policy.files |= stored_statistics(policy.files, found)
+    policy.unread |= {} if policy.files else found.buffers()
+
+
+def _filled(scaling: Scaling, columns: Mapping[str, Any]) -> Scaling:
+    known = {name: torch.tensor(columns[name], dtype=torch.float32) for name in NEEDED[scaling.mode] if name in columns}
+    return replace(scaling, stats=known)
