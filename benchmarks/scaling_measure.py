@@ -1,5 +1,8 @@
 """Short real runs versus the model: one gives the parameters, the others are predicted (scaling_model.py --measure).
 
+Parameters come from metrics.jsonl, episodes.jsonl and trace.json of the run with one worker of each role: the shortest
+calls give the fixed part of a call, the rest is attributed to the rows. All runs have the same episodes.
+
 Runs of the built-in policy on the tabletop, torch engines, one thread a process. The processes counted are those that
 work: the driver, and each Ray worker for environments, engines and learners (not Ray's own, and not the curriculum's,
 which waits).
@@ -8,6 +11,7 @@ which waits).
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import tempfile
@@ -19,7 +23,7 @@ from typing import Any
 import numpy as np
 from scaling_model import Forecast, Loop, forecast
 
-NUM_ENVS, NUM_EPISODES, ITERATIONS = 8, 16, 4
+NUM_ENVS, NUM_EPISODES, ITERATIONS, MINIBATCHES, MICROBATCH = 8, 16, 4, 4, 32
 WARM_UP = 1  # iterations that are not counted
 
 
@@ -30,6 +34,7 @@ class Shape:
     name: str
     workers: int  # of each role: environments, engines, learners
     asynchronous: bool = False
+    microbatch: int = MICROBATCH
 
 
 BASE = Shape("1 + 1 + 1 workers, 4 processes", 1)
@@ -38,6 +43,7 @@ SHAPES = (
     BASE,
     Shape("the same, asynchronous", 1, True),
     Shape("2 + 2 + 2 workers, 7 processes", 2),
+    Shape("the same, one microbatch a minibatch", 2, microbatch=128),
 )
 
 
@@ -49,7 +55,7 @@ def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
     workers = max(shape.workers, 1)
     config: dict[str, Any] = {
         "run": {
-            "name": f"w{shape.workers}a{shape.asynchronous:d}",
+            "name": f"w{shape.workers}a{shape.asynchronous:d}m{shape.microbatch}",
             "root": str(root),
             "device": "cpu",
             "num_threads": 1,
@@ -58,7 +64,7 @@ def run(shape: Shape, root: Path, iterations: int = ITERATIONS) -> Path:
         "policy": {"path": "builtin:tiny-openvla"},
         "rollout": {"num_groups": NUM_EPISODES // 4, "group_size": 4, "temperature": 0.6},
         "algorithm": {"name": "reinforce"},  # it is trained on every decision
-        "optim": {"lr": 1e-6, "minibatches": 4},
+        "optim": {"lr": 1e-6, "minibatches": MINIBATCHES, "microbatch_size": shape.microbatch},
         "eval": {"interval": 0, "states_per_task": 1, "videos": 0},
         "checkpoint": {"interval": 0, "best_return": False},
         "logging": {"trace": True, "tensorboard": False, "report": False},
@@ -95,6 +101,15 @@ def spans_of(directory: Path) -> dict[str, list[tuple[str, float, float]]]:
     return spans
 
 
+def lengths_of(directory: Path, decisions: float) -> tuple[int, ...]:
+    """Decisions of each training episode after the warm-up; `decisions` of all of them. Only an episode's last decision
+    may be cut short, so that steps over decisions, rounded up, are the steps of a decision."""
+    rows = [json.loads(line) for line in (directory / "episodes.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [row["length"] for row in rows if row["phase"] == "rollout" and row["iteration"] > WARM_UP]
+    chunk = math.ceil(sum(steps) / decisions - 1e-6)
+    return tuple(math.ceil(length / chunk) for length in steps)
+
+
 def fixed_and_each(durations: Sequence[float], num_rows: float) -> tuple[float, float]:
     """The fixed cost of a call and that of each row: the shortest calls, those of the last episodes, have few rows."""
     fixed = float(np.quantile(durations, 0.02))
@@ -121,7 +136,10 @@ def parameters(directory: Path, cores: int) -> Loop:
     gaps = [gap for gap in gaps if 0 < gap < 1.0]  # not the pause between two rollouts
     gap_fixed, gap_row = fixed_and_each(gaps, total)
     first = inside[0][0]
-    updating = sum(end - begin for name, begin, end in spans["learner 0"] if name == "updating" and begin > first)
+    learning = [span for span in spans["learner 0"] if span[0] in ("annotate", "updating") and span[1] > first]
+    updating = sum(end - begin for _, begin, end in learning)
+    lengths = lengths_of(directory, total)
+    resetting = sum(end - begin for begin, end in resets) - env_fixed * len(resets)
     syncs = [end - begin for name, begin, end in spans["learner 0"] if name == "send_weights" and begin > first]
     update = sum(row["time/update"] for row in rows)
     return Loop(
@@ -129,17 +147,19 @@ def parameters(directory: Path, cores: int) -> Loop:
         slots=NUM_ENVS,
         cores=cores,
         decisions=round(decisions),
-        episode=round(decisions / NUM_EPISODES),
+        episodes=NUM_EPISODES,
+        lengths=lengths,
         env_fixed_s=env_fixed,
         env_chunk_s=env_chunk,
-        env_spread=0.0,
-        reset_s=sum(end - begin for begin, end in resets) / (NUM_EPISODES * len(inside)),
+        reset_s=max(resetting, 0.0) / len(lengths),
         engine_fixed_s=engine_fixed,
         engine_row_s=engine_row,
         driver_call_s=gap_fixed * len(gaps) / max(len(decided), 1),
         driver_row_s=gap_row,
         update_s=updating / total,
         batch_s=max(update - updating, 0.0) / total,
+        minibatches=MINIBATCHES,
+        microbatch=MICROBATCH,
         sync_fixed_s=float(np.mean(syncs)),
         engines_on_cores=True,
         learners_on_cores=True,
@@ -158,6 +178,7 @@ def predicted(base: Loop, shape: Shape) -> Forecast:
             slots=NUM_ENVS // shape.workers,
             engines=shape.workers,
             ranks=shape.workers,
+            microbatch=shape.microbatch,
             max_staleness=int(shape.asynchronous),
         )
     )
@@ -165,7 +186,7 @@ def predicted(base: Loop, shape: Shape) -> Forecast:
 
 def compare() -> str:
     """Run all shapes, and tabulate the model's predictions beside the measurements."""
-    cores = len(os.sched_getaffinity(0))
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory() as name,
         multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool,
@@ -173,19 +194,32 @@ def compare() -> str:
         directories = {shape: pool.apply(run, (shape, Path(name))) for shape in SHAPES}
         base = parameters(directories[BASE], cores)
         lines = [
-            f"load average {os.getloadavg()[0]:.1f}; parameters from '{BASE.name}': {base}",
             "| run | rollout s | predicted | update s | predicted | iteration s | predicted | error |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
+        errors: dict[str, float] = {}
         for shape, directory in directories.items():
             rows, model = rows_of(directory), predicted(base, shape)
-            times = {
-                key: float(np.mean([row.get(f"time/{key}", 0.0) for row in rows])) for key in ("rollout", "update")
-            }
-            whole = float(np.mean([row["time/iteration"] - row.get("time/evaluation", 0.0) for row in rows]))
+            times = {key: mean_of(rows, f"time/{key}") for key in ("rollout", "update", "iteration", "evaluation")}
+            whole = times["iteration"] - times["evaluation"]
+            errors[shape.name] = model.iteration_s / whole - 1
+            # an asynchronous rollout overlaps with others: how long one of them takes says nothing about the iteration
+            rollout = ("", "") if shape.asynchronous else (f"{times['rollout']:.2f}", f"{model.rollout_s:.2f}")
             lines.append(
-                f"| {shape.name} | {times['rollout']:.2f} | {model.rollout_s:.2f} | {times['update']:.2f} | "
+                f"| {shape.name} | {rollout[0]} | {rollout[1]} | {times['update']:.2f} | "
                 f"{model.batch_s + model.update_s:.2f} | {whole:.2f} | {model.iteration_s:.2f} | "
-                f"{model.iteration_s / whole - 1:+.0%} |"
+                f"{errors[shape.name]:+.0%} |"
             )
+    worst = max(errors, key=lambda shape: abs(errors[shape]))
+    given = ", ".join(f"{key} {value:.4g}" for key, value in vars(base).items() if key.endswith("_s") and value)
+    lines += [
+        "",
+        f"The largest error is {errors[worst]:+.1%} ({worst}). {cores} cores, load average {load:.1f} at the start and "
+        f"{os.getloadavg()[0]:.1f} at the end. Parameters, from '{BASE.name}': {given}.",
+    ]
     return "\n".join(lines)
+
+
+def mean_of(rows: Sequence[dict[str, float]], key: str) -> float:
+    """Of the iterations after the warm-up; 0 where it was not recorded."""
+    return float(np.mean([row.get(key, 0.0) for row in rows]))

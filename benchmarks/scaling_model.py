@@ -7,7 +7,10 @@
     driver:        receive ─► process ─► (engines) ─► send ─► receive …        one at a time, as the collector does
     env workers:   step all slots of a call, then return them together
     engines:       the rows of a decision, split evenly; never during a sync
-    learners:      update: forward and backward of their part, then the ring; then the sync to the engines
+    learners:      update: the microbatches of a minibatch in turn, then the ring; then the sync to the engines
+
+Episodes differ in length. A batch is complete as soon as enough episodes have ended, and episodes are begun for 1 +
+max_staleness batches: in an asynchronous run slots go on while the policy is trained.
 
 It is a discrete-event simulation with measured times as inputs. All work on CPUs shares `cores`: with more work than
 cores, all of it slows down equally. Roles with their own devices (GPUs) are not affected.
@@ -40,11 +43,14 @@ class Loop:
     ranks: int = 1
     cores: int = 10**6  # shared by all work on CPUs
     decisions: int = 2000  # of a rollout
-    episode: int = 10  # decisions of an episode
+    episode: int = 10  # decisions of an episode, in the mean
+    episode_std: float = 0.0  # std of the length of episodes over its mean
+    episodes: int = 0  # of a rollout; 0: as many as make up the decisions
+    lengths: tuple[int, ...] = ()  # decisions of each episode, one rollout after the other; empty: as above
     # environments
     env_fixed_s: float = 0.0  # a call of a worker
     env_chunk_s: float = 0.01  # and for every slot that steps
-    env_spread: float = 0.0  # std of a call's time over its mean
+    env_std: float = 0.0  # std of a call's time over its mean
     reset_s: float = 0.0  # a slot's reset
     lockstep: bool = False
     # decisions
@@ -55,7 +61,9 @@ class Loop:
     # learning
     update_s: float = 0.01  # a decision, forward and backward, all epochs, on one rank
     batch_s: float = 0.0  # a decision: advantages and batch, on the driver
-    microbatch: int = 32  # rows of a rank between two rounds of the ring
+    minibatches: int = 1  # of a batch: one after the other
+    microbatch: int = 32  # rows of one pass: a minibatch in pieces of so many, which the ranks take in turn
+    step_s: float = 0.0  # an optimizer step, whatever its rows
     shard_bytes: float = 0.0  # weights that are gathered twice and reduced once for each microbatch; 0: not sharded
     shard_ranks: int = 0  # that share one copy of the weights; 0: all
     gradient_bytes: float = 0.0  # reduced once for each optimizer step
@@ -70,7 +78,7 @@ class Loop:
     engines_on_cores: bool = False
     learners_on_cores: bool = False
     # overlap
-    max_staleness: int = 0  # 0: in turn
+    max_staleness: int = 0  # batches that are begun before the update of the one before; 0: in turn
     iterations: int = 4
     seed: int = 0
 
@@ -191,6 +199,14 @@ def ring_seconds(num_bytes: float, ranks: int, bytes_per_s: float) -> float:
     return num_bytes * (ranks - 1) / ranks / bytes_per_s
 
 
+def episode_lengths(loop: Loop, count: int, random: np.random.Generator) -> tuple[int, ...]:
+    """Decisions of each of so many episodes, which add up to those of a rollout."""
+    shape = loop.episode_std**-2 if loop.episode_std else math.inf
+    sampled = random.gamma(shape, size=count) if loop.episode_std else np.ones(count)
+    ends = np.round(np.cumsum(sampled) / sampled.sum() * loop.decisions).astype(int)
+    return tuple(max(length, 1) for length in np.diff(ends, prepend=0).tolist())
+
+
 class Iterations:
     """The simulated iterations of a run."""
 
@@ -200,11 +216,19 @@ class Iterations:
         self.random = np.random.default_rng(loop.seed)
         self.driver, self.engine = Lock(self.sim), Lock(self.sim)
         self.calls = 0
+        self.episodes = loop.episodes or len(loop.lengths) or max(round(loop.decisions / loop.episode), 1)
+        self.lengths = loop.lengths or episode_lengths(loop, self.episodes, self.random)
+        self._num_updated = 0
         self._num_pending = 0  # environment workers with pending calls
         self._done: list[_Worker] = []  # those that have finished all of their calls
         self._listening: Signal | None = None
         self.spans: dict[str, list[float]] = {"rollout": [], "batch": [], "update": [], "sync": []}
         self.ends: list[float] = []
+
+    def decisions(self, iteration: int) -> int:
+        """Of the episodes of an iteration."""
+        first = iteration * self.episodes
+        return sum(self.lengths[index % len(self.lengths)] for index in range(first, first + self.episodes))
 
     def forecast(self) -> Forecast:
         """Run them; the first one is excluded, since it has nothing to overlap with."""
@@ -219,31 +243,21 @@ class Iterations:
         members = {"environments": loop.env_workers, "engines": loop.engines, "learners": loop.ranks, "driver": 1}
         busy = {role: self.sim.busy.get(role, 0.0) / whole / size for role, size in members.items()}
         mean = {name: float(np.mean(values[1:])) for name, values in self.spans.items()}
-        rows = loop.decisions * loop.iterations / max(self.calls, 1)
+        rows = sum(map(self.decisions, range(loop.iterations))) / max(self.calls, 1)
         fractions = {role: busy[role] for role in ("environments", "engines", "driver")}
         fractions |= {"learners": mean["update"] / seconds, "sync": mean["sync"] / seconds}
         busiest = max(fractions, key=lambda name: fractions[name])
         means = (mean[name] for name in ("rollout", "batch", "update", "sync"))
         return Forecast(seconds, *means, busy, rows, busiest, fractions[busiest])
 
-    def _collecting(self, collected: list[Signal], updated: list[Signal]) -> Process:
-        for index, ready in enumerate(collected):
-            behind = index - 1 - self.loop.max_staleness
-            if behind >= 0:
-                yield updated[behind]
-            began = self.sim.now
-            yield from self._rollout()
-            self.spans["rollout"].append(self.sim.now - began)
-            self.sim.signal(ready)
-
     def _learning(self, collected: list[Signal], updated: list[Signal]) -> Process:
-        for ready, done in zip(collected, updated, strict=True):
+        for iteration, (ready, done) in enumerate(zip(collected, updated, strict=True)):
             yield ready
             began = self.sim.now
-            yield from self._on_driver(self.loop.batch_s * self.loop.decisions)
+            yield from self._on_driver(self.loop.batch_s * self.decisions(iteration))
             self.spans["batch"].append(self.sim.now - began)
             began = self.sim.now
-            yield from self._update()
+            yield from self._update(self.decisions(iteration))
             self.spans["update"].append(self.sim.now - began)
             began = self.sim.now
             yield from self.engine.take()
@@ -251,17 +265,24 @@ class Iterations:
             self.engine.leave()
             self.spans["sync"].append(self.sim.now - began)
             self.ends.append(self.sim.now)
+            self._num_updated += 1
             self.sim.signal(done)
 
-    def _update(self) -> Process:
+    def _update(self, decisions: int) -> Process:
+        """The ranks take the microbatches of each minibatch in turn, and wait for each other at its end."""
         loop = self.loop
-        per_rank = loop.decisions / loop.ranks
-        rounds = math.ceil(per_rank / loop.microbatch) if loop.shard_bytes else 0
-        ring = rounds * 3 * ring_seconds(loop.shard_bytes, loop.shard_ranks or loop.ranks, loop.ring_bytes_per_s)
-        ring += loop.steps * 2 * ring_seconds(loop.gradient_bytes, loop.ranks, loop.ring_bytes_per_s)
-        work = Work("learners", per_rank * loop.update_s, loop.learners_on_cores)
-        yield from self._together([_only(work) for _ in range(loop.ranks)])
-        yield Work("ring", ring)
+        steps_each = loop.steps / loop.minibatches  # epochs are part of `update_s`
+        for index in range(loop.minibatches):
+            rows = decisions // loop.minibatches + (index < decisions % loop.minibatches)
+            pieces = [min(loop.microbatch, rows - first) for first in range(0, rows, loop.microbatch)]
+            own = [sum(pieces[rank :: loop.ranks]) for rank in range(loop.ranks)]
+            on_cores, step_s = loop.learners_on_cores, loop.step_s * steps_each
+            works = [Work("learners", each * loop.update_s + step_s, on_cores) for each in own]
+            yield from self._together([_only(work) for work in works])
+            rounds = math.ceil(len(pieces) / loop.ranks)
+            ring = 3 * rounds * ring_seconds(loop.shard_bytes, loop.shard_ranks or loop.ranks, loop.ring_bytes_per_s)
+            ring += steps_each * 2 * ring_seconds(loop.gradient_bytes, loop.ranks, loop.ring_bytes_per_s)
+            yield Work("ring", ring)
 
     def _sync(self) -> Process:
         loop = self.loop
@@ -277,26 +298,37 @@ class Iterations:
     def _together(self, processes: list[Process]) -> Process:
         yield from [self.sim.start(process) for process in processes]
 
-    def _rollout(self) -> Process:
-        """The collector's loop (rollout/collector.py, distributed/environments.py)."""
-        loop = self.loop
-        waiting = math.ceil(loop.decisions / loop.episode)
+    def _collecting(self, collected: list[Signal], updated: list[Signal]) -> Process:
+        """The collector's loop (rollout/collector.py, distributed/environments.py), for all iterations."""
+        loop, size = self.loop, self.episodes
         idle = [_Worker(loop.slots) for _ in range(loop.env_workers)]  # those with free slots
         ready: list[_Worker] = []
-        while waiting or self._num_pending:
+        began: list[float] = []
+        started = ended = num_collected = 0
+        while num_collected < loop.iterations:
+            allowed = size * min(self._num_updated + 1 + loop.max_staleness, loop.iterations)
             for worker in idle:
-                started = min(worker.free, waiting)
-                waiting, worker.free = waiting - started, worker.free - started
-                self._start_call(worker, [loop.episode] * started, loop.reset_s)
-            idle = []
+                chosen = range(started, min(started + worker.free, allowed))
+                began += [self.sim.now for index in chosen if index % size == 0]
+                started, worker.free = started + len(chosen), worker.free - len(chosen)
+                self._start_call(worker, [self.lengths[index % len(self.lengths)] for index in chosen], loop.reset_s)
+            idle = [worker for worker in idle if worker.free]
+            if not self._num_pending:
+                yield updated[self._num_updated]
+                continue
             for worker in (yield from self._receive()):
                 running = [decisions for decisions in worker.returned if decisions > 0]
+                ended += len(worker.returned) - len(running)
+                idle += [worker] if len(running) < len(worker.returned) and not worker.free else []
                 worker.free += len(worker.returned) - len(running)
                 worker.returned = []
                 worker.ready += running
                 ready += [worker] if running else []
-                idle += [worker] if worker.free else []
-            if ready and not (loop.lockstep and waiting and idle):
+            while ended >= size * (num_collected + 1):
+                self.spans["rollout"].append(self.sim.now - began[num_collected])
+                self.sim.signal(collected[num_collected])
+                num_collected += 1
+            if ready and not (loop.lockstep and idle and started < allowed):
                 yield from self._decide(sum(len(worker.ready) for worker in ready))
                 for worker in ready:
                     stepped, worker.ready = [decisions - 1 for decisions in worker.ready], []
@@ -318,8 +350,8 @@ class Iterations:
         if not slots:
             return
         seconds = self.loop.env_fixed_s + each_s * len(slots)
-        if self.loop.env_spread:
-            shape = self.loop.env_spread**-2
+        if self.loop.env_std:
+            shape = self.loop.env_std**-2
             seconds *= self.random.gamma(shape, 1 / shape)
         self._num_pending += not worker.calls
         worker.calls += 1
@@ -380,6 +412,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="predict short real runs, and compare")
     for option in fields(Loop):
         kind = type(option.default)
+        if kind is tuple:
+            continue
         if kind is bool:
             parser.add_argument(f"--{option.name.replace('_', '-')}", action="store_true")
         else:
@@ -389,7 +423,8 @@ def main() -> None:
     if tables:
         from scaling_7b import scaling_tables
 
-        print(scaling_tables())
+        for line in scaling_tables():
+            print(line, flush=True)
     elif measured:
         from scaling_measure import compare
 

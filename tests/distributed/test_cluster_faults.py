@@ -1,5 +1,6 @@
 """Workers that die or hang: replaced, or the run ends with what to do; in time, and with nothing left running."""
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
+from fakes.processes import MODULES
 
 from vlarl.config.source.load import load_config
 from vlarl.loop import train
@@ -18,6 +20,7 @@ ONE_OF_EACH = SMALL | {
     "run.iterations": 4,
     "distributed.num_reward_workers": 1,
     "distributed.timeout_s": LIMIT_S,
+    "distributed.restarts": 0,
     "env.timeout_s": ENV_LIMIT_S,
 }
 SLACK_S = 120  # for a worker to start and for the run to end, on a busy machine
@@ -107,7 +110,9 @@ def two_ranks_resume_until_one_hangs(root: Path, resume: list[str]) -> None:
 
 
 def test_a_full_object_store_ends_the_run_with_the_remedy(tmp_path):
+    """Of images, which are kept for a reward that reads them."""
     options = SMALL | {
+        "reward.source": "fakes.image_reward:brightness",
         "algorithm.name": "ppo",
         "rollout.num_groups": 16,
         "rollout.group_size": 1,
@@ -124,16 +129,41 @@ def test_a_full_object_store_ends_the_run_with_the_remedy(tmp_path):
     assert run.left_running() == []
 
 
-def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
-    run = ClusterRun(
-        tmp_path, "stopped", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}), "--distributed.asynchronous"
-    )
-    run.wait_rows(2)
+SKEWED = SMALL | {
+    "run.iterations": 50,
+    "env.suite": "gym",
+    "env.num_envs": 4,
+    "env.max_steps": 100,
+    "gym.env": "skewed_env:Skewed",
+    "gym.kwargs": '{"sleep_s": 0.01}',  # 0.08 s, or 0.8 s for a quarter of the states
+    "gym.images": ("pixels", "pixels"),
+    "gym.instructions": ("wait",),
+    "algorithm.name": "reinforce",
+    "eval.interval": 2,  # so that rollouts are paused
+    "distributed.asynchronous": True,
+}
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+def test_slow_and_fast_episodes_stay_within_the_staleness_until_ctrl_c_saves_and_leaves_nothing_running(tmp_path):
+    """The bound is that of the decisions' own versions. What was outstanding is in the checkpoint."""
+    options = {path: value for path, value in SKEWED.items() if path not in ("env.task_ids", "env.lockstep")}
+    modules = {"PYTHONPATH": os.pathsep.join([BENCHMARKS, MODULES])}
+    run = ClusterRun(tmp_path, "stopped", "tabletop_grpo", *flags(options), variables=modules)
+    run.wait_rows(6)
     run.process.send_signal(signal.SIGINT)
     code, output = run.end()
     assert code == 130 and "interrupted and saved" in output, output
-    assert list((run.folder / "checkpoints").glob("step_*"))
     assert run.left_running() == []
+    trained = [row for row in rows(run.folder) if "train/staleness_max" in row]
+    assert len(trained) >= 5 and max(row["train/staleness_max"] for row in trained) == 1.0
+    assert any(row["rollout/groups_unfinished"] + row["rollout/groups_waiting"] > 0 for row in trained)
+    newest = max((run.folder / "checkpoints").glob("step_*"))
+    saved = json.loads((newest / "trainer.json").read_text())["open_episodes"]
+    assert saved["next_batch"] > 1 and all(len(group["seeds"]) == 4 for group in saved["groups"])
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    syncs = [row for line in lines if (row := json.loads(line))["iteration"]]
+    assert all(0 < row["sync/commit_seconds"] < row["sync/seconds"] for row in syncs), "engines decide meanwhile"
 
 
 def test_nothing_outlives_a_driver_that_is_killed(killed):

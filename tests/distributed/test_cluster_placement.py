@@ -1,11 +1,15 @@
 """Resources of a cluster: reserved machine by machine, shared as configured, and errors name what is missing."""
 
+import time
+
 import pytest
 from fakes.cluster_runs import wait_for
 from ray.cluster_utils import Cluster as FakeMachines
 
 from vlarl.config.source.load import load_config
-from vlarl.distributed.cluster import Cluster, Demand, Resources
+from vlarl.distributed import cluster as cluster_module
+from vlarl.distributed.cluster import RESERVE_S, Cluster
+from vlarl.distributed.demand import Demand, Resources
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
 
@@ -38,6 +42,8 @@ def machines():
 
 @pytest.fixture
 def cluster(machines, tmp_path):
+    import ray
+
     made = []
 
     def make(**options):
@@ -50,6 +56,7 @@ def cluster(machines, tmp_path):
     yield make
     for each in made:
         each.close()
+    wait_for(lambda: ray.available_resources().get("GPU") == 2 * GPUS, 10)
 
 
 def locations(workers):
@@ -92,6 +99,53 @@ def test_resources_are_released(cluster):
     )
     reserved.close()
     wait_for(lambda: ray.available_resources().get("GPU") == 2 * GPUS, 10)
+
+
+def test_two_runs_share_a_cluster_and_a_third_is_refused_by_what_is_free(cluster, monkeypatch):
+    """Each has two learners on one machine. By what a machine has in total, both would choose the same one."""
+    options = {
+        "distributed.learners_per_node": (2,),
+        "distributed.colocate": True,
+        "distributed.learner_gpus": 0.6,
+        "distributed.engine_gpus": 0.4,
+    }
+    nodes = []
+    for _ in range(2):
+        reserved, demand = cluster(**options)
+        began = time.monotonic()
+        reserved.reserve(demand)
+        assert time.monotonic() - began < RESERVE_S
+        places = reserved.learner_placements(demand)
+        found = locations([reserved.worker(f"learner {i}", Witness, demand.learner, p) for i, p in enumerate(places)])
+        assert found[0][0] == found[1][0], "both learners of a run on one machine"
+        nodes.append(found[0][0])
+    assert nodes[0] != nodes[1]
+    monkeypatch.setattr(cluster_module, "RELEASE_S", 0.5)
+    third, demand = cluster(**options)
+    with pytest.raises(
+        UsageError, match=r"the cluster has \d+ CPUs and 0 GPUs free of 16 CPUs and 4 GPUs: .*2 GPUs missing"
+    ):
+        third.reserve(demand)
+
+
+def test_free_resources_on_two_machines_are_not_those_of_one(cluster, monkeypatch):
+    """Two GPUs are free, one on each machine: the message says so, and does not name what the machines have in all."""
+    first, demand = cluster(
+        **{
+            "distributed.learners_per_node": (1, 1),
+            "distributed.torch_num_engines": 1,
+            "distributed.colocate": True,
+            "distributed.learner_gpus": 0.5,
+            "distributed.engine_gpus": 0.5,
+        }
+    )
+    first.reserve(demand)
+    monkeypatch.setattr(cluster_module, "RELEASE_S", 0.5)
+    second, demand = cluster(**{"distributed.learners_per_node": (2,), "distributed.engine_gpus": 0.0})
+    with pytest.raises(
+        UsageError, match=r"one of them with 2 CPUs and 2 GPUs; the cluster's 2 have (\d CPUs and 1 GPU(, )?){2} free"
+    ):
+        second.reserve(demand)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from fakes.worker_envs import SPEC, CountingFactory
 from vlarl.config.schema import EnvConfig, GymConfig
 from vlarl.config.source.load import load_config
 from vlarl.decisions import Sampling
-from vlarl.distributed.cluster import Cluster, Resources, wait_started
+from vlarl.distributed.cluster import Cluster, wait_started
+from vlarl.distributed.demand import Resources
 from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
 from vlarl.distributed.environments import EnvWorkerSpec, PoolGroup, Simulator, pool_parts
 from vlarl.distributed.learners import LearnerGroup, Rank
@@ -25,9 +26,11 @@ from vlarl.observability.trace import NoTrace
 from vlarl.policies.load import load_acting_policy
 from vlarl.rollout.engines.replica import ReplicaEngine
 from vlarl.rollout.engines.torch import TorchEngine
+from vlarl.training.prepare import load_trained_policy
 from vlarl.types import Task
 
 NO_RESOURCES = Resources(0.0, 0.0)
+CPU = torch.device("cpu")
 
 
 class Faulty(ReplicaEngine):
@@ -100,12 +103,12 @@ def test_simulators_that_fail_are_replaced_and_can_be_reset(cluster):
     pool.reset(slots, tasks)
     fine, *failed = pool.step_chunk(slots, ones(4))
     assert fine.error is None
-    for worker, pid, outcome, reason in zip(pool.workers[1:], before[1:], failed, reasons.values(), strict=True):
-        assert reason in outcome.error and worker.location.pid != pid
+    assert all(reason in outcome.error for outcome, reason in zip(failed, reasons.values(), strict=True))
     pool.send_chunk([1], ones(1))
     assert reasons["raise"] in pool.receive()[0][1].error, "its episode is lost with it"
     pool.reset(slots[1:], tasks[1:])
     assert [outcome.error for outcome in pool.step_chunk(slots[1:], ones(3))] == [None] * 3
+    assert all(worker.location.pid != pid for worker, pid in zip(pool.workers[1:], before[1:], strict=True))
 
 
 @pytest.mark.timeout(120)
@@ -183,6 +186,14 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_get_all_wei
     assert "no memory for this bucket" in learner.log_file.read_text()
     torch.testing.assert_close(engines.generate(inputs, Sampling(1.0), seeds).sample.ids, before.sample.ids)
 
+    config = load_config("tabletop_grpo", {**SMALL, **autoregressive, "distributed.asynchronous": True})
+    cost = LearnerGroup([learner], config, reader).send_weights(engines)  # staged
+    torch.testing.assert_close(engines.generate(inputs, Sampling(1.0), seeds).sample.ids, before.sample.ids)
+    assert cost.num_bytes == sum(
+        p.nbytes for p in load_trained_policy(config, None, CPU).parameters() if p.requires_grad
+    )
+    assert 0 < cost.commit_seconds < cost.seconds and cost.num_resent == 0
+
 
 class TrainedRank(Rank):
     """Takes optimizer steps without a batch of episodes."""
@@ -200,7 +211,7 @@ def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
     if engine == "vllm":
         options |= {"vllm.num_engines": 1, "vllm.enforce_eager": True}
     config = load_config("tabletop_ppo_openvla", {**SMALL, **options})
-    build = build_vllm_engine if engine == "vllm" else partial(build_torch_engine, on_gpu=False)
+    build = partial(build_vllm_engine, sleeps=False) if engine == "vllm" else partial(build_torch_engine, on_gpu=False)
     learner = cluster.worker("learner 0", partial(TrainedRank, config, 1, False, 0), NO_RESOURCES)
     worker = cluster.worker("engine 0", partial(build, config), NO_RESOURCES)
     wait_started([learner, worker])
@@ -210,7 +221,9 @@ def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
 
     def update(inputs, tokens):
         adapters = group.call_all("train", inputs, tokens)
-        group.send_weights(engines)
+        cost = group.send_weights(engines)
+        assert all(".lora_" in name for name in adapters)
+        assert cost.num_bytes == sum(4 * tensor.numel() for tensor in adapters.values()), "adapters, and nothing else"
         return adapters
 
     group.send_weights(engines)

@@ -71,6 +71,15 @@ class RemoteEngine:
         return int(self.process.call(self.name, "version"))
 
 
+def forget(model: torch.nn.Module) -> int:
+    """Replace the values of all weights, as a GPU does whose memory is released; returns how many weights there are.
+
+    On a CPU vLLM computes with packed copies of some matrices, which are left alone.
+    """
+    with torch.no_grad():
+        return len([p.fill_(0.5) for p in model.parameters() if p.numel()])
+
+
 def _serve(connection: Connection) -> None:
     """The engines' process: one call after the other, until the other side closes the pipe."""
     from vlarl.rollout.engines.vllm import VllmEngine
@@ -88,6 +97,8 @@ def _serve(connection: Connection) -> None:
         if method == "tamper_with_version":
             engines[name]._llm.update_weight_version(arguments[0])
             return None
+        if method == "forget":
+            return engines[name]._llm.apply_model(forget)
         found = getattr(engines[name], method)
         return found(*arguments) if callable(found) else found
 

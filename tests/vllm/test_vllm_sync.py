@@ -21,7 +21,7 @@ def test_every_sync_brings_the_learners_weights(engine, policy, observations, di
     before = engine.generate(inputs, Sampling(1.6), range(8))
     for version in (1, 2, 3):
         disturb(policy, version)
-        sync(engine, all_weights(policy), version)
+        sync(engine, all_weights(policy), version, staged=version == 2)
         tokens = assert_agrees(engine, policy, inputs, 1.6, range(8))
         assert tokens.version.tolist() == [version] * 8 and engine.version == version
         assert (tokens.engine_logprobs - before.engine_logprobs).abs().max() > 1e-2
@@ -30,6 +30,31 @@ def test_every_sync_brings_the_learners_weights(engine, policy, observations, di
         policy.model.language_model.model.layers[0].self_attn.v_proj.weight.mul_(1.001)
     judge = logprob_judge(policy, inputs, before.sample.ids, 1.6)
     assert judge.problem(before.engine_logprobs, LOGPROB_FACTOR)
+
+
+def test_the_engine_acts_with_its_old_weights_until_a_staged_sync_is_finished(engine, policy, observations, disturb):
+    inputs = policy.process(observations(2))
+    before = engine.generate(inputs, Sampling(1.6), range(2))
+    disturb(policy, 1)
+    changed = all_weights(policy)
+    engine.start_sync(dict(changed.shapes), 6, True)
+    for message in messages(changed):
+        during = engine.generate(inputs, Sampling(1.6), range(2))
+        engine.update_weights(message)
+    assert during.version.tolist() == [0, 0] and torch.equal(during.sample.ids, before.sample.ids)
+    check_logprobs(during.engine_logprobs, load_policy(BUILTIN), inputs, during.sample.ids, 1.6)
+    engine.finish_sync(6)
+    assert assert_agrees(engine, policy, inputs, 1.6, range(2)).version.tolist() == [6, 6]
+
+
+def test_a_sync_of_all_that_is_trained_brings_back_a_model_that_was_forgotten(engine, policy, observations):
+    """What an engine on a GPU relies on after a sleep that discards its weights."""
+    inputs = policy.process(observations(4))
+    assert engine.forget()[0] > 50
+    with pytest.raises(AssertionError):
+        assert_agrees(engine, policy, inputs, 1.6, range(4))
+    sync(engine, weights_to_send(policy), 1)
+    assert_agrees(engine, policy, inputs, 1.6, range(4))
 
 
 def test_what_was_computed_of_a_long_prompt_is_not_read_after_a_sync(engine, policy, observations, disturb):
@@ -123,7 +148,7 @@ def test_adapters_are_sent_and_kept_as_adapters(engines, observations, bytes_of,
         stream = weights_to_send(learner, torch.float32)
         assert all(map(is_adapter_weight, stream.shapes))
         assert {name.split(".")[-3] for name in stream.shapes} == set(TARGETS)
-        sync(engine, stream, version)
+        sync(engine, stream, version, staged=version == 2)
         assert bytes_of(learner) == unchanged
         tokens = assert_agrees(engine, learner, inputs, 1.6, range(6))
         assert tokens.version.tolist() == [version] * 6
@@ -171,7 +196,7 @@ def test_one_matrix_of_an_adapter_that_is_lost_would_be_noticed(engines, observa
     assert judge.problem(tokens.engine_logprobs, LOGPROB_FACTOR), "without the adapter they are others"
 
 
-def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, observations):
+def test_a_damaged_bucket_is_refused_and_the_sync_after_a_failed_one_repairs(engine, policy, observations):
     stream = all_weights(policy)
     first = messages(stream)[0]
     damaged = first | {"payload": first["payload"][:-1] + bytes([first["payload"][-1] ^ 1])}
@@ -179,6 +204,8 @@ def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, policy, o
     engine.update_weights(first)
     with pytest.raises(VlarlError, match="arrived damaged"):
         engine.update_weights(damaged)
+    with pytest.raises(VlarlError, match="was not announced"):  # the sync goes on until a message fails
+        engine.update_weights(first)
     inputs = policy.process(observations(1))
     with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
         engine.generate(inputs, Sampling(1.0), [1])

@@ -15,6 +15,7 @@ from vlarl.decisions import Sampling
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.vlm.checkpoint import read_policy
 from vlarl.policies.vlm.generation import restrict
+from vlarl.rollout.engines.sleep import Sleep
 from vlarl.rollout.engines.vllm import VllmEngine
 from vlarl.weights.stream import is_adapter_weight, weights_to_send
 
@@ -282,6 +283,7 @@ def test_other_prompt_tokens_than_the_policys_are_an_error(served):
     super(VllmEngine, engine).__init__({})
     engine._model, engine._sampling_options = given.policy.vllm_model("vlarl"), given.policy.sampling_options
     engine._worker_temperature = 1.0
+    engine._sleep = Sleep(None, enabled=False)
     engine._llm = SimpleNamespace(
         llm_engine=ExpandingEngine(), model_config=SimpleNamespace(max_model_len=99), get_weight_version=lambda: "0"
     )

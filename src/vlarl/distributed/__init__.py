@@ -7,6 +7,12 @@
          ── CurriculumWorker ──────────────────► curriculum               │
          ── LearnerGroup ──────────────────────► learner 0 … ─────────────┘
 
-The driver calls its workers; weights go from learners to engines without passing through the driver. Every wait has a
-deadline. A worker that died or hung is replaced, except a learner: its loss ends the run at the last checkpoint.
+The driver calls its workers; weights and observations go from worker to worker without passing through it. Every wait
+has a deadline. A worker that died or hung is replaced, except a learner: all learners are then started again from the
+last checkpoint.
 """
+
+import os
+
+# A thread that outlives a run and calls Ray would otherwise start a cluster of its own, open to the network.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -10,38 +10,43 @@ started here ends with the run. Of one that existed before, only this run's work
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import exceptions
 from ray._private import ray_constants
+from ray._private.state import available_resources_per_node  # of Ray's developer API: the public one has no parts
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from vlarl.config.derive import num_engines
-from vlarl.config.schema import Config, DistributedConfig
-from vlarl.distributed.actor import Build, Host, Worker
+from vlarl.config.schema import DistributedConfig
+from vlarl.distributed.actor import SHARED_FILE, Build, Host, Worker
+from vlarl.distributed.demand import Demand, Resources, choose_machines, describe, fits
+from vlarl.distributed.shared_folder import RUN_FOLDER, SharedFolder
+from vlarl.distributed.store_size import DEFAULT_STORE_MIB, MIB
 from vlarl.errors import UsageError, excerpt
 from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import available_cores
 from vlarl.observability.trace import NoTrace
 
+log = logging.getLogger(__name__)
+
 Placement = tuple[PlacementGroup, int]
 """A placement group, and the index of a bundle in it."""
 
-MIB = 1 << 20
-DEFAULT_STORE_MIB = 2048  # of a cluster started here; Ray's default is a third of the machine's memory
 WORKERS_FILE = "workers.json"  # in logs/: pid and host of each worker
 RAY_FILE = "ray.log"  # in logs/: what Ray printed while it started
 STDERR = 2  # the file descriptor, which compiled code writes to
@@ -49,121 +54,73 @@ RELEASE_S = 10.0  # how long to wait for resources that a finished run still hol
 RESERVE_S = 60.0  # how long to wait for resources that are free already
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What one worker reserves."""
-
-    cpus: float
-    gpus: float
-
-    def bundle(self) -> dict[str, float]:
-        """In Ray's format."""
-        return {"CPU": self.cpus} | ({"GPU": self.gpus} if self.gpus else {})
-
-
-@dataclass(frozen=True)
-class Demand:
-    """The workers of a run by role, and the resources of each."""
-
-    learners_per_node: tuple[int, ...]
-    learner: Resources
-    num_engines: int
-    engine: Resources
-    num_envs: int
-    env: Resources
-    num_rewards: int
-    reward: Resources
-    colocate: bool
-
-    @classmethod
-    def of(cls, config: Config, num_env_workers: int, on_gpus: bool) -> Demand:
-        """What a configuration needs."""
-        d, cpus = config.distributed, config.distributed.worker_cpus
-        size = config.vllm.tensor_parallel_size
-        engine_gpus = d.engine_gpus if size == 1 else float(size)
-        return cls(
-            learners_per_node=d.learners_per_node,
-            learner=Resources(cpus, d.learner_gpus if on_gpus else 0.0),
-            num_engines=num_engines(config),
-            engine=Resources(cpus, engine_gpus if on_gpus else 0.0),
-            num_envs=num_env_workers,
-            env=Resources(cpus, d.env_gpus if on_gpus else 0.0),
-            num_rewards=d.num_reward_workers,
-            reward=Resources(cpus, d.reward_gpus if on_gpus else 0.0),
-            colocate=d.colocate,
-        )
-
-    @property
-    def num_learners(self) -> int:
-        """Learner ranks on all machines."""
-        return sum(self.learners_per_node)
-
-    def learner_bundle(self) -> dict[str, float]:
-        """The bundle of one learner, with an engine in it where they are colocated."""
-        shared = self.engine if self.colocate else Resources(0.0, 0.0)
-        return Resources(self.learner.cpus + shared.cpus, self.learner.gpus + shared.gpus).bundle()
-
-    def other_bundles(self) -> list[dict[str, float]]:
-        """One bundle for each of the others: engines, environments, rewards."""
-        engines = 0 if self.colocate else self.num_engines
-        workers = [self.engine] * engines + [self.env] * self.num_envs + [self.reward] * self.num_rewards
-        return [resources.bundle() for resources in workers]
-
-    def total(self, resource: str) -> float:
-        """CPUs or GPUs of all workers together."""
-        bundles = [self.learner_bundle()] * self.num_learners + self.other_bundles()
-        return sum(bundle.get(resource, 0.0) for bundle in bundles)
-
-    def describe(self) -> str:
-        """The workers in words, for messages."""
-        counts = {
-            "learner": self.num_learners,
-            "engine": self.num_engines,
-            "environment worker": self.num_envs,
-            "reward worker": self.num_rewards,
-        }
-        return ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items() if count)
-
-
 class Cluster:
     """The Ray cluster that a run's workers run on."""
 
-    def __init__(self, config: DistributedConfig, logs: Path, num_threads: int, trace: NoTrace) -> None:
+    def __init__(
+        self,
+        config: DistributedConfig,
+        logs: Path,
+        num_threads: int,
+        trace: NoTrace,
+        folder: SharedFolder = RUN_FOLDER,
+    ) -> None:
+        """`folder` is the one that the logs are in."""
         self.config = config
         self.logs = logs
+        self.folder = folder
         self.workers: list[Worker] = []
         self.trace = trace
         self._groups: list[PlacementGroup] = []
-        self._variables = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._lock = threading.Lock()
+        given = {name: str(int(v) if isinstance(v, bool) else v) for name, v in config.env_vars.items()}
+        self._variables = {"TOKENIZERS_PARALLELISM": "false", **given, "OMP_NUM_THREADS": str(num_threads)}
+        self._nonce = secrets.token_hex(16)
+        self._exempts = False  # whether objects of this process are left out of garbage collections
         self._found = ray.is_initialized()  # started by the program that uses vlarl, which also ends it
 
-    def connect(self, demand_here: float) -> None:
-        """Join the cluster at the configured address, or start one on this machine with at least this many CPUs."""
+    def connect(self, demand_here: float, store_mib: int = DEFAULT_STORE_MIB) -> None:
+        """Join the cluster at the configured address, or start one on this machine with at least this many CPUs and
+        this object store."""
+        self._exempt_from_collections()
         if self._found:
             return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         address = self.config.address
         if address is None:
-            store = (self.config.object_store_mb or DEFAULT_STORE_MIB) * MIB
             options |= {
                 "address": "local",
                 "num_cpus": max(available_cores(), math.ceil(demand_here)),
-                "include_dashboard": False,
-                "object_store_memory": store,
+                "include_dashboard": self.config.dashboard,
+                "object_store_memory": store_mib * MIB,
             }
         else:
             options["address"] = address
         make_token_private(create=address is None)
         try:
             with on_loopback(address is None), redirect_stderr(self.logs / RAY_FILE):
-                ray.init(**options)
-        except (ConnectionError, exceptions.RaySystemError, OSError, RuntimeError, ValueError) as error:
+                connected = ray.init(**options)
+        except Exception as error:  # noqa: BLE001 - Ray raises plain ones, too: for a node that is slow to start
             what = "a Ray cluster can't be started here" if address is None else f"no Ray cluster responds at {address}"
             more = f" Ray's last message: {said}" if (said := _last_line(self.logs / RAY_FILE)) else ""
             raise UsageError(
                 f"distributed.address = {address}: {what} ({' '.join(str(error).split())}). Start one with `ray start "
                 f"--head` (and set RAY_AUTH_MODE here as it was set there), or leave the address out.{more}"
             ) from error
+
+        if address is None and self.config.dashboard:
+            log.warning("Ray's dashboard is at http://%s", connected.dashboard_url)
+
+    def _exempt_from_collections(self) -> None:
+        """Leave what was loaded by now, mostly modules, out of the garbage collector's work until the run ends.
+
+        While a store is nearly full, Ray makes every process of the cluster collect its garbage again and again. In
+        the driver that took longer than everything else that it does in an update.
+        """
+        if gc.get_freeze_count() == 0:  # else the program that uses vlarl did the same
+            gc.collect()
+            gc.freeze()
+            self._exempts = True
 
     @property
     def num_gpus(self) -> float:
@@ -172,7 +129,6 @@ class Cluster:
 
     def reserve(self, demand: Demand) -> None:
         """Reserve the resources of all workers, or raise an error that says what is missing."""
-        self._check_resources(demand)
         bundle = demand.learner_bundle()
         for node, count in zip(self._machines(demand), demand.learners_per_node, strict=True):
             here = [{"ray.io/node-id": node}] * count
@@ -185,49 +141,21 @@ class Cluster:
             except exceptions.GetTimeoutError:
                 raise UsageError(
                     f"distributed: the cluster has not reserved {demand.describe()} within {RESERVE_S:g} s. "
-                    f"Free now: {_describe(ray.available_resources())}. See `ray status`."
+                    f"Free now: {describe(ray.available_resources())}. See `ray status`."
                 ) from None
 
-    def _check_resources(self, demand: Demand) -> None:
-        """Refuse what does not fit; wait a little for resources that another run is just releasing."""
-        end = time.monotonic() + RELEASE_S
-        while missing := self._missing(demand, ray.available_resources()):
-            if self._missing(demand, ray.cluster_resources()) or time.monotonic() > end:
-                break
-            time.sleep(0.25)
-        free = ray.available_resources()
-        if missing:
-            raise UsageError(
-                f"distributed: {demand.describe()} take {_describe({k: demand.total(k) for k in ('CPU', 'GPU')})}; "
-                f"the cluster has {_describe(free)} free of {_describe(ray.cluster_resources())}: "
-                f"{' and '.join(missing)} missing. Add machines, or lower distributed.worker_cpus, the number of "
-                "workers or their GPU fractions."
-            )
-
-    def _missing(self, demand: Demand, resources: Mapping[str, float]) -> list[str]:
-        return [
-            _amount(demand.total(kind) - resources.get(kind, 0.0), kind)
-            for kind in ("CPU", "GPU")
-            if demand.total(kind) > resources.get(kind, 0.0) + 1e-6
-        ]
-
     def _machines(self, demand: Demand) -> list[str]:
-        """A machine for each entry of learners_per_node, the largest machine for the largest entry."""
-        free = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-        bundle = demand.learner_bundle()
-        chosen: dict[int, str] = {}
-        for index in sorted(range(len(demand.learners_per_node)), key=lambda index: -demand.learners_per_node[index]):
-            wanted = {kind: amount * demand.learners_per_node[index] for kind, amount in bundle.items()}
-            fitting = [node for node, has in free.items() if node not in chosen.values() and _fits(wanted, has)]
-            if not fitting:
-                found = ", ".join(_describe(has) for has in free.values())
-                raise UsageError(
-                    f"distributed.learners_per_node = {list(demand.learners_per_node)}: that takes "
-                    f"{len(demand.learners_per_node)} machines, one of them with {_describe(wanted)}; the cluster's "
-                    f"{len(free)} have {found}."
-                )
-            chosen[index] = max(fitting, key=lambda node: (free[node].get("GPU", 0.0), free[node].get("CPU", 0.0)))
-        return [chosen[index] for index in range(len(demand.learners_per_node))]
+        """The machines of the learners; waits a little for resources that another run is just releasing."""
+        end = time.monotonic() + RELEASE_S
+        whole = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        while True:
+            free = available_resources_per_node()
+            try:
+                return choose_machines(demand, {node: free.get(node, {}) for node in whole}, ray.cluster_resources())
+            except UsageError:
+                if time.monotonic() > end or not fits(demand, whole):
+                    raise
+            time.sleep(0.25)
 
     def learner_placements(self, demand: Demand) -> list[Placement]:
         """The placement of each learner, machine by machine."""
@@ -264,6 +192,9 @@ class Cluster:
         if placement is not None:
             group, bundle = placement
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, bundle)
+        if not self.workers:  # the first: all of them look for it
+            self.logs.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.logs / SHARED_FILE, self._nonce)
         started = Worker(
             name=name,
             create=lambda: ray.remote(Host).options(**options).remote(),
@@ -273,6 +204,8 @@ class Cluster:
             start_timeout_s=self.config.start_timeout_s,
             trace=self.trace,
             on_start=self._write_workers,
+            nonce=self._nonce,
+            folder=self.folder,
         )
         started.start()
         self.workers.append(started)
@@ -280,16 +213,20 @@ class Cluster:
 
     def _write_workers(self) -> None:
         """Write where each worker runs, for people and for tools."""
-        found = {worker.name: asdict(worker.location) for worker in self.workers if worker.location is not None}
-        write_atomically(self.logs / WORKERS_FILE, json.dumps(found, indent=2) + "\n")
+        with self._lock:  # several may start at the same time
+            found = {worker.name: asdict(at) for worker in self.workers if (at := worker.location) is not None}
+            write_atomically(self.logs / WORKERS_FILE, json.dumps(found, indent=2) + "\n")
 
     def close(self) -> None:
         """End all workers, release their resources, and end the cluster if it was started here."""
+        if self._exempts:
+            gc.unfreeze()
+            self._exempts = False
         if not ray.is_initialized():
             return
         for worker in self.workers:
             with suppress(exceptions.RayError, ValueError):
-                worker.stop()
+                worker.end()
         for group in self._groups:
             with suppress(exceptions.RayError):
                 remove_placement_group(group)
@@ -371,15 +308,3 @@ def wait_started(workers: Sequence[Worker]) -> None:
     """Wait until all of them are ready."""
     for worker in workers:
         worker.wait_started()
-
-
-def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    return all(node.get(kind, 0.0) + 1e-6 >= amount for kind, amount in bundle.items())
-
-
-def _describe(resources: Mapping[str, float]) -> str:
-    return " and ".join(_amount(resources.get(kind, 0.0), kind) for kind in ("CPU", "GPU"))
-
-
-def _amount(amount: float, kind: str) -> str:
-    return f"{amount:g} {kind}{'' if amount == 1 else 's'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +26,19 @@ class CurriculumWorker:
         self._state: dict[str, Any] = {}
         self._state = self._call("state")
 
-    def get_batch(self, iteration: int) -> list[Task]:
+    def get_batch(self, iteration: int, unreported: int = 0) -> list[Task]:
         """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
-        tasks: list[Task] = self._call("get_batch", iteration)
+        tasks: list[Task] = self._call("get_batch", iteration, unreported)
         return tasks
 
     def refill(self, iteration: int, first: int, count: int) -> list[Task]:
         """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
         tasks: list[Task] = self._call("refill", iteration, first, count) if count else []
+        return tasks
+
+    def get_episodes(self, indices: Sequence[int]) -> list[Task]:
+        """The tasks of single episodes, which are counted over the whole run: for rollouts of a fixed length."""
+        tasks: list[Task] = self._call("get_episodes", list(indices))
         return tasks
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:

@@ -1,46 +1,44 @@
 """Environments as workers of a cluster, behind the contract of one pool.
 
     Collector ── send_reset, send_chunk ──► PoolGroup ──► environments 0 (slots 0 … 31), environments 1 (32 … 63) …
-              ◄── receive ────────────────
+              ◄── receive ────────────────            ◄── outcomes without pixels, and names of what stays there
+
+A worker lets the policy's own processor read what its environments show (reading.py). The inputs stay in the object
+store of its machine, and so do images that are read later; the driver gets their names (stored_rows.py).
 
 Tabletops and batched environments share a few workers; each simulator has a worker of its own. `receive` returns as
 soon as one worker has finished all its calls, with the outcomes of all such workers: while the engine decides for them,
-the others step. A worker that is lost is replaced, and its slots return an error: the collector retries those episodes.
+the others step. A worker that is lost is replaced in a thread, and its slots return an error at once: the collector
+retries those episodes. Calls to a worker that is being replaced wait for it; the others are served meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import ray
 
 from vlarl.config.schema import EnvConfig, GymConfig, PromptsConfig
 from vlarl.config.suites import suite_facts
-from vlarl.distributed.actor import Request, Worker
+from vlarl.distributed.actor import Request, Worker, replace_later
+from vlarl.distributed.reading import PIECE_BYTES, BesideReader, Environments, Reading, Seen
+from vlarl.distributed.store_size import Machine, RowBytes, machines_of
 from vlarl.envs.base import Actions, AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, as_chunks, started
 from vlarl.envs.build import NO_DATA, build_factory, build_pool
 from vlarl.envs.env_process import Chunk, EnvRunner, Reset
 from vlarl.envs.guardian import Guardian
 from vlarl.errors import WorkerLostError
-from vlarl.types import ChunkOutcome, Observation, Task, UInt8Array
+from vlarl.types import Action, ChunkOutcome, Observation, Task, UInt8Array
 
-
-class Environments(Protocol):
-    """What a worker runs: some slots, numbered from 0."""
-
-    def spec(self) -> SuiteSpec: ...  # noqa: D102
-
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
-
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
-
-    def frame(self, slot: int) -> UInt8Array: ...  # noqa: D102
+POLL_S = 0.1  # how often to look for workers that are ready again, while others run
 
 
 class PoolPart:
@@ -116,15 +114,17 @@ class EnvWorkerSpec:
     part: type[PoolPart] | type[Simulator]
     arguments: tuple[Any, ...]
     variables: dict[str, str]  # environment variables of its process
+    reading: Reading | None = None  # None: observations are returned as they are
 
-    def build(self) -> Environments:
+    def build(self) -> Environments | BesideReader:
         """The environments, built in the worker's process. What they start ends with it, and it with the node's Ray."""
         with suppress(PermissionError):  # it leads a session already
             os.setpgid(0, 0)
         guardian = Guardian(owners=[os.getppid()])
         guardian.watch(os.getpgrp())
         os.environ.update(guardian.variables)  # for processes that the environments start
-        return self.part(*self.arguments)
+        environments = self.part(*self.arguments)
+        return environments if self.reading is None else BesideReader(environments, self.reading)
 
 
 def part_sizes(env: EnvConfig, gym: GymConfig, num_envs: int, num_workers: int) -> list[int]:
@@ -142,23 +142,29 @@ def pool_parts(
     image_size: int,
     reward: RewardMode,
     prompts: PromptsConfig = NO_DATA,
+    reading: Reading | None = None,
 ) -> list[EnvWorkerSpec]:
     """What each worker runs: a part of the pool, or a simulator."""
     facts = suite_facts(env, gym)
     if facts is not None and facts.in_processes:
         factory = build_factory(env, gym, image_size, reward)
-        return [EnvWorkerSpec(Simulator, (factory,), dict(factory.variables(slot))) for slot in range(len(sizes))]
-    return [EnvWorkerSpec(PoolPart, (env, gym, size, image_size, reward, prompts), {}) for size in sizes]
+        slots = range(len(sizes))
+        return [EnvWorkerSpec(Simulator, (factory,), dict(factory.variables(slot)), reading) for slot in slots]
+    return [EnvWorkerSpec(PoolPart, (env, gym, size, image_size, reward, prompts), {}, reading) for size in sizes]
 
 
 class PoolGroup(AsyncPool):
     """The environments of all workers as one pool."""
 
-    def __init__(self, workers: Sequence[Worker], num_slots: Sequence[int], lockstep: bool) -> None:
-        """`num_slots` of each worker; in lock-step `receive` waits for all workers."""
+    def __init__(
+        self, workers: Sequence[Worker], num_slots: Sequence[int], lockstep: bool, reading: Reading | None = None
+    ) -> None:
+        """`num_slots` of each worker; in lock-step `receive` waits for all. `reading` is that of the workers."""
         self.workers = list(workers)
         self.num_envs = sum(num_slots)
         self.lockstep = lockstep
+        self.reading = reading
+        self.row_bytes = RowBytes(0, 0)  # the largest so far
         self.spec: SuiteSpec = workers[0].get(workers[0].call("spec"))
         self._owner = [index for index, count in enumerate(num_slots) for _ in range(count)]
         self._first = np.cumsum([0, *num_slots[:-1]]).tolist()
@@ -166,6 +172,8 @@ class PoolGroup(AsyncPool):
         self._last_seen: dict[int, Observation] = {}
         self._lost: dict[int, str] = {}  # slots whose episode was lost with their worker, and why
         self._failures: list[tuple[int, ChunkOutcome]] = []  # outcomes of such slots, to be received
+        self._replacing: dict[int, Future[None]] = {}  # workers that are being replaced
+        self._held: dict[int, list[tuple[Any, ...]]] = {}  # calls that wait for them
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; record the first frames of the slots in `record`."""
@@ -181,20 +189,23 @@ class PoolGroup(AsyncPool):
         kept = [i for i, slot in enumerate(slots) if slot not in self._lost]
         slots, actions = [slots[i] for i in kept], [actions[i] for i in kept]
         for index, own in self._by_worker(slots):
-            self._call(index, "step", [slots[i] for i in own], [actions[i] for i in own], record)
+            self._call(index, "step", [slots[i] for i in own], _together([actions[i] for i in own]), record)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
         """Outcomes of all workers that have finished their calls: one at least, all of them in lock-step."""
         outcomes, self._failures = self._failures, []
-        if not outcomes and not any(self._pending.values()):
+        if not outcomes and not self._is_waiting():
             raise RuntimeError("nothing was sent that could be received")
-        while any(self._pending.values()) and (self.lockstep or not outcomes):
+        while self._is_waiting() and (self.lockstep or not outcomes):
             for index in self._ready():
                 outcomes += self._outcomes(index)
         return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def frame(self, slot: int) -> UInt8Array:
         """A large image [H, W, 3] of a slot as it is now, for videos."""
+        if self._owner[slot] in self._replacing:
+            wait([self._replacing[self._owner[slot]]])
+            self._send_held()
         worker = self.workers[self._owner[slot]]
         frame: UInt8Array = worker.get(worker.call("frame", slot - self._first[self._owner[slot]]))
         return frame
@@ -210,22 +221,51 @@ class PoolGroup(AsyncPool):
         return sorted(indices.items())
 
     def _call(self, index: int, method: str, slots: list[int], content: Any, record: frozenset[int]) -> None:
+        if index in self._replacing:
+            self._held.setdefault(index, []).append((method, slots, content, record))
+            return
         worker, first = self.workers[index], self._first[index]
         own = [slot - first for slot in slots]
         recorded = frozenset(slot - first for slot in record if self._owner[slot] == index)
         queued = len(self._pending[index])  # it runs one call at a time
-        request = worker.call(method, own, content, recorded, timeout_s=worker.timeout_s * (1 + queued))
+        limit = worker.timeout_s * (1 + queued)
+        if self.reading is not None:
+            pieces = min(len(own), 1 + len(own) * self.row_bytes.inputs // PIECE_BYTES)
+            stored = pieces + self.reading.keeps_images
+            request = worker.call_and_store(stored, method, own, content, recorded, pieces, timeout_s=limit)
+        else:
+            request = worker.call(method, own, content, recorded, timeout_s=limit)
         self._pending[index].append((request, slots))
+
+    def _is_waiting(self) -> bool:
+        """Whether there are calls whose outcomes have not been received."""
+        return any(self._pending.values()) or bool(self._held)
 
     def _ready(self) -> list[int]:
         """Wait until a worker has finished all its calls, or missed its deadline; the indices of all such workers."""
-        last = {requests[-1][0].reference: index for index, requests in self._pending.items() if requests}
-        deadline = min(requests[-1][0].deadline for requests in self._pending.values() if requests)
-        done, _ = ray.wait(list(last), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-        if done:  # and those that have finished in the meantime
-            done, _ = ray.wait(list(last), num_returns=len(last), timeout=0)
-        now = time.monotonic()
-        return [i for ref, i in last.items() if ref in done or self._pending[i][-1][0].deadline <= now]
+        while True:
+            self._send_held()
+            last = {requests[-1][0].reference: index for index, requests in self._pending.items() if requests}
+            if not last:
+                wait([self._replacing[index] for index in self._held], return_when=FIRST_COMPLETED)
+                continue
+            left = min(requests[-1][0].deadline for requests in self._pending.values() if requests) - time.monotonic()
+            limit = min(left, POLL_S) if self._held else left
+            done, _ = ray.wait(list(last), num_returns=1, timeout=max(limit, 0.0))
+            if done:  # and those that have finished in the meantime
+                done, _ = ray.wait(list(last), num_returns=len(last), timeout=0)
+            now = time.monotonic()
+            ready = [i for ref, i in last.items() if ref in done or self._pending[i][-1][0].deadline <= now]
+            if ready:
+                return ready
+
+    def _send_held(self) -> None:
+        """Make the calls that have waited for workers which are ready now; the error of one that can't start ends the
+        run."""
+        for index in [index for index, replaced in self._replacing.items() if replaced.done()]:
+            self._replacing.pop(index).result()
+            for call in self._held.pop(index, []):
+                self._call(index, *call)
 
     def _outcomes(self, index: int) -> list[tuple[int, ChunkOutcome]]:
         """What a worker returned; one that is lost is replaced, and all its slots get the error."""
@@ -234,17 +274,35 @@ class PoolGroup(AsyncPool):
         outcomes: list[tuple[int, ChunkOutcome]] = []
         try:
             for request, slots in requests:
-                outcomes += zip(slots, worker.get(request), strict=True)
+                returned: Seen | list[ChunkOutcome] = worker.get(request)
+                outcomes += zip(slots, self._named(returned, request), strict=True)
         except WorkerLostError as error:
-            worker.replace()
+            self._replacing[index] = replace_later(worker)
             outcomes = [(slot, self._failed(slot, str(error))) for _, slots in requests for slot in slots]
             self._lost |= {slot: str(error) for slot, owner in enumerate(self._owner) if owner == index}
         self._last_seen |= {slot: outcome.observation for slot, outcome in outcomes}
         return outcomes
 
+    def _named(self, returned: Seen | list[ChunkOutcome], request: Request) -> list[ChunkOutcome]:
+        """The outcomes with the names of what is stored."""
+        if not isinstance(returned, Seen):
+            return returned
+        inputs, images = self.row_bytes.inputs, self.row_bytes.images
+        self.row_bytes = RowBytes(max(inputs, returned.each.inputs), max(images, returned.each.images))
+        return returned.named(request.stored)
+
+    def machines(self) -> list[Machine]:
+        """The machines that hold what the workers read."""
+        slots: Counter[str] = Counter()
+        disks: dict[str, int] = {}
+        for index, worker in enumerate(self.workers):
+            node, disks[node] = worker.get(worker.call("machine"))
+            slots[node] += self._owner.count(index)
+        return machines_of(slots, disks)
+
     def _failed(self, slot: int, reason: str) -> ChunkOutcome:
         blank = Observation(np.zeros((1, 1, 1, 3), np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
-        return started(self._last_seen.get(slot, blank), error=reason)
+        return started(replace(self._last_seen.get(slot, blank), inputs=None), error=reason)
 
     def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
         """The outcomes of these slots, in their order."""
@@ -253,3 +311,9 @@ class PoolGroup(AsyncPool):
             for index in self._ready():
                 outcomes |= dict(self._outcomes(index))
         return [outcomes[slot] for slot in slots]
+
+
+def _together(actions: list[Action]) -> Actions:
+    """Chunks as one array, which is sent faster than many; texts as they are."""
+    chunks = [action for action in actions if not isinstance(action, str)]
+    return np.stack(chunks) if len(chunks) == len(actions) else actions

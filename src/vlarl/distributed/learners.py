@@ -6,7 +6,10 @@
 
 Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none. Several
 threads may call: a lock keeps the order. The batch is put into the object store once, where all ranks of a machine
-read it.
+read it; of its inputs it has the names, and each rank fetches those of its own microbatches (stored_rows.py).
+
+Weights go to the engines directly, while nothing is generated, or staged: the engines decide until they switch to the
+new weights (`staged_syncs`). engines.py says which locks a sync takes.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +29,14 @@ import ray
 import torch
 
 from vlarl.algorithms import build_algorithm
-from vlarl.config.derive import engine_dtype
+from vlarl.config.derive import engine_dtype, staged_syncs
 from vlarl.config.schema import Config
 from vlarl.data.imitation import build_ptx
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.distributed.actor import Worker, get_all, put
 from vlarl.distributed.address import free_address
 from vlarl.distributed.engines import EngineCalls, EngineGroup
+from vlarl.distributed.kept_rows import kept_rows, memory_limit
 from vlarl.errors import ClusterError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import DTYPES
@@ -44,7 +48,8 @@ from vlarl.training.prepare import load_trained_policy
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
 from vlarl.types import UpdateResult
-from vlarl.weights.sender import Transport, WeightSender
+from vlarl.weights.sender import EngineLostError, Transport, WeightSender
+from vlarl.weights.sync import SyncCost
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +65,13 @@ def transport_of(config: Config) -> Transport:
         bucket_bytes=config.distributed.sync_bucket_mb * MB,
         checksum=config.distributed.sync_checksum,
         meeting_point=free_address,
+        timeout_s=config.distributed.timeout_s,
     )
+
+
+@dataclass(frozen=True)
+class Annotated(TensorRows):
+    """Stands for the inputs of the batch that was annotated last: the ranks have them."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,38 @@ class Updated:
     kl_coef: float
 
 
+@dataclass(frozen=True)
+class Sent:
+    """The result of one attempt to bring all engines to the ranks' weights."""
+
+    version: int
+    lost: str | None  # an engine that was lost: the others have abandoned the sync
+    num_bytes: int  # of the weights that were sent to one engine
+    num_resent: int  # buckets that arrived damaged
+
+
+@dataclass
+class _Sync:
+    """What a sync has taken so far, over all attempts."""
+
+    began: float = field(default_factory=time.monotonic)
+    commit_s: float = 0.0
+    num_bytes: int = 0
+    num_resent: int = 0
+    losses: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def excluding(self, engine: EngineGroup) -> Iterator[None]:
+        """In the block no engine decides; its seconds are counted."""
+        with engine.lock:
+            began = time.monotonic()
+            yield
+            self.commit_s += time.monotonic() - began
+
+    def cost(self) -> SyncCost:
+        return SyncCost(time.monotonic() - self.began, self.commit_s, self.num_bytes, self.num_resent)
+
+
 class Rank:
     """One of the learner processes; built and called in the worker's process."""
 
@@ -80,7 +123,7 @@ class Rank:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray makes visible to this process
-        self._inputs: TensorRows | None = None  # of the batch that was annotated last
+        self.annotated: TensorRows | None = None  # inputs of a batch that is updated on next
 
     def meeting_point(self) -> tuple[str, int]:
         """Address and free port of this machine, where the process group's ranks meet."""
@@ -95,12 +138,20 @@ class Rank:
             ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
         torch.manual_seed(self.config.run.seed)
         sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
-        device = self.device if sharding.mode == "none" else torch.device("cpu")
-        policy = load_trained_policy(self.config, policy_folder(checkpoint) if checkpoint else None, device)
+        sharded = sharding.mode != "none"
+        device = torch.device("cpu") if sharded else self.device
+        folder = policy_folder(checkpoint) if checkpoint else None
+        policy = load_trained_policy(self.config, folder, device, deferred=sharded)
         algorithm = build_algorithm(self.config.algorithm, self.config.rollout.temperature, self.config.kl)
         ptx = build_ptx(self.config, policy, ranks)
         self.learner = Learner(policy, algorithm, self.config, self.device, ranks, sharding, ptx)
         self.sender = WeightSender(policy, ranks, transport_of(self.config))
+        self.release_cached_memory()
+
+    def release_cached_memory(self) -> None:
+        """Give memory that PyTorch caches back to the GPU, for an engine that starts or wakes there."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def open_store(self, folder: Path) -> None:
         """Keep checkpoints in this folder."""
@@ -120,8 +171,9 @@ class Rank:
         return self.store.save_policy(name, self.learner.policy, metadata)
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None) -> Annotations | None:
-        """Log-probs and values of a batch, from rank 0. The batch's inputs are kept for its update."""
-        self._inputs = batch.inputs
+        """Log-probs and values of a batch, from rank 0."""
+        batch = self._keeping(batch, iteration)
+        self.annotated = batch.inputs
         found = self.learner.annotate(batch, iteration, last)
         return found if self.rank == 0 else None
 
@@ -129,18 +181,21 @@ class Rank:
         self, batch: TrainBatch, iteration: int, iterations: int | None
     ) -> Iterator[tuple[int, int] | Updated]:
         """Train on a batch: the progress after each optimizer step, and finally the result."""
-        result = yield from self.learner.updating(self._with_inputs(batch), iteration, iterations)
+        result = yield from self.learner.updating(self._keeping(batch, iteration), iteration, iterations)
         yield Updated(result, self.learner.version, self.learner.kl_coef)
 
     def update(self, batch: TrainBatch, iteration: int, iterations: int | None) -> None:
         """The same on the other ranks, which report no progress."""
-        self.learner.update(self._with_inputs(batch), iteration, lambda done, total: None, iterations)
+        self.learner.update(self._keeping(batch, iteration), iteration, lambda done, total: None, iterations)
 
-    def _with_inputs(self, batch: TrainBatch) -> TrainBatch:
-        inputs, self._inputs = self._inputs, None
-        if len(batch.inputs) or inputs is None:
-            return batch
-        return replace(batch, inputs=inputs)
+    def _keeping(self, batch: TrainBatch, iteration: int) -> TrainBatch:
+        """The batch with inputs that stay in this process once they are fetched, until its update has ended."""
+        annotated, self.annotated = self.annotated, None
+        if isinstance(batch.inputs, Annotated):
+            assert annotated is not None, "annotated first"
+            return replace(batch, inputs=annotated)
+        limit = memory_limit(max(self.config.distributed.learners_per_node))
+        return replace(batch, inputs=kept_rows(batch.inputs, self.learner.own_rows(batch, iteration), limit))
 
     def use_average(self, wanted: bool) -> None:
         """Swap the averages in for the weights, or the weights back."""
@@ -151,9 +206,13 @@ class Rank:
         else:
             self._averaged.__exit__(None, None, None)
 
-    def send_weights(self, engines: EngineCalls) -> tuple[int, str | None]:
-        """Bring all engines to this learner's version; returns the version, and an engine that was lost."""
-        return self.learner.version, self.sender.send(engines, self.learner.version)
+    def send_weights(self, engines: EngineCalls, staged: bool) -> Sent:
+        """Bring all engines to this learner's version; in a staged sync they still have to commit it."""
+        if self.config.distributed.colocate:
+            self.release_cached_memory()
+            self.learner.ranks.any(False)  # all of them have, before the first engine wakes
+        lost = self.sender.send(engines, self.learner.version, staged)
+        return Sent(self.learner.version, lost, self.sender.num_bytes, engines.num_resent)
 
 
 class LearnerGroup:
@@ -165,9 +224,11 @@ class LearnerGroup:
         self.policy = policy
         self.version = 0
         self.kl_coef = config.kl.coef
+        self.num_resent_buckets = 0  # of weight syncs, since they arrived damaged
         self.average = None if config.ema.beta is None else RankAverages(self)
+        self.before_training: Callable[[], None] = lambda: None  # makes engines release memory that the ranks need
+        self._annotated: TensorRows | None = None  # inputs that the ranks have, until the update
         self._lock = threading.Lock()
-        self._annotated: TensorRows | None = None  # inputs that the ranks have kept for the update
 
     def join(self, checkpoint: Path | None) -> None:
         """Make the ranks join at rank 0's address and build their learners."""
@@ -186,8 +247,12 @@ class LearnerGroup:
     ) -> UpdateResult:
         """Train on a batch of decisions; `on_step` is called with the optimizer steps done and their total."""
         first, *others = self.workers
+        self.before_training()
+        annotated, self._annotated = self._annotated, None
+        if batch.inputs is annotated:
+            batch = replace(batch, inputs=Annotated())
         with self._lock:
-            shared = put(self._without_inputs(batch))
+            shared = put(batch)
             steps = first.stream("updating", shared, iteration, iterations)
             waiting = {(q := worker.call("update", shared, iteration, iterations)).reference: q for worker in others}
         updated: Updated | None = None
@@ -213,35 +278,82 @@ class LearnerGroup:
 
     def annotate(self, batch: TrainBatch, iteration: int, last: TensorRows | None = None) -> Annotations:
         """Log-probs and values of a batch before its first step; `last` are the inputs of last observations."""
+        self.before_training()
         self._annotated = batch.inputs
         found: Annotations = self.call_all("annotate", put(batch), iteration, None if last is None else put(last))
         return found
 
-    def _without_inputs(self, batch: TrainBatch) -> TrainBatch:
-        """The batch as it is sent to the ranks: inputs that they have kept are left out."""
-        kept, self._annotated = self._annotated, None
-        return replace(batch, inputs=batch.inputs.empty()) if batch.inputs is kept else batch
+    def send_weights(self, engine: EngineGroup) -> SyncCost:
+        """Bring the engines to the current weights; one that is lost in the sync is replaced.
 
-    def send_weights(self, engine: EngineGroup) -> None:
-        """Bring the engines to the current weights; one that is lost in the sync is replaced."""
-        with engine.lock:
-            losses: Counter[str] = Counter()
-            while True:
-                calls = EngineCalls.to(engine.workers, self.config)
-                # Rank 0 gives an engine the whole limit for each of its calls, so its own limit is larger.
-                # In an asynchronous run the ranks may have finished an update that the driver does not know of yet.
-                version, lost = self.call_all("send_weights", calls, timeout_s=4 * calls.timeout_s)
+        In a staged sync they decide with their old weights until all of the new ones have arrived.
+        """
+        sync = _Sync()
+        with engine.syncing:
+            if not staged_syncs(self.config):
+                with sync.excluding(engine):
+                    self._send_directly(engine, sync)
+                return sync.cost()
+            calls = EngineCalls.to(engine.workers, self.config)
+            sent = self._send(calls, sync, staged=True)
+            with sync.excluding(engine):
+                lost = sent.lost or _commit(calls, sent.version)
                 if lost is None:
-                    engine.version = version
-                    return
-                losses[lost] += 1
-                if losses[lost] == ENGINE_ATTEMPTS:
-                    raise ClusterError(
-                        f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over; "
-                        f"{self.workers[0].log_file} says why."
-                    )
-                log.warning("%s was lost in a sync. It is replaced.", lost)
-                engine.restart(lost)
+                    engine.version = sent.version
+                else:  # what is left of the sync excludes generation: the new engine has only its base
+                    self._replace(engine, lost, sync)
+                    self._send_directly(engine, sync)
+        return sync.cost()
+
+    def refresh(self, engine: EngineGroup) -> None:
+        """Bring engines that were replaced to the current weights, while nothing is generated."""
+        with engine.syncing, engine.lock:
+            self._send_directly(engine, _Sync())
+
+    def _send_directly(self, engine: EngineGroup, sync: _Sync) -> None:
+        while True:
+            sent = self._send(EngineCalls.to(engine.workers, self.config), sync, staged=False)
+            if sent.lost is None:
+                engine.version = sent.version
+                return
+            self._replace(engine, sent.lost, sync)
+
+    def _send(self, calls: EngineCalls, sync: _Sync, staged: bool) -> Sent:
+        """Let the ranks send their weights once."""
+        # Rank 0 gives an engine the whole limit for each of its calls, so its own limit is larger.
+        # In an asynchronous run the ranks may have finished an update that the driver does not know of yet.
+        sent: Sent = self.call_all("send_weights", calls, staged, timeout_s=4 * calls.timeout_s)
+        sync.num_bytes += sent.num_bytes
+        sync.num_resent += sent.num_resent
+        if sent.num_resent:
+            self.num_resent_buckets += sent.num_resent
+            log.warning(
+                "%d buckets of weights arrived damaged and were sent again, %d in this session: check memory "
+                "and network of the machines.",
+                sent.num_resent,
+                self.num_resent_buckets,
+            )
+        return sent
+
+    def _replace(self, engine: EngineGroup, lost: str, sync: _Sync) -> None:
+        sync.losses[lost] += 1
+        if sync.losses[lost] == ENGINE_ATTEMPTS:
+            raise ClusterError(
+                f"{lost} could not be brought to the learners' weights, {ENGINE_ATTEMPTS} times over; "
+                f"{self.workers[0].log_file} says why."
+            )
+        log.warning("%s was lost in a sync. It is replaced.", lost)
+        engine.restart(lost)
+
+
+def _commit(calls: EngineCalls, version: int) -> str | None:
+    """Let all engines switch to the weights that they have kept; returns the name of one that was lost."""
+    try:
+        calls.commit(version)
+    except EngineLostError as error:
+        log.warning("%s", error)
+        return error.engine
+    return None
 
 
 class RankAverages:

@@ -30,6 +30,15 @@ SOLVED = 0.9  # what counts as solved where no task is skipped
 
 Probabilities = NDArray[np.float64]
 
+TaskName = int | str
+"""A task among those of a run: its index, or `libero_goal/3` where a run has several suites."""
+
+
+def metric_name(task: TaskName) -> str:
+    """The task in names of metrics: `task_03`, or `libero_goal/task_03`."""
+    suite, _, task_id = str(task).rpartition("/")
+    return f"{suite}/task_{int(task_id):02d}" if suite else f"task_{int(task_id):02d}"
+
 
 @dataclass(frozen=True)
 class TaskRecord:
@@ -53,19 +62,19 @@ class TaskRecord:
 class Curriculum:
     """The records of the tasks, and the sampling probabilities that follow from them."""
 
-    def __init__(self, config: CurriculumConfig, task_ids: Sequence[int]) -> None:
+    def __init__(self, config: CurriculumConfig, names: Sequence[TaskName]) -> None:
         self.config = config
-        self.records = {task_id: TaskRecord() for task_id in task_ids}
-        weights = np.array(config.weights if config.weights is not None else [1.0] * len(task_ids), dtype=np.float64)
+        self.records = {name: TaskRecord() for name in names}
+        weights = np.array(config.weights if config.weights is not None else [1.0] * len(names), dtype=np.float64)
         self._mixture: Probabilities = weights / weights.sum()  # [tasks]
 
-    def record(self, task_id: int, success: bool) -> None:
+    def record(self, task: TaskName, success: bool) -> None:
         """Take one episode into account."""
-        self.records[task_id] = self.records[task_id].after(success, self.config.ema_alpha)
+        self.records[task] = self.records[task].after(success, self.config.ema_alpha)
 
-    def is_solved(self, task_id: int) -> bool:
+    def is_solved(self, task: TaskName) -> bool:
         """Whether the moving success is high enough, over at least 1 / (1 - alpha) episodes."""
-        record, threshold = self.records[task_id], self.config.skip_solved_above
+        record, threshold = self.records[task], self.config.skip_solved_above
         has_enough = record.episodes * (1.0 - self.config.ema_alpha) >= 1.0 - 1e-9
         return has_enough and record.success > (SOLVED if threshold is None else threshold)
 
@@ -73,33 +82,33 @@ class Curriculum:
         """[tasks] the probability that the next group is of each task."""
         if self.config.mode != "adaptive":
             return self._mixture
-        interest: Probabilities = self._mixture * np.array([self._interest(task_id) for task_id in self.records])
+        interest: Probabilities = self._mixture * np.array([self._interest(task) for task in self.records])
         if not interest.any():  # every task is solved
             return self._mixture
         floor = self.config.floor
         return np.asarray(floor * self._mixture + (1.0 - floor) * interest / interest.sum())
 
-    def _interest(self, task_id: int) -> float:
-        if self.config.skip_solved_above is not None and self.is_solved(task_id):
+    def _interest(self, task: TaskName) -> float:
+        if self.config.skip_solved_above is not None and self.is_solved(task):
             return 0.0
-        expected = self.records[task_id].estimate
+        expected = self.records[task].estimate
         return float((4.0 * expected * (1.0 - expected)) ** (1.0 / self.config.tau))
 
     def metrics(self) -> dict[str, float]:
         """The `curriculum/` metrics: the current records, and the probabilities for the next iteration."""
         probabilities = self.probabilities()
         row: dict[str, float] = {}
-        for (task_id, record), probability in zip(self.records.items(), probabilities, strict=True):
+        for (task, record), probability in zip(self.records.items(), probabilities, strict=True):
             if record.episodes:
-                row[f"curriculum/task_{task_id:02d}_success"] = record.success
-            row[f"curriculum/task_{task_id:02d}_probability"] = float(probability)
+                row[f"curriculum/{metric_name(task)}_success"] = record.success
+            row[f"curriculum/{metric_name(task)}_probability"] = float(probability)
         row["curriculum/entropy"] = entropy(probabilities)
-        row["curriculum/num_solved"] = float(sum(self.is_solved(task_id) for task_id in self.records))
+        row["curriculum/num_solved"] = float(sum(self.is_solved(task) for task in self.records))
         return row
 
     def state(self) -> dict[str, Any]:
         """The records as JSON can hold them."""
-        return {"tasks": {str(task_id): asdict(record) for task_id, record in self.records.items()}}
+        return {"tasks": {str(task): asdict(record) for task, record in self.records.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`; a task that it lacks is unchanged, and one that only it has is left out."""
@@ -126,22 +135,30 @@ def sample_indices(probabilities: Probabilities, count: int, rng: np.random.Gene
     return np.asarray(rng.permutation(order[intervals]), dtype=np.int64)
 
 
-def read_curriculum(source: Path, suite: str) -> dict[str, Any]:
-    """The state in an earlier run's curriculum.json; `source` is the file or that run's folder."""
+def read_curriculum(source: Path, suites: Sequence[str]) -> dict[str, Any]:
+    """The state in an earlier run's curriculum.json; `source` is the file or that run's folder.
+
+    Records of a run on one suite are named by index alone, those of one on several by suite and index.
+    """
     path = RunDirectory(source).curriculum_file if source.is_dir() else source
     remedy = "curriculum.start_from must name a run's folder, or its curriculum.json"
     try:
         content = read_json(path)
-        other, tasks = content["suite"], dict(content["tasks"])
+        others, tasks = content["suite"].split("+"), dict(content["tasks"])
         for saved in tasks.values():
             _parse_record(saved)
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror or error}): {remedy}.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is not a curriculum ({type(error).__name__}: {error}): {remedy}.") from error
-    if other != suite:
-        raise UsageError(f"{path} is for {other}, and env.suite is {suite}: these suites have different tasks.")
-    return {"tasks": tasks}
+    if not set(others) & set(suites):
+        ours = f"env.suites are {', '.join(suites)}" if len(suites) > 1 else f"env.suite is {suites[0]}"
+        raise UsageError(f"{path} is for {', '.join(others)}, and {ours}: these suites have different tasks.")
+    whole = {name if len(others) > 1 else f"{others[0]}/{name}": saved for name, saved in tasks.items()}
+    if len(suites) > 1:
+        return {"tasks": whole}
+    own = f"{suites[0]}/"
+    return {"tasks": {name.removeprefix(own): saved for name, saved in whole.items() if name.startswith(own)}}
 
 
 def _parse_record(saved: Mapping[str, Any]) -> TaskRecord:

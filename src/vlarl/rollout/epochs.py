@@ -4,8 +4,9 @@
     epoch            0      │       1       │ …      each with its own shuffled order
     iteration   ├─ 1 ─┼─ 2 ─┼── 3 ──┼ …              takes as many positions as it has groups, refilled ones included
 
-The only state is the position that the next iteration begins at, `consumed_samples`. It moves when the results of an
-iteration are reported, so an iteration that was interrupted takes the same samples again.
+The only state is `consumed_samples`, the count of groups whose results were reported: an iteration begins at that
+position, so one that was interrupted takes the same samples again. A batch that is wanted before earlier ones are
+reported begins after their groups.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from vlarl.config.schema import Config
 from vlarl.envs.base import SuiteSpec
 from vlarl.rollout.tasks import TaskSampler
-from vlarl.types import IntArray, Task, Trajectory
+from vlarl.types import IntArray, Task, TaskKey, Trajectory
 
 _EPOCH_ORDER = 3  # keeps these seeds apart from those of rollout/tasks.py
 CONSUMED = "consumed_samples"
@@ -38,18 +39,22 @@ class EpochSampler(TaskSampler):
         super().__init__(config, spec)
         self.consumed = 0  # samples, each one group, before the next iteration
         repeats = spec.repeats if self.states == spec.train_states else ()
-        self._epochs = Epochs(self.seed, len(self.task_ids) * len(self.states), tuple(repeats) * len(self.task_ids))
+        self._epochs = Epochs(self.seed, len(self.tasks) * len(self.states), tuple(repeats) * len(self.tasks))
 
-    def sample(self, position: int) -> tuple[int, int]:
+    def sample(self, position: int) -> tuple[TaskKey, int]:
         """The task and the state at a position."""
         task, state = divmod(self._epochs.sample(position), len(self.states))
-        return self.task_ids[task], self.states[state]
+        return self.tasks[task], self.states[state]
+
+    def get_batch(self, iteration: int, unreported: int = 0) -> list[Task]:
+        """The tasks of the next samples, after those of groups that have not been reported yet."""
+        return self._walk(iteration, range(self.num_groups), self.consumed + unreported)
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
         """Take an iteration's episodes into account: the next one begins after its last group."""
         episodes = list(trajectories)
         super().report_results(episodes)
-        self.consumed += len({trajectory.task.group for trajectory in episodes})
+        self.consumed += len({trajectory.group for trajectory in episodes})
 
     def state(self) -> dict[str, Any]:
         """The records of the tasks, and the position."""
@@ -70,9 +75,13 @@ class EpochSampler(TaskSampler):
         return super().metrics() | used
 
     def _groups(self, iteration: int, first: int, count: int) -> list[Task]:
+        return self._walk(iteration, range(first, first + count), self.consumed)
+
+    def _walk(self, iteration: int, groups: range, begin: int) -> list[Task]:
+        """The tasks of these groups of an iteration whose first group has the sample at position `begin`."""
         return [
-            self._task(iteration, group, member, *self.sample(self.consumed + group))
-            for group in range(first, first + count)
+            self._task(iteration, group, member, *self.sample(begin + group))
+            for group in groups
             for member in range(self.group_size)
         ]
 

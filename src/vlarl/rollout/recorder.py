@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,11 +48,14 @@ class EpisodeRecorder:
             with disk_errors(self._path):
                 self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def write_videos(self, iteration: int, episodes: Iterable[EpisodeResult], fps: int = 10) -> list[Video]:
-        """Write a video of every episode that carries frames, named by iteration, task, state and outcome."""
+    def write_videos(self, iteration: int, episodes: Collection[EpisodeResult], fps: int = 10) -> list[Video]:
+        """Write a video of every episode that carries frames, named by iteration, task, state and outcome; the suite
+        is named where there are several."""
         videos: list[Video] = []
+        several = len({e.task.suite for e in episodes}) > 1
         for e in episodes:
-            name = f"iter_{iteration:04d}_task{e.task.task_id:02d}_state{e.task.init_state:02d}_{e.outcome}"
+            task = f"{e.task.suite}_" * several + f"task{e.task.task_id:02d}"
+            name = f"iter_{iteration:04d}_{task}_state{e.task.init_state:02d}_{e.outcome}"
             path = self.write_video(name, e.frames, e.instruction, e.outcome, fps) if e.frames else None
             if path is not None:
                 videos.append(Video(path, e.frames, e.instruction, e.outcome, fps))

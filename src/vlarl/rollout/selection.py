@@ -9,16 +9,32 @@ from vlarl.config.schema import RolloutConfig
 from vlarl.types import Trajectory, group_members
 
 
-class GroupSelection:
-    """The groups of one iteration. Unless refilling, oversampling or bounds are configured, all of them are kept."""
+class GroupRule:
+    """Which groups are worth training on. Unless refilling, oversampling or bounds are configured, all of them are."""
 
     def __init__(self, config: RolloutConfig, has_learning_signal: Callable[[Sequence[Trajectory]], bool]) -> None:
         """`has_learning_signal` is the algorithm's: whether the members of a group differ in their returns."""
+        self.is_active = config.refill or config.oversample > 1 or config.accuracy_bounds is not None
+        self._bounds = config.accuracy_bounds or (-math.inf, math.inf)
+        self._has_learning_signal = has_learning_signal
+
+    def keeps(self, usable: Sequence[Trajectory]) -> bool:
+        """Whether a group is kept of which these members neither crashed nor remained without a reward."""
+        if not self.is_active:
+            return True
+        low, high = self._bounds
+        rate = sum(t.success for t in usable) / max(len(usable), 1)
+        return len(usable) > 0 and low < rate < high and self._has_learning_signal(usable)
+
+
+class GroupSelection:
+    """The groups of one iteration: the first `num_groups` that `GroupRule` keeps."""
+
+    def __init__(self, config: RolloutConfig, rule: GroupRule) -> None:
         self.config = config
         self.num_tried = 0  # groups that were rolled out, whether kept or not
         self.kept: list[Trajectory] = []  # of the first `num_groups` groups that have a learning signal
-        self._is_active = config.refill or config.oversample > 1 or config.accuracy_bounds is not None
-        self._has_learning_signal = has_learning_signal
+        self._rule = rule
         self._num_useful = 0
         self._rounds = 0
         self._num_refilled = 0
@@ -32,7 +48,7 @@ class GroupSelection:
         usable = [trajectory for trajectory in trajectories if trajectory.status == "ok"]
         for indices in group_members(usable):
             members = [usable[index] for index in indices]
-            if self._is_active and not self._is_useful(members):
+            if not self._rule.keeps(members):
                 continue
             self._num_useful += 1
             if self._num_useful <= self.config.num_groups:
@@ -50,7 +66,7 @@ class GroupSelection:
 
         All other `rollout/` metrics are over all episodes, including those of dropped groups.
         """
-        if not self._is_active:
+        if not self._rule.is_active:
             return {}
         return {
             "rollout/groups_dropped": float(self.num_tried - self._num_useful),
@@ -58,8 +74,3 @@ class GroupSelection:
             "rollout/groups_refilled": float(self._num_refilled),
             "rollout/refill_rounds": float(self._rounds),
         }
-
-    def _is_useful(self, members: Sequence[Trajectory]) -> bool:
-        low, high = self.config.accuracy_bounds or (-math.inf, math.inf)
-        rate = sum(t.success for t in members) / len(members)
-        return low < rate < high and self._has_learning_signal(members)

@@ -12,19 +12,31 @@ from vlarl.solutions import find_solution
 from vlarl.types import EpisodeResult, EvalResult, Response, Trajectory, group_members
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, float]:
-    """The `rollout/` metrics. Crashed episodes are left out of the means, unscored ones out of the mean return."""
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], seconds: float, segments: Sequence[Trajectory] | None = None
+) -> dict[str, float]:
+    """The `rollout/` metrics. Crashed episodes are left out of the means, unscored ones out of the mean return.
+
+    `trajectories` are the episodes that ended; `segments` is what was collected, where that is not the same: without an
+    episode that ended there are no means then.
+    """
     ran = [t for t in trajectories if t.status != "crashed"]
     usable = [t for t in ran if t.status == "ok"]
     failures = sum(t.reward_error is not None for t in ran)
     count = max(len(ran), 1)
-    env_steps = sum(t.length for t in trajectories)
+    collected = trajectories if segments is None else segments
+    env_steps = sum(t.length for t in collected)
     responses = [response for t in ran if (response := t.response) is not None]
-    return {
+    suites = {t.task.suite for t in trajectories}
+    means = {
         **({"rollout/success_rate": sum(t.success for t in ran) / count} if is_judged(ran) else {}),
-        "rollout/mean_return": sum(t.env_return for t in usable) / max(len(usable), 1),
-        "rollout/std_return": float(np.std([t.env_return for t in usable])) if usable else 0.0,
-        "rollout/mean_length": sum(t.length for t in ran) / count,
+        "rollout/mean_return": sum(t.episode_return for t in usable) / max(len(usable), 1),
+        "rollout/std_return": float(np.std([t.episode_return for t in usable])) if usable else 0.0,
+        "rollout/mean_length": sum(t.episode_length for t in ran) / count,
+    }
+    return {
+        **(means if segments is None or ran else {}),
+        **({} if segments is None else {"rollout/num_segments": float(len(segments))}),
         "rollout/num_trajectories": float(len(usable)),
         "rollout/num_crashed": float(len(trajectories) - len(ran)),
         "rollout/retried_episodes": float(sum(t.num_retries for t in trajectories)),
@@ -32,11 +44,27 @@ def rollout_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[
         "rollout/reward_failure_rate": failures / count,
         "rollout/collection_time": seconds,
         "rollout/env_steps_per_s": env_steps / seconds,
-        "perf/decisions_per_s": sum(len(t.transitions) for t in trajectories) / seconds,
+        "perf/decisions_per_s": sum(len(t.transitions) for t in collected) / seconds,
+        **(_success_by_suite(ran, "rollout") if len(suites) > 1 else {}),
         **_group_metrics(usable),
         **response_metrics(responses, "rollout/"),
         **({"perf/response_tokens_per_s": sum(r.num_tokens for r in responses) / seconds} if responses else {}),
     }
+
+
+def busy_metrics(before: float | None, after: float | None, seconds: float, num_envs: int) -> dict[str, float]:
+    """How much of the rollout the simulators worked, by a pool's `busy_s` before and after it; empty if not known."""
+    if before is None or after is None:
+        return {}
+    return {"perf/simulators_busy": (after - before) / (seconds * num_envs)}
+
+
+def _success_by_suite(episodes: Sequence[Trajectory | EpisodeResult], prefix: str) -> dict[str, float]:
+    """`val/libero_goal/success_rate` and its kin: the fraction of successes in each suite."""
+    by_suite: dict[str, list[bool]] = {}
+    for episode in episodes:
+        by_suite.setdefault(episode.task.suite, []).append(episode.success)
+    return {f"{prefix}/{suite}/success_rate": sum(won) / len(won) for suite, won in by_suite.items()}
 
 
 def _group_metrics(usable: Sequence[Trajectory]) -> dict[str, float]:
@@ -44,7 +72,7 @@ def _group_metrics(usable: Sequence[Trajectory]) -> dict[str, float]:
     groups = [members for members in group_members(usable) if len(members) > 1]
     if not groups:
         return {}
-    returns = np.array([t.env_return for t in usable])
+    returns = np.array([t.episode_return for t in usable])
     metrics = {"rollout/group_std_return": float(np.mean([returns[members].std() for members in groups]))}
     texts = [t.transitions[-1].text for t in usable]
     if all(text is not None for text in texts):
@@ -74,7 +102,7 @@ def response_metrics(responses: Sequence[Response], prefix: str = "") -> dict[st
 
 def reward_part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Mean and std over episodes of what each part of a combined reward gives, before its weight."""
-    return _part_metrics([t.reward_parts for t in trajectories if t.status == "ok"], "reward")
+    return _part_metrics([t.episode_parts for t in trajectories if t.status == "ok"], "reward")
 
 
 def evaluation_metrics(result: EvalResult) -> dict[str, float]:
@@ -83,6 +111,7 @@ def evaluation_metrics(result: EvalResult) -> dict[str, float]:
     responses = [e.response for e in result.counted if e.response is not None]
     return {
         **({"val/success_rate": result.success_rate} if is_judged(result.counted) else {}),
+        **(_success_by_suite(result.counted, "val") if len(result.by_suite()) > 1 else {}),
         "val/mean_reward": result.mean_return,
         "val/std_reward": float(np.std([e.episode_return for e in scored])) if scored else float("nan"),
         "val/mean_length": result.mean_length,

@@ -12,14 +12,15 @@ import numpy as np
 from vlarl.config.known import PROMPTS
 from vlarl.config.schema import Config
 from vlarl.config.state_choice import missing_states
-from vlarl.config.suites import StateProtocol
+from vlarl.config.suites import StateProtocol, each_suite
 from vlarl.config.words import counted
 from vlarl.envs.base import DataFile, SuiteSpec
 from vlarl.errors import UsageError
-from vlarl.rollout.curriculum import Curriculum, sample_indices
-from vlarl.types import IntArray, Task, Trajectory
+from vlarl.rollout.curriculum import Curriculum, TaskName, sample_indices
+from vlarl.types import IntArray, Task, TaskKey, Trajectory
 
 _ROLLOUT, _EVALUATION, _TASK_ORDER = 0, 1, 2  # keep the seeds of different purposes apart
+_SINGLE, _SINGLE_ORDER = 4, 5  # 3 is that of rollout/epochs.py
 
 DATA = "data"
 
@@ -32,12 +33,19 @@ def derive_seed(*values: int) -> int:
 class Sampler(Protocol):
     """Samples tasks, in this process or as a worker of a cluster."""
 
-    def get_batch(self, iteration: int) -> list[Task]:
-        """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
+    def get_batch(self, iteration: int, unreported: int = 0) -> list[Task]:
+        """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds.
+
+        `unreported`: how many groups of earlier batches have not been reported yet (`rollout/ahead.py`).
+        """
         ...
 
     def refill(self, iteration: int, first: int, count: int) -> list[Task]:
         """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
+        ...
+
+    def get_episodes(self, indices: Sequence[int]) -> list[Task]:
+        """The tasks of single episodes, which are counted over the whole run: for rollouts of a fixed length."""
         ...
 
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
@@ -69,11 +77,17 @@ class TaskSampler:
         self.seed = config.run.seed
         self.num_groups = math.ceil(config.rollout.num_groups * config.rollout.oversample)
         self.group_size = config.rollout.group_size
-        self.task_ids = chosen_task_ids(spec, config.env.task_ids)
+        self.tasks: list[TaskKey] = [
+            (suite.name, task_id)
+            for suite, env in zip(spec.suites, each_suite(config.env), strict=True)
+            for task_id in chosen_task_ids(suite, env.task_ids)
+        ]
         self.states = training_states(spec, config.env.protocol)
-        self.curriculum = Curriculum(config.curriculum, self.task_ids)
+        if any(training_states(suite, config.env.protocol) != self.states for suite in spec.also):
+            raise UsageError("env.suites: the suites differ in the initial states of their tasks; train on each alone.")
+        self.curriculum = Curriculum(config.curriculum, [self._name(key) for key in self.tasks])
 
-    def get_batch(self, iteration: int) -> list[Task]:
+    def get_batch(self, iteration: int, unreported: int = 0) -> list[Task]:
         """The tasks of the iteration's groups: each task and initial state `group_size` times, with different seeds."""
         return self._groups(iteration, 0, self.num_groups)
 
@@ -81,11 +95,16 @@ class TaskSampler:
         """Tasks of `count` more groups of the same iteration; `first` is how many groups it has had so far."""
         return self._groups(iteration, first, count) if count else []
 
+    def get_episodes(self, indices: Sequence[int]) -> list[Task]:
+        """The tasks of single episodes, which are counted over the whole run: each follows from its index, and with
+        a curriculum from the results reported before."""
+        return [self._single(index) for index in indices]
+
     def report_results(self, trajectories: Iterable[Trajectory]) -> None:
         """Take an iteration's episodes into account. Crashed ones are ignored."""
         for trajectory in trajectories:
             if trajectory.status != "crashed":
-                self.curriculum.record(trajectory.task.task_id, trajectory.success)
+                self.curriculum.record(self._name(trajectory.task.key), trajectory.success)
 
     def state(self) -> dict[str, Any]:
         """What the next iteration's groups depend on besides seed and iteration, as JSON can hold it."""
@@ -105,18 +124,25 @@ class TaskSampler:
 
     def describe(self) -> dict[str, Any]:
         """The state in full, for people: the content of curriculum.json."""
-        instructions = {task.task_id: task.instruction for task in self.spec.tasks}
+        suites = self.spec.suites
+        instructions = {(suite.name, task.task_id): task.instruction for suite in suites for task in suite.tasks}
         probabilities = self.curriculum.probabilities()
         tasks = {
-            str(task_id): {
-                "instruction": instructions[task_id],
-                **asdict(record),
+            str(self._name(key)): {
+                "instruction": instructions[key],
+                **asdict(self.curriculum.records[self._name(key)]),
                 "probability": float(probability),
-                "solved": self.curriculum.is_solved(task_id),
+                "solved": self.curriculum.is_solved(self._name(key)),
             }
-            for (task_id, record), probability in zip(self.curriculum.records.items(), probabilities, strict=True)
+            for key, probability in zip(self.tasks, probabilities, strict=True)
         }
-        return {"suite": self.spec.name, "mode": self.curriculum.config.mode, "tasks": tasks}
+        names = "+".join(suite.name for suite in suites)
+        return {"suite": names, "mode": self.curriculum.config.mode, "tasks": tasks}
+
+    def _name(self, key: TaskKey) -> TaskName:
+        """The task's name in the curriculum: its index says enough where there is one suite."""
+        suite, task_id = key
+        return f"{suite}/{task_id}" if self.spec.also else task_id
 
     def _groups(self, iteration: int, first: int, count: int) -> list[Task]:
         """Tasks of the groups `first` to `first + count - 1` of an iteration."""
@@ -125,22 +151,34 @@ class TaskSampler:
         order = self._order(count, rng)
         states = rng.choice(self.states, size=count)
         return [
-            self._task(iteration, group, member, int(task_id), int(state))
-            for group, task_id, state in zip(range(first, first + count), order, states, strict=True)
+            self._task(iteration, group, member, self.tasks[task], int(state))
+            for group, task, state in zip(range(first, first + count), order, states, strict=True)
             for member in range(self.group_size)
         ]
 
     def _order(self, count: int, rng: np.random.Generator) -> IntArray:
-        """Task ids for `count` groups: in shuffled rounds, or by the curriculum's probabilities."""
+        """Indices of tasks for `count` groups: in shuffled rounds, or by the curriculum's probabilities."""
         if self.curriculum.config.mode != "uniform":
-            return np.array(self.task_ids)[sample_indices(self.curriculum.probabilities(), count, rng)]
-        rounds = -(-count // len(self.task_ids))
-        order: IntArray = np.concatenate([rng.permutation(self.task_ids) for _ in range(rounds)])[:count]
+            return sample_indices(self.curriculum.probabilities(), count, rng)
+        rounds = -(-count // len(self.tasks))
+        order: IntArray = np.concatenate([rng.permutation(len(self.tasks)) for _ in range(rounds)])[:count]
         return order
 
-    def _task(self, iteration: int, group: int, member: int, task_id: int, state: int) -> Task:
+    def _single(self, index: int) -> Task:
+        """The task of one episode: in shuffled rounds of all tasks, or by the curriculum's probabilities."""
+        rng = np.random.default_rng(np.random.SeedSequence([self.seed, _SINGLE_ORDER, index, 1]))
+        if self.curriculum.config.mode != "uniform":
+            task = int(sample_indices(self.curriculum.probabilities(), 1, rng)[0])
+        else:
+            finished, within = divmod(index, len(self.tasks))
+            order = np.random.default_rng(np.random.SeedSequence([self.seed, _SINGLE_ORDER, finished]))
+            task = int(order.permutation(len(self.tasks))[within])
+        seed = derive_seed(self.seed, _SINGLE, index)
+        return Task(*self.tasks[task], int(rng.choice(self.states)), seed, group=index)
+
+    def _task(self, iteration: int, group: int, member: int, key: TaskKey, state: int) -> Task:
         seed = derive_seed(self.seed, _ROLLOUT, iteration, group, member)
-        return Task(self.spec.name, task_id, state, seed, group, member, self.group_size, iteration)
+        return Task(*key, state, seed, group, member, self.group_size, iteration)
 
 
 def refuse_other_data(before: Sequence[DataFile], now: Sequence[DataFile]) -> None:
@@ -158,6 +196,15 @@ def refuse_other_data(before: Sequence[DataFile], now: Sequence[DataFile]) -> No
             f"prompts.path: the data has changed since the checkpoint was saved ({'; '.join(changes)}). Restore it, or "
             "start a new run whose policy.path is the checkpoint."
         )
+
+
+def evaluations_of(config: Config, spec: SuiteSpec) -> list[Task]:
+    """The fixed episodes of a run's own evaluations, of each of its suites."""
+    return [
+        task
+        for suite, env in zip(spec.suites, each_suite(config.env), strict=True)
+        for task in evaluation_tasks(suite, env.task_ids, config.eval.states_per_task, config.run.seed, env.protocol)
+    ]
 
 
 def evaluation_tasks(

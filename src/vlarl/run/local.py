@@ -15,12 +15,13 @@ from vlarl.envs.build import build_pool
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.rollout.overlong import usable_spec
 from vlarl.rollout.sampling import check_sampling, rollout_sampling
-from vlarl.rollout.tasks import evaluation_tasks
+from vlarl.rollout.tasks import evaluations_of
+from vlarl.rollout.usable import usable_spec
 from vlarl.run.parts import (
     Parts,
     build_sampler,
+    build_segments,
     check_fit,
     env_with_cameras,
     evaluated_average,
@@ -52,17 +53,17 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
         pool = build_pool(env, config.gym, num_envs(env, config.gym), image_size, reward.env_reward, config.prompts)
         stack.callback(pool.close)  # its processes must not outlive a run that is refused
         spec = usable_spec(config, policy, pool)
-        eval_tasks = evaluation_tasks(
-            spec, config.env.task_ids, config.eval.states_per_task, config.run.seed, config.env.protocol
-        )
+        eval_tasks = evaluations_of(config, spec)
         check_fit(policy, pool, eval_tasks[0])
+        collector = Collector(pool, policy, engine, config.env.retries)
+        sampler = build_sampler(config, spec, is_new=checkpoint is None)
         learner = Learner(policy, algorithm, config, device, ptx=build_ptx(config, policy))
         parts = Parts(
             policy=policy,
             pool=pool,
             engine=engine,
-            collector=Collector(pool, policy, engine, config.env.retries),
-            sampler=build_sampler(config, spec, is_new=checkpoint is None),
+            collector=collector,
+            sampler=sampler,
             reward=reward,
             algorithm=algorithm,
             learner=learner,
@@ -75,6 +76,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
                 folder, config.checkpoint.keep, max_total_gib=config.checkpoint.max_total_gib
             ),
             close=pool.close,
+            segments=build_segments(config, collector, sampler),
         )
         stack.pop_all()
     return parts

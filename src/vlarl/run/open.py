@@ -16,11 +16,12 @@ from vlarl.config.problems import ConfigError
 from vlarl.config.rules.across import check
 from vlarl.config.schema import Config
 from vlarl.config.source.load import to_yaml
+from vlarl.config.suites import suite_label
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace, Trace
-from vlarl.rollout.tasks import Sampler
+from vlarl.rollout.outstanding import read_outstanding
 from vlarl.run.local import launch_here
 from vlarl.run.parts import Parts
 from vlarl.run.preflight import refuse_unready
@@ -52,7 +53,7 @@ def open_run(
     refuse_unready(config, is_new=resume is None)
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:
-            label = f"{config.env.suite}_{config.algorithm.name}"
+            label = f"{suite_label(config.env)}_{config.algorithm.name}"
             root, name = config.run.root, config.run.name or default_run_name(label, config.run.seed, datetime.now())
             directory = RunDirectory.create(root, name)
             lock = stack.enter_context(directory.claim())
@@ -72,7 +73,7 @@ def open_run(
         opening: list[str] = []
         if resume is not None:
             if checkpoint is not None:
-                _restore_sampler(parts.sampler, state, checkpoint)
+                _restore_rollouts(parts, state, checkpoint)
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing trained: evaluate again
@@ -83,9 +84,13 @@ def open_run(
     return parts, Session(config, directory, learner, store, state, lock, trace, is_new, opening, callbacks)
 
 
-def _restore_sampler(sampler: Sampler, state: TrainerState, checkpoint: Path) -> None:
+def _restore_rollouts(parts: Parts, state: TrainerState, checkpoint: Path) -> None:
     try:
-        sampler.restore(state.sampler)
+        parts.sampler.restore(state.sampler)
+        if parts.segments is not None:
+            parts.segments.restore(state.open_episodes)
+        else:
+            read_outstanding(state.open_episodes)  # which the loop resumes with, if it is asynchronous
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(damaged(checkpoint, error)) from error
 

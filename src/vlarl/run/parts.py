@@ -6,7 +6,7 @@ local.py puts them together in this process, cluster.py on the workers of a Ray 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from vlarl.algorithms import ALGORITHMS
 from vlarl.algorithms.base import Algorithm
 from vlarl.config.known import BATCHED_ENVS, GYM
 from vlarl.config.schema import Config, EnvConfig, GymConfig
-from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.config.suites import cameras_of, suite_facts, suites_of
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import default_processes
@@ -28,9 +28,10 @@ from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.epochs import build_task_sampler
+from vlarl.rollout.segments import Segments
 from vlarl.rollout.tasks import Sampler, TaskSampler
 from vlarl.training.base import Store, Trainer
-from vlarl.types import Task
+from vlarl.types import Task, Trajectory
 from vlarl.weights.sync import Average, WeightSync
 
 log = logging.getLogger(__name__)
@@ -52,16 +53,29 @@ class Parts:
     eval_tasks: list[Task]
     open_store: Callable[[Path], Store]  # of the folder for checkpoints
     close: Callable[[], None]  # ends everything that was started
+    readable: Callable[[Sequence[Trajectory]], list[Trajectory]] = list  # those whose inputs are still there
+    segments: Segments | None = None  # of rollouts of a fixed length; None: rollouts are whole episodes
 
 
-def num_envs(env: EnvConfig, gym: GymConfig) -> int:
-    """How many environments run side by side: as configured, or what suits the suite."""
+@dataclass(frozen=True)
+class ActingParts:
+    """What an evaluation is made of. The policy reads observations and codes actions; it need not have weights."""
+
+    policy: Policy
+    pool: EnvPool
+    engine: Engine
+    close: Callable[[], None]  # ends everything that was started
+
+
+def num_envs(env: EnvConfig, gym: GymConfig, reader_mib: int = 0) -> int:
+    """How many environments run side by side: as configured, or what suits the suite. `reader_mib` is the memory of the
+    policy beside each simulator."""
     facts = suite_facts(env, gym)
     if env.num_envs is not None:
         return env.num_envs
     if facts is None or not facts.in_processes:
         return BATCHED_ENVS
-    return default_processes(env.suite)
+    return default_processes(env.suite, reader_mib)
 
 
 def env_with_cameras(config: Config, policy: Policy) -> EnvConfig:
@@ -91,8 +105,14 @@ def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
     """The task sampler as configured; a new run may begin with what an earlier one found about the tasks."""
     sampler = build_task_sampler(config, spec)
     if is_new and config.curriculum.start_from is not None:
-        sampler.restore(read_curriculum(Path(config.curriculum.start_from), spec.name))
+        sampler.restore(read_curriculum(Path(config.curriculum.start_from), suites_of(config.env)))
     return sampler
+
+
+def build_segments(config: Config, collector: Collector, sampler: Sampler) -> Segments | None:
+    """What collects rollouts of a fixed length, where they are configured."""
+    num_steps = config.rollout.num_steps
+    return None if num_steps is None else Segments(collector, sampler, num_steps)
 
 
 def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
@@ -107,6 +127,8 @@ def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:
             f"{pool.spec.action_dim}; {remedy}."
         )
     try:
-        policy.process(pool.reset([0], [task]))
+        (seen,) = pool.reset([0], [task])
+        if seen.inputs is None:  # otherwise it was read beside the environment
+            policy.process([seen])
     except ValueError as error:
         raise UsageError(f"policy.path: the policy can't read what {pool.spec.name} shows it: {error}") from error

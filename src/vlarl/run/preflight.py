@@ -9,16 +9,18 @@ Each check is that of the part that it belongs to, which makes it again when it 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-from vlarl.config.dataset_folder import find_dataset
+from vlarl.config.dataset_folder import dataset_folders, find_recording
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import EXPERTS, PROMPTS, is_prompts
 from vlarl.config.reward_module import import_function, refuse_missing_module
 from vlarl.config.rules.reward import own_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
 from vlarl.config.schema import Config
+from vlarl.config.suites import suites_of
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.capacity import check_memory_for_config
 from vlarl.observability.run_dir import RunDirectory
@@ -37,8 +39,7 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
             if name is not None and not name.startswith("init:"):
                 checkpoint_here(name, config.run.root)
     if isinstance(config, FinetuneConfig):
-        if config.demos.path is not None:
-            find_dataset(Path(config.demos.path))
+        _refuse_missing_demos(config)
         return
     _refuse_missing_prompts(config)
     _refuse_missing_ptx(config)
@@ -48,14 +49,19 @@ def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
     if is_new and config.curriculum.start_from is not None:
         from vlarl.rollout.curriculum import read_curriculum  # loads numpy
 
-        read_curriculum(Path(config.curriculum.start_from), config.env.suite)
+        read_curriculum(Path(config.curriculum.start_from), suites_of(config.env))
 
 
 def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None:
     """Refuse what needs a package or a simulator that is not installed, too."""
     refuse_early(config, is_new)
     if isinstance(config, FinetuneConfig):
+        for folder in dataset_folders(config.demos) if config.demos.path is not None else ():
+            _refuse_unreadable(folder)
         return
+    imitated = config.ptx.path
+    if imitated is not None and not is_prompts(config.env.suite) and imitated != EXPERTS and config.ptx.coef > 0:
+        _refuse_unreadable(Path(imitated))
     for package, extra, is_needed in (
         ("ray", "cluster", config.distributed.backend == "ray"),
         ("wandb", "wandb", config.logging.wandb),
@@ -63,6 +69,11 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     ):
         if is_needed and importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, extra)
+    if config.distributed.dashboard and importlib.util.find_spec("aiohttp_cors") is None:
+        raise UsageError(
+            "distributed.dashboard: Ray is installed without its dashboard; run: pip install "
+            f"'ray[default]=={importlib.metadata.version('ray')}', or leave the option out."
+        )
     if config.env.suite.startswith(("libero_", "metaworld_")):
         from vlarl.envs.build import refuse_missing_simulator  # loads numpy
 
@@ -86,6 +97,18 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
         usable_device("run.device", config.run.device)
 
 
+def _refuse_missing_demos(config: FinetuneConfig) -> None:
+    demos = config.demos
+    if demos.path is None:
+        return
+    for folder in dataset_folders(demos):
+        find_recording(folder)
+    if demos.mapping is not None:
+        from vlarl.data.rlds.declared import check_option  # loads numpy
+
+        check_option(demos.mapping)
+
+
 def _refuse_missing_prompts(config: Config) -> None:
     for path in _prompt_files(config):
         if not Path(path).exists():
@@ -97,9 +120,15 @@ def _refuse_missing_ptx(config: Config) -> None:
     if path is None or path == EXPERTS or config.ptx.coef == 0:
         return
     if not is_prompts(config.env.suite):
-        find_dataset(Path(path))
+        find_recording(Path(path))
     elif not Path(path).exists():
         raise UsageError(f"ptx.path: there is no file {path}.")
+
+
+def _refuse_unreadable(path: Path) -> None:
+    """Refuse a LeRobot dataset without the package that reads it."""
+    if importlib.util.find_spec("pyarrow") is None and find_recording(path)[0] == "lerobot":
+        raise MissingExtraError("pyarrow", "data")
 
 
 def _row_files(config: Config) -> tuple[str, ...]:

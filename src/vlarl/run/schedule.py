@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vlarl.config.derive import total_iterations
@@ -33,7 +31,9 @@ class Schedule:
 
     def evaluation_due(self, state: TrainerState) -> bool:
         """Whether the iteration ends with an evaluation."""
-        interval = self.config.eval.interval
+        interval, steps = self.config.eval.interval, self.config.eval.interval_steps
+        if steps is not None:
+            return self.finished(state) or _passed(steps, state.env_steps - state.rollout_steps, state.env_steps)
         return self.finished(state) or (interval > 0 and state.iteration % interval == 0)
 
     def num_videos(self, state: TrainerState) -> int:
@@ -48,16 +48,23 @@ class Schedule:
         """How many responses of an evaluation are kept as samples."""
         return PER_EVALUATION if self.config.logging.samples else 0
 
-    def checkpoint_due(self, iteration: int, saved: int) -> bool:
-        """Whether a periodic checkpoint of this iteration is due, when the newest one is of the iteration `saved`."""
-        interval = self.config.checkpoint.interval
-        return interval > 0 and iteration // interval > saved // interval
+    def checkpoint_due(self, state: TrainerState, saved: TrainerState) -> bool:
+        """Whether a periodic checkpoint of this state is due, when `saved` is the newest one."""
+        interval, steps = self.config.checkpoint.interval, self.config.checkpoint.interval_steps
+        if steps is not None:
+            return _passed(steps, saved.env_steps, state.env_steps)
+        return interval > 0 and _passed(interval, saved.iteration, state.iteration)
 
     def total_iterations(self, state: TrainerState) -> int:
         """How many iterations the run takes, as far as its environment steps tell by now."""
         return total_iterations(self.config, state.iteration, state.env_steps) or state.iteration + 1
 
-    def iterations_left(self, state: TrainerState) -> Iterable[int]:
-        """The iterations that are left; without end where environment steps end the run."""
-        following, limit = state.iteration + 1, self.config.run.iterations
-        return itertools.count(following) if limit is None else range(following, limit + 1)
+    def iterations_left(self, state: TrainerState) -> int | None:
+        """How many iterations are left at most; None where environment steps alone end the run."""
+        limit = self.config.run.iterations
+        return None if limit is None else limit - state.iteration
+
+
+def _passed(interval: int, before: int, now: int) -> bool:
+    """Whether a multiple of the interval lies after `before`, up to `now`."""
+    return now // interval > before // interval

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,13 +17,26 @@ from types import TracebackType
 from typing import IO, Any
 
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
+from vlarl.config.derive import world_size
 from vlarl.config.paths import brief
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import resumable_checkpoints
 from vlarl.config.schema import Config
 from vlarl.config.secrets import public
+from vlarl.config.suites import suites_of
 from vlarl.config.words import counted, words_of
-from vlarl.errors import DivergedError, UsageError, VlarlError, WorkerLostError, describe_error, excerpt
+from vlarl.errors import (
+    ClusterError,
+    DivergedError,
+    LearnersLostError,
+    RowsLostError,
+    UsageError,
+    VlarlError,
+    WorkerFailedError,
+    WorkerLostError,
+    describe_error,
+    excerpt,
+)
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import full_disk, is_full, write_atomically
@@ -32,7 +45,7 @@ from vlarl.observability.metrics import MetricLogger, Sink
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
-from vlarl.observability.samples import Phase, SampleRecorder, evenly_chosen
+from vlarl.observability.samples import Phase, SampleRecorder, evenly_chosen, shown_prompt
 from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
 from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
@@ -93,13 +106,15 @@ class Session:
         self.interrupted = False
         self.store = store
         self._resumable = replace(state)  # where the last update left the run: what a checkpoint holds
-        self._saved = state.iteration  # of the newest checkpoint; 0 before the first
+        self._saved = replace(state)  # what the newest checkpoint holds; of iteration 0 before the first
         self._updating = False  # whether the learner is, or was left, in the middle of an update
         self._best = BestReturn(
             config.checkpoint.best_return_ema_alpha,
             config.checkpoint.best_return_min_delta,
             config.checkpoint.best_return_patience,
+            several_suites=len(suites_of(config.env)) > 1,
         )
+        self.restart = 0  # which restart of the learners follows if they are lost; 0: none
         self._stack = ExitStack()
         self._watch = self.stopwatch()
         self._started = self._iteration_started = time.monotonic()
@@ -170,6 +185,15 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """Save what there is to save, say that the run failed, and add to the error how the run resumes."""
+        if self.restart and (lost := self._loss(error)) is not None:
+            limit = self.config.distributed.restarts
+            following = f"the learners are started again from the newest checkpoint (restart {self.restart} of {limit})"
+            logging.getLogger(__name__).warning("%s\n%s", lost, following, exc_info=error)
+            what = lost.worker if isinstance(lost, WorkerLostError) else "a part of the rollout"
+            if isinstance(lost, RowsLostError):
+                self._save_after(error)  # the learners are still there
+            self.progress.note(f"{what} was lost: {following}")
+            raise LearnersLostError(str(lost)) from error
         logging.getLogger(__name__).error("the run failed", exc_info=error)
         reason = excerpt(f"{type(error).__name__}: {error}")
         self._say_failed(reason)
@@ -185,6 +209,27 @@ class Session:
             raise kind(f"{error}\n{remedy}") from error
         error.add_note(remedy)
 
+    def _loss(self, error: BaseException) -> ClusterError | None:
+        """The loss of a learner, or of observations that learners train on; None where there was none.
+
+        The others of its group raise an error when a learner is gone, since they wait for it in vain; an error of a
+        learner that is the only one is its own.
+        """
+        if isinstance(error, RowsLostError):
+            return error
+        lost = _lost_learner(error)
+        return None if isinstance(lost, WorkerFailedError) and world_size(self.config) == 1 else lost
+
+    @contextmanager
+    def restarting(self, lost: LearnersLostError) -> Iterator[None]:
+        """Around opening the run again: if that is refused, the run has failed, and the error says why it began."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user must be told what was lost before it
+            text = f"{lost}\nThe learners could not be started again: {error}\n{self._resumes_from()}"
+            self._say_failed(text)
+            raise ClusterError(text) from error
+
     def _say_failed(self, message: str) -> None:
         """Write the status; the error that ended the run must not be lost over a disk that is full."""
         try:
@@ -194,12 +239,12 @@ class Session:
 
     def _save_after(self, error: BaseException) -> str:
         """Save what the last whole update left, where that is still there; otherwise say why not."""
-        if self._resumable.iteration == self._saved:
+        if self._resumable.iteration == self._saved.iteration:
             return ""
         if self._updating:
             return "It failed in the middle of an update, so there is no newer state to save. "
-        if _is_of_learner(error):
-            return "The learners can't save any more. "
+        if _lost_learner(error) is not None or (isinstance(error, RowsLostError) and world_size(self.config) > 1):
+            return "The learners can't save any more. "  # of several, one is left waiting for the one that missed rows
         if isinstance(error, DivergedError):
             return "The weights that diverged were not saved. "
         self.progress.note("failed: saving the last whole iteration")
@@ -212,17 +257,17 @@ class Session:
 
     def _resumes_from(self, diverged: bool = False) -> str:
         """Where a run that failed resumes, and how; what diverged may have begun to before its newest checkpoint."""
-        if self._saved == 0:
+        if self._saved.iteration == 0:
             return f"There is no checkpoint yet: `{resume_command(self.directory.path)}` starts again at iteration 1."
         return (
-            f"The newest checkpoint is of iteration {self._saved}, in {brief(self.directory.checkpoints)}: resume from "
-            f"it with `{resume_command(self.directory.path)}`."
+            f"The newest checkpoint is of iteration {self._saved.iteration}, in {brief(self.directory.checkpoints)}: "
+            f"resume from it with `{resume_command(self.directory.path)}`."
         ) + (self._earlier_checkpoints() if diverged else "")
 
     def _earlier_checkpoints(self) -> str:
         """What to do about a divergence, with the checkpoints that there are."""
         found = resumable_checkpoints(self.directory.path)
-        earlier = [name for name in sorted(found, key=found.__getitem__) if 0 <= found[name] < self._saved]
+        earlier = [name for name in sorted(found, key=found.__getitem__) if 0 <= found[name] < self._saved.iteration]
         if not earlier:
             return " Lower optim.lr there."
         return (
@@ -267,20 +312,24 @@ class Session:
         self._watch.seconds |= rollout.seconds
         self.recorder.record(iteration, "rollout", trajectories)
         if self.config.checkpoint.best_return and self._best.improved(self.state, trajectories, iteration):
-            returns = [t.env_return for t in trajectories if t.status == "ok"]
+            returns = [t.episode_return for t in trajectories if t.status == "ok"]
             with self.timed("checkpoint"):
                 self.store.save_policy("best_return", self.learner.policy, self._best_metadata(returns))
         self.state = replace(
             self.state,
             iteration=iteration,
             episodes=self.state.episodes + len(trajectories),
-            env_steps=self.state.env_steps + sum(t.length for t in trajectories),
+            env_steps=self.state.env_steps + rollout.env_steps,
+            rollout_steps=rollout.env_steps,
             sampler=rollout.sampler_state,
+            open_episodes=rollout.open_episodes,
         )
         if self.config.curriculum.persist:
             content = {"iteration": iteration, **rollout.curriculum}
             write_atomically(self.directory.curriculum_file, json.dumps(content, indent=2) + "\n")
         results = [EpisodeResult.of(t, t.final_observation.instruction) for t in trajectories]
+        for index in evenly_chosen(len(results), self.config.logging.samples):
+            results[index] = results[index].showing(shown_prompt(trajectories[index]))
         self._record_samples("rollout", results, self.config.logging.samples)
         for result, trajectory in zip(results, trajectories, strict=True):
             self.callbacks.episode(EpisodeRecord(iteration, "rollout", result, trajectory))
@@ -368,8 +417,8 @@ class Session:
             self._resumable = replace(self.state)
         if self.schedule.finished(self.state):
             self.store.save("final", self.learner, self.state)
-            self._saved = iteration
-        elif self.schedule.checkpoint_due(self._resumable.iteration, self._saved):
+            self._saved = replace(self.state)
+        elif self.schedule.checkpoint_due(self._resumable, self._saved):
             self.save_checkpoint()
         self._write_status("running")
         self.callbacks.iteration(IterationRecord(iteration, row, self.directory.path))
@@ -381,7 +430,7 @@ class Session:
         resumes from here collects the same ones again.
         """
         self.store.save(f"step_{self._resumable.iteration:06d}", self.learner, self._resumable)
-        self._saved = self._resumable.iteration
+        self._saved = replace(self._resumable)
 
     def summary(self) -> RunSummary:
         """What the run came to, with its report written."""
@@ -395,10 +444,10 @@ class Session:
         self.directory.write_status(state, self.state.iteration, self.schedule.total_iterations(self.state), message)
 
 
-def _is_of_learner(error: BaseException | None) -> bool:
-    """Whether a learner was lost, be it behind another error."""
+def _lost_learner(error: BaseException | None) -> WorkerLostError | None:
+    """The loss of a learner, be it behind another error."""
     while error is not None:
         if isinstance(error, WorkerLostError) and error.worker.startswith("learner"):
-            return True
+            return error
         error = error.__cause__ or error.__context__
-    return False
+    return None

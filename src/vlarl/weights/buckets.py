@@ -18,6 +18,10 @@ _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torc
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+class DamagedBucketError(VlarlError):
+    """The bytes of a bucket are not those that were sent. Nothing of it was loaded: it can be sent again."""
+
+
 def buckets(weights: WeightStream, bucket_bytes: int) -> Iterator[bytes]:
     """The stream as safetensors of at most `bucket_bytes` each; a larger tensor gets one of its own.
 
@@ -61,6 +65,11 @@ def bucket_names(payload: bytes) -> set[str]:
     return set(json.loads(bytes(payload[8 : 8 + int.from_bytes(payload[:8], "little")])))
 
 
+def content_bytes(payload: bytes) -> int:
+    """Bytes of the tensors in a bucket, without their names and shapes."""
+    return len(payload) - 8 - int.from_bytes(payload[:8], "little")
+
+
 def unpacked(payload: bytes) -> dict[str, torch.Tensor]:
     """The tensors of a bucket, as read-only views of its bytes."""
     begin = 8 + int.from_bytes(payload[:8], "little")
@@ -81,10 +90,10 @@ def bucket_message(payload: bytes, checksum: bool) -> dict[str, Any]:
 
 
 def verified(message: dict[str, Any]) -> bytes:
-    """The bucket of a message; VlarlError if its bytes are not those that were sent."""
+    """The bucket of a message; DamagedBucketError if its bytes are not those that were sent."""
     payload: bytes = message["payload"]
     if message["checksum"] is not None and zlib.crc32(payload) != message["checksum"]:
-        raise VlarlError(
-            f"a bucket of {len(payload)} bytes arrived damaged (CRC-32 is not {message['checksum']}): sync again"
+        raise DamagedBucketError(
+            f"a bucket of {len(payload)} bytes arrived damaged (CRC-32 is not {message['checksum']}): send it again"
         )
     return payload

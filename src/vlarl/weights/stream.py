@@ -52,18 +52,22 @@ def group_of(name: str) -> str:
 
 
 def weights_to_send(policy: Policy, dtype: torch.dtype | None = None) -> WeightStream:
-    """The weights that training changes, with the rest of their layers, in the engine's type; and all adapters as they
-    are, also frozen ones, which an engine that starts from the base does not have.
+    """The weights that training changes, with the rest of their layers, in the engine's type, but for units that stay
+    in float32; and all adapters as they are, also frozen ones, which an engine that starts from the base does not have.
 
     Shards (FSDP's DTensors) are gathered one tensor at a time, so every rank has to iterate.
     """
     weights = policy.engine_weights()
     changed = {group_of(name) for name, weight in weights.items() if weight.requires_grad or is_adapter_weight(name)}
     sent = {name: weight for name, weight in weights.items() if group_of(name) in changed}
+    units = [module for module in policy.modules() if isinstance(module, policy.float32_units)]
+    in_float32 = {id(parameter) for unit in units for parameter in unit.parameters()}  # engines have them so, too
 
     def make(name: str) -> torch.Tensor:
         whole = _gathered(sent[name].detach())
-        return whole if dtype is None or is_adapter_weight(name) else whole.to(dtype)
+        if dtype is None or is_adapter_weight(name) or id(sent[name]) in in_float32:
+            return whole
+        return whole.to(dtype)
 
     return WeightStream({name: tuple(weight.shape) for name, weight in sent.items()}, make)
 

@@ -1,6 +1,7 @@
 """Connecting to Ray: what Ray itself prints while it fails does not reach the terminal."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -33,6 +34,17 @@ def test_a_failed_connection_is_one_message(cluster, tmp_path, monkeypatch, capf
     assert (tmp_path / "logs" / "ray.log").read_bytes() == WARNING
 
 
+def test_a_node_that_does_not_start_in_time_is_one_message(tmp_path, monkeypatch):
+    def fail(**options):
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 - as Ray does
+
+    monkeypatch.setattr(ray, "init", fail)
+    monkeypatch.setattr("vlarl.distributed.cluster.make_token_private", lambda create: None)
+    here = Cluster(DistributedConfig(backend="ray"), tmp_path / "logs", 1, NoTrace())
+    with pytest.raises(UsageError, match=r"can't be started here \(The current node timed out during startup.\)"):
+        here.connect(1.0)
+
+
 def test_nothing_is_left_where_nothing_was_printed(cluster, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(ray, "init", lambda **options: None)
     cluster.connect(1.0)
@@ -53,3 +65,28 @@ def test_a_file_is_appended_to(tmp_path):
         with redirect_stderr(tmp_path / "ray.log"):
             os.write(2, text)
     assert (tmp_path / "ray.log").read_bytes() == b"one\ntwo\n"
+
+
+def test_the_dashboard_is_started_on_request_and_its_address_is_shown(tmp_path, monkeypatch, caplog):
+    given = []
+    monkeypatch.setattr(
+        ray, "init", lambda **options: given.append(options) or SimpleNamespace(dashboard_url="127.0.0.1:8265")
+    )
+    monkeypatch.setattr("vlarl.distributed.cluster.make_token_private", lambda create: None)
+    for wanted in (False, True):
+        Cluster(DistributedConfig(backend="ray", dashboard=wanted), tmp_path / "logs", 1, NoTrace()).connect(1.0)
+    assert [options["include_dashboard"] for options in given] == [False, True]
+    assert [record.getMessage() for record in caplog.records] == ["Ray's dashboard is at http://127.0.0.1:8265"]
+
+
+def test_workers_get_the_variables_of_the_configuration(tmp_path):
+    config = DistributedConfig(
+        backend="ray", env_vars={"NCCL_CUMEM_ENABLE": 0, "NCCL_P2P_DISABLE": True, "TOKENIZERS_PARALLELISM": "true"}
+    )
+    made = Cluster(config, tmp_path / "logs", 3, NoTrace())
+    assert made._variables == {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_P2P_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "OMP_NUM_THREADS": "3",
+    }

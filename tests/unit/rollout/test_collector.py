@@ -9,7 +9,7 @@ import torch
 from fakes.decisions import engine_logprobs, taken_ids
 from fakes.rollouts import collected
 
-from vlarl.decisions import Decisions, Sampling
+from vlarl.decisions import Decisions, Row, Sampling
 from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec
 from vlarl.envs.tabletop import TabletopPool
 from vlarl.errors import VlarlError
@@ -222,7 +222,8 @@ def test_staleness_is_counted_in_updates_over_decisions(trajectory):
         episode = trajectory([[0.0]] * len(versions))
         steps = zip(episode.transitions, versions, strict=True)
         return replace(
-            episode, transitions=tuple(replace(t, decision=t.decision.of_version(version)) for t, version in steps)
+            episode,
+            transitions=tuple(replace(t, decided=Row(t.decision.of_version(version), 0)) for t, version in steps),
         )
 
     episodes = [decided(4, 5), decided(5), decided(2, 3, 5)]
@@ -316,9 +317,8 @@ def test_an_episode_is_the_same_alone_and_in_any_batch(decoder):
     todo = [Task(suite, i, i, seed=900 + i) for i in range(3)]
 
     def run(num_envs: int, chosen: list[Task]) -> dict[int, list[np.ndarray]]:
-        pool = TabletopPool(suite, num_envs, 56)
-        if decoder == "autoregressive":
-            pool.suite = replace(pool.suite, max_steps=4)  # enough to see
+        enough = 4 if decoder == "autoregressive" else None
+        pool = TabletopPool(suite, num_envs, 56, max_steps=enough)
         episodes = collected(Collector(pool, policy, TorchEngine(policy, torch.device("cpu"))), chosen, 1.0)
         return {e.trajectory.task.seed: [taken_ids(t) for t in e.trajectory.transitions] for e in episodes}
 

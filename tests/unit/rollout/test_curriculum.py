@@ -203,7 +203,7 @@ def test_a_new_run_starts_from_the_records_of_the_old_one(configure, episodes, t
     config = configure(env={"task_ids": (2, 3)}, curriculum={"mode": "adaptive"})
     for source in (tmp_path, tmp_path / "curriculum.json"):
         new = TaskSampler(config, SPEC)
-        new.restore(read_curriculum(source, "suite"))
+        new.restore(read_curriculum(source, ["suite"]))
         assert new.curriculum.records == {2: old.curriculum.records[2], 3: TaskRecord()}
 
 
@@ -228,11 +228,11 @@ def test_a_file_that_is_not_a_curriculum_is_refused(tmp_path, content, reason):
     with pytest.raises(
         UsageError, match=f"curriculum.json is not a curriculum .*{reason}.*curriculum.start_from must name"
     ):
-        read_curriculum(damaged(tmp_path, content), "suite")
+        read_curriculum(damaged(tmp_path, content), ["suite"])
 
 
 def test_a_curriculum_that_is_missing_or_of_another_suite_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"cannot read .*curriculum.json \(No such file or directory\)"):
-        read_curriculum(tmp_path, "suite")
+        read_curriculum(tmp_path, ["suite"])
     with pytest.raises(UsageError, match="is for other, and env.suite is suite"):
-        read_curriculum(damaged(tmp_path, '{"suite": "other", "tasks": {}}'), "suite")
+        read_curriculum(damaged(tmp_path, '{"suite": "other", "tasks": {}}'), ["suite"])

@@ -158,3 +158,14 @@ def test_rows_of_a_file_become_episodes_that_a_function_of_trl_scores(tmp_path):
         assert episode.env_return == (2.0 if transition.text == right else 0.0)
         assert episode.success == (transition.text.strip() == right)
     assert 0 < sum(t.success for t in scored) < len(scored), "both occur"
+
+
+def test_groups_of_batches_that_overlap_are_counted_each(episode):
+    """Two batches are handed out before any result is reported; an update then takes the first group of each."""
+    sampler = EpochSampler(config(), SPEC)
+    first, second = sampler.get_batch(1), sampler.get_batch(2, unreported=4)
+    assert len(set(states(first) + states(second))) == 8, "no sample twice"
+    sampler.report_results(ended(first[:2] + second[:2], episode))
+    assert sampler.consumed == 2
+    third = sampler.get_batch(3, unreported=6)
+    assert sorted(states(first) + states(second) + states(third)[:2]) == list(range(10))

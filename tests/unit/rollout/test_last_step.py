@@ -69,10 +69,7 @@ TABLETOP_TASK = Task("tabletop_object", 7, 0, seed=5)
 
 
 def tabletop(limit: int | None = None) -> TabletopPool:
-    pool = TabletopPool(TABLETOP_TASK.suite, 1, 24)
-    if limit is not None:
-        pool.suite = replace(pool.suite, max_steps=limit)
-    return pool
+    return TabletopPool(TABLETOP_TASK.suite, 1, 24, max_steps=limit)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +79,7 @@ def expert_actions() -> np.ndarray:
     pool.reset([0], [TABLETOP_TASK])
     expert, actions = ScriptedExpert(pool.world), []
     expert.reset(0, 0)
-    for _ in range(pool.suite.max_steps):
+    for _ in range(pool.spec.tasks[0].max_steps):
         actions.append(expert.act(np.array([0]))[0])
         (outcome,) = pool.step_chunk([0], actions[-1][None, None])
         if outcome.success:

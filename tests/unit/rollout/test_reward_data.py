@@ -10,7 +10,7 @@ from fakes.kinds import TextPolicy
 from vlarl.config.schema import Config
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
-from vlarl.rollout.overlong import usable_spec
+from vlarl.rollout.usable import usable_spec
 
 
 class Reading(TextPolicy):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from vlarl.config.schema import RolloutConfig
-from vlarl.rollout.selection import GroupSelection
+from vlarl.rollout.selection import GroupRule, GroupSelection
 from vlarl.types import Trajectory
 
 ALL_WON, ALL_LOST, MIXED = (True,) * 8, (False,) * 8, (True, False) * 4
@@ -36,7 +36,8 @@ def kept(selection: GroupSelection) -> list[int]:
 
 
 def select(has_learning_signal=returns_differ, **options) -> GroupSelection:
-    return GroupSelection(RolloutConfig(num_groups=3, group_size=8, **options), has_learning_signal)
+    config = RolloutConfig(num_groups=3, group_size=8, **options)
+    return GroupSelection(config, GroupRule(config, has_learning_signal))
 
 
 def counts(selection: GroupSelection) -> list[float]:

@@ -155,3 +155,31 @@ def test_oversampling_samples_more_groups_rounded_up(configure):
     groups = grouped(TaskSampler(config, SPEC).get_batch(1))
     assert len(groups) == 9
     assert sorted(Counter(group[0].task_id for group in groups).values()) == [2, 2, 2, 3]
+
+
+def test_single_episodes_come_in_shuffled_rounds_and_follow_from_their_index(configure):
+    source = sampler(configure)
+    tasks = source.get_episodes(range(40))
+    rounds = [tuple(task.task_id for task in tasks[start : start + 4]) for start in range(0, 40, 4)]
+    assert all(sorted(ids) == [0, 1, 2, 3] for ids in rounds) and len(set(rounds)) > 3
+    assert {task.init_state for task in tasks} == set(SPEC.train_states)
+    assert [task.group for task in tasks] == list(range(40)) and {task.group_size for task in tasks} == {1}
+    assert len({task.seed for task in tasks}) == 40
+    assert source.get_episodes([17, 3]) == [tasks[17], tasks[3]], "whoever is first"
+    assert not {task.seed for task in tasks} & {task.seed for task in source.get_batch(0) + source.get_batch(1)}
+    other = TaskSampler(configure(run={"seed": 1}), SPEC)
+    assert not {task.seed for task in tasks} & {task.seed for task in other.get_episodes(range(40))}
+    assert sampler(configure, task_ids=(2,)).get_episodes([0, 1])[1].task_id == 2
+
+
+def test_single_episodes_follow_the_curriculum(configure, trajectory):
+    """By weights, and with the results that were reported before."""
+    config = configure(curriculum={"mode": "weighted", "weights": (0.0, 3.0, 0.0, 1.0)})
+    counts = Counter(task.task_id for task in TaskSampler(config, SPEC).get_episodes(range(400)))
+    assert set(counts) == {1, 3} and counts[1] == pytest.approx(300, abs=4 * (400 * 0.75 * 0.25) ** 0.5)
+    source = TaskSampler(configure(curriculum={"mode": "adaptive", "tau": 0.05}), SPEC)
+    before = source.get_episodes(range(400))
+    solved = replace(trajectory([[1.0]]), success=True)
+    source.report_results([replace(solved, task=replace(solved.task, task_id=i)) for i in (0, 1, 2)] * 50)
+    after = Counter(task.task_id for task in source.get_episodes(range(400)))
+    assert after[3] > 2 * Counter(task.task_id for task in before)[3]

@@ -10,7 +10,8 @@ from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.replica import ReplicaEngine
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.weights.buckets import bucket_message
+from vlarl.weights.buckets import DamagedBucketError, bucket_message
+from vlarl.weights.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
 HALT = "the engine can't act"
@@ -66,18 +67,33 @@ def test_a_message_has_the_checksum_of_its_bytes_if_configured():
     assert bucket_message(b"123456789", False)["checksum"] is None
 
 
-def test_a_damaged_bucket_is_refused_and_the_next_sync_repairs(engine, learner, inputs):
+def test_a_damaged_bucket_is_refused_and_can_be_sent_again(engine, learner, inputs):
     stream = all_weights(learner)
-    first, second, *_ = messages(stream)
+    first, second, *others = messages(stream)
     engine.start_sync(dict(stream.shapes), 6)
     engine.update_weights(first)
-    with pytest.raises(VlarlError, match=r"a bucket of \d+ bytes arrived damaged"):
+    with pytest.raises(DamagedBucketError, match=r"a bucket of \d+ bytes arrived damaged"):
         engine.update_weights(damaged(second))
     with pytest.raises(VlarlError, match=HALT):
         engine.generate(inputs, Sampling(1.0), [3, 4])
-    with pytest.raises(VlarlError, match="version 6 was not started"):
+    with pytest.raises(VlarlError, match="version 6 is incomplete"):
         engine.finish_sync(6)
     assert engine.version == 0
+    for message in (second, *others):
+        engine.update_weights(message)
+    engine.finish_sync(6)
+    assert_acts_as(engine, learner, inputs, 6)
+
+
+def test_a_sync_that_fails_is_repaired_by_one_that_brings_all_of_it(engine, learner, inputs):
+    stream = all_weights(learner)
+    first, *_ = messages(stream)
+    engine.start_sync(dict(stream.shapes), 6)
+    engine.update_weights(first)
+    with pytest.raises(VlarlError, match="was not announced"):
+        engine.update_weights(first)  # a second time
+    with pytest.raises(VlarlError, match="version 6 was not started"):
+        engine.finish_sync(6)
     part = only(stream, [name for name in stream.shapes if "projector" in name])
     with pytest.raises(UsageError, match=r"is missing, and the engine can't act without it"):
         engine.start_sync(dict(part.shapes), 7)
@@ -167,3 +183,117 @@ def test_part_of_the_layers_may_be_sent(engine, learner, inputs):
             mixed.get_parameter(f"model.{name}").copy_(tensor)
     sync(engine, part, 2)
     assert_acts_as(engine, mixed, inputs, 2)
+
+
+# Staged syncs
+
+
+def started(engine, learner, version=6):
+    """A staged sync to the learner's weights that has brought all buckets but the last; and that one."""
+    stream = all_weights(learner)
+    *first, last = messages(stream)
+    engine.start_sync(dict(stream.shapes), version, staged=True)
+    for message in first:
+        engine.update_weights(message)
+    return last
+
+
+def test_an_engine_acts_with_its_old_weights_until_a_staged_sync_is_finished(engine, learner, inputs):
+    old = init_tiny("parallel", seed=2)
+    stream = all_weights(learner)
+    engine.start_sync(dict(stream.shapes), 5, staged=True)
+    for message in messages(stream, 2 << 20):
+        assert_acts_as(engine, old, inputs, 0)
+        engine.update_weights(message)
+    assert_acts_as(engine, old, inputs, 0)
+    engine.finish_sync(5)
+    assert_acts_as(engine, learner, inputs, 5)
+
+
+@pytest.mark.parametrize("cause", ["abandoned", "refused"])
+def test_a_staged_sync_that_is_not_finished_changes_nothing(engine, learner, inputs, cause):
+    old, stream = init_tiny("parallel", seed=2), all_weights(learner)
+    last = started(engine, learner)
+    if cause == "abandoned":
+        engine.abandon_sync()
+    else:
+        with pytest.raises(VlarlError, match="was not announced"):
+            engine.update_weights(messages(stream)[0])  # a second time
+    assert_acts_as(engine, old, inputs, 0)
+    with pytest.raises(VlarlError, match="no sync is in progress"):
+        engine.update_weights(last)
+    part = only(stream, [name for name in stream.shapes if "projector" in name])
+    engine.start_sync(dict(part.shapes), 7)  # nothing was left halfway that this one would have to bring
+    engine.abandon_sync()
+    sync(engine, stream, 8)
+    assert_acts_as(engine, learner, inputs, 8)
+
+
+def test_a_bucket_of_a_staged_sync_that_arrives_damaged_is_sent_again(engine, learner, inputs):
+    last = started(engine, learner)
+    with pytest.raises(DamagedBucketError, match="arrived damaged"):
+        engine.update_weights(damaged(last))
+    with pytest.raises(VlarlError, match="version 6 is incomplete"):
+        engine.finish_sync(6)
+    assert_acts_as(engine, init_tiny("parallel", seed=2), inputs, 0)
+    engine.update_weights(last)
+    engine.finish_sync(6)
+    assert_acts_as(engine, learner, inputs, 6)
+
+
+class Failing(ReplicaEngine):
+    """Can't load its second bucket."""
+
+    num_loaded = 0
+
+    def load(self, message):
+        self.num_loaded += 1
+        if self.num_loaded == 2:
+            raise MemoryError("no memory for this bucket")
+        return super().load(message)
+
+
+def test_a_staged_sync_that_fails_while_it_is_loaded_leaves_the_engine_halfway(learner, inputs):
+    engine = Failing(init_tiny("parallel", seed=2), CPU)
+    engine.update_weights(started(engine, learner))
+    with pytest.raises(MemoryError):
+        engine.finish_sync(6)
+    with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
+        engine.generate(inputs, Sampling(1.0), [3, 4])
+    last = started(engine, learner, 7)
+    with pytest.raises(VlarlError, match="the sync to version 6 failed halfway"):
+        engine.generate(inputs, Sampling(1.0), [3, 4])  # a staged sync has changed nothing yet
+    engine.update_weights(last)
+    engine.finish_sync(7)
+    assert_acts_as(engine, learner, inputs, 7)
+
+
+class OnlyBase(ReplicaEngine):
+    """Has only its base, as an engine with adapters when it starts."""
+
+    def __init__(self):
+        super().__init__(init_tiny("parallel", seed=2), CPU)
+        WeightReceiver.__init__(self, self.shapes, missing=set(self.shapes))
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_engine_that_has_only_its_base_acts_after_its_first_sync(learner, inputs, staged):
+    engine, stream = OnlyBase(), all_weights(learner)
+
+    def refuses():
+        with pytest.raises(VlarlError, match=HALT):
+            engine.generate(inputs, Sampling(1.0), [3, 4])
+
+    refuses()
+    engine.start_sync(dict(stream.shapes), 1, staged)
+    for message in messages(stream):
+        refuses()
+        engine.update_weights(message)
+    refuses()
+    engine.abandon_sync()
+    refuses()
+    engine.start_sync(dict(stream.shapes), 2, staged)
+    for message in messages(stream):
+        engine.update_weights(message)
+    engine.finish_sync(2)
+    assert_acts_as(engine, learner, inputs, 2)

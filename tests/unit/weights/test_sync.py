@@ -8,7 +8,7 @@ import torch
 
 from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.weights.sync import WeightSync
+from vlarl.weights.sync import SyncCost, WeightSync
 
 
 def test_an_engine_that_reports_another_version_after_a_sync_is_refused():
@@ -45,3 +45,15 @@ def test_the_average_is_in_place_for_an_evaluation_alone_and_sent_before_and_aft
     with WeightSync(pair, pair, lambda: events.append("sent"), None).for_evaluation():
         events.append("evaluated")
     assert events == ["evaluated"]
+
+
+def test_what_a_sync_took_is_in_the_row_of_its_iteration():
+    pair = SimpleNamespace(version=1)
+    cost = SyncCost(seconds=2.5, commit_seconds=0.5, num_bytes=1000, num_resent=3)
+    assert WeightSync(pair, pair, lambda: cost, None).publish() == {
+        "sync/seconds": 2.5,
+        "sync/commit_seconds": 0.5,
+        "sync/bytes": 1000.0,
+        "sync/resent_buckets": 3.0,
+    }
+    assert WeightSync(pair, pair, lambda: None, None).publish() == {}, "nothing is copied"

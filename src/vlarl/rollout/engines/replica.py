@@ -27,7 +27,7 @@ class ReplicaEngine(WeightReceiver):
     def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
         self.check_usable()
-        return self._engine.generate(inputs, sampling, seeds)
+        return self._engine.generate(inputs.joined(), sampling, seeds)
 
     def prepare_loading(self, names: set[str]) -> None:
         """Weights are copied in place: there is nothing to prepare."""

@@ -2,6 +2,7 @@
 
     learner ── start_sync, update_weights …, finish_sync ──► VllmEngine ──► vLLM's workers
     collector ── generate ─────────────────────────────────► VllmEngine ──► vLLM's scheduler
+    driver ── sleep, before an update on the same GPU ─────► VllmEngine ──► vLLM's memory
 
 vLLM initialises torch.distributed, random generators and threads of its process, so an engine runs in an actor or a
 subprocess, never in a learner's process. Calls are made one at a time: a sync and a generation never overlap.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import MissingExtraError, UsageError, VlarlError
 from vlarl.policies.base import Policy, VllmModel
 from vlarl.rollout.engines.base import not_finite, refuse_sampling
+from vlarl.rollout.engines.sleep import DISCARD_WEIGHTS, KEEP_WEIGHTS, Sleep
 from vlarl.weights.receiver import WeightReceiver
 from vlarl.weights.stream import is_adapter_weight
 
@@ -36,14 +38,16 @@ MAX_CPU_CACHE_BYTES = 1 << 30  # vLLM's default would take most of a machine's m
 LARGEST_SEED = 2**63 - 1
 WORKER = "vlarl.rollout.engines.vllm_worker.EngineWorker"
 LARGEST_BLOCK = 128  # tokens of the largest block of vLLM's cache
+StartLLM = Callable[[VllmModel, dict[str, tuple[int, float]], VllmConfig, torch.dtype], Any]
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that vLLM's attention supports on a CPU
 
 
 class VllmEngine(WeightReceiver):
     """vLLM behind the engine contract. It has the adapters of the policy, without values until the first sync."""
 
-    def __init__(self, policy: Policy, options: VllmConfig, dtype: torch.dtype) -> None:
-        """`policy` may be on the device `meta`: vLLM reads the weights of its checkpoint itself."""
+    def __init__(self, policy: Policy, options: VllmConfig, dtype: torch.dtype, start: StartLLM | None = None) -> None:
+        """`policy` may be on the device `meta`: vLLM reads the weights of its checkpoint itself. `start` builds
+        something in place of `vllm.LLM`."""
         self._model = policy.vllm_model(options.model_class)
         self._sampling_options = policy.sampling_options
         self._worker_temperature = 1.0
@@ -51,15 +55,29 @@ class VllmEngine(WeightReceiver):
         shapes = {name: tuple(weight.shape) for name, weight in policy.engine_weights().items()}
         super().__init__(shapes, missing=set(filter(is_adapter_weight, shapes)))
         self._transferring = False  # vLLM's own weight update has been started
-        self._llm = _start(self._model, policy.adapter_sizes(), options, dtype)
+        # vlarl's class runs the policy's own towers; what vLLM's reads of its towers is not known here.
+        self._read = shapes.keys() - (policy.unused_weights() if options.model_class == "vlarl" else set())
+        self._brings_all = False  # the last sync brought every weight that is read, and so will the next
+        self._llm = (start or _start)(self._model, policy.adapter_sizes(), options, dtype)
         self._llm.update_weight_version(str(self.version))
+        self._sleep = Sleep(self._llm, enabled=options.sleep is True)
+
+    def sleep(self) -> None:
+        """Release the GPU's memory until the next sync. Weights that a sync will not bring wait in the host's memory;
+        where it brings all of them, they are forgotten."""
+        if self._syncing is not None:
+            raise VlarlError(f"the engine can't sleep: the sync to version {self._syncing} has not ended")
+        self._sleep.fall_asleep(DISCARD_WEIGHTS if self._brings_all else KEEP_WEIGHTS)
+        if self._brings_all:
+            self._required |= self._read
 
     def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
-        from vllm import SamplingParams
-
         refuse_sampling(sampling, self._sampling_options)
         self.check_usable()
+        from vllm import SamplingParams
+
+        inputs = inputs.joined()
         longest = self._llm.model_config.max_model_len
         temperature, given = self._temperature(sampling), self._model.sampling_arguments(sampling)
         prompts = [self._model.prompt(inputs, row, sampling, longest) for row in range(len(seeds))]
@@ -112,6 +130,7 @@ class VllmEngine(WeightReceiver):
 
     def check_usable(self) -> None:
         """VlarlError while the engine can't act, or where vLLM runs other weights than it should."""
+        self._sleep.check_awake()
         super().check_usable()
         held = self._llm.get_weight_version()
         if held != str(self.version):
@@ -123,6 +142,7 @@ class VllmEngine(WeightReceiver):
 
     def prepare_loading(self, names: set[str]) -> None:
         """Prepare layers of the model to be loaded again; adapters are copied in place."""
+        self._sleep.wake_weights()
         if not all(map(is_adapter_weight, names)):
             self._llm.start_weight_update()
             self._transferring = True
@@ -153,6 +173,8 @@ class VllmEngine(WeightReceiver):
             self._transferring = False
         else:
             self._llm.update_weight_version(str(version))
+        self._brings_all = self._announced >= self._read
+        self._sleep.wake_cache()
         self._llm.llm_engine.reset_encoder_cache()
         if not self._llm.reset_prefix_cache():
             raise VlarlError("vLLM did not clear its prefix cache after a sync: requests are still running")
@@ -176,6 +198,8 @@ def _start(model: VllmModel, adapters: dict[str, tuple[int, float]], options: Vl
     """vLLM with the model loaded."""
     if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         raise VlarlError("this process has a torch.distributed group: a vLLM engine needs its own process")
+    if options.sleep and not torch.cuda.is_available():
+        raise UsageError("vllm.sleep = true: vLLM releases the memory of GPUs only, and there is none; leave it out.")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if options.enforce_eager:
@@ -208,6 +232,8 @@ def _start(model: VllmModel, adapters: dict[str, tuple[int, float]], options: Vl
         gpu_memory_utilization=options.gpu_memory_utilization or DEFAULT_MEMORY_FRACTION,
         kv_cache_memory_bytes=cache_bytes,
         tensor_parallel_size=options.tensor_parallel_size,
+        # In a placement group vLLM would choose Ray, and look for a bundle of its own for each of its processes.
+        distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
         max_num_seqs=options.max_num_seqs,
         max_model_len=longest,
         enable_prefix_caching=options.prefix_caching,
@@ -215,5 +241,6 @@ def _start(model: VllmModel, adapters: dict[str, tuple[int, float]], options: Vl
         logprobs_mode="raw_logprobs" if model.whole_vocabulary else "processed_logprobs",
         worker_extension_cls=WORKER,
         weight_transfer_config={"backend": backend},
+        enable_sleep_mode=options.sleep is True,
         **arguments,
     )

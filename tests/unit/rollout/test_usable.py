@@ -13,7 +13,7 @@ from vlarl.envs.build import build_pool
 from vlarl.envs.prompts import media
 from vlarl.errors import UsageError
 from vlarl.rollout.epochs import build_task_sampler
-from vlarl.rollout.overlong import usable_spec, usable_tasks
+from vlarl.rollout.usable import usable_spec, usable_tasks
 from vlarl.types import Task
 
 
