@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.decisions import transition
+from fakes.decisions import rows_of, transition
 from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
 from fakes.suite import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
@@ -152,7 +152,7 @@ def act() -> Callable[..., list[Trajectory]]:
             if number % 2:
                 executed[-1] = 1
             rewards = np.zeros(policy.num_steps, dtype=np.float32)
-            rows = zip(seen[:-1], inputs.split(), decisions.split(), executed, strict=True)
+            rows = zip(seen[:-1], rows_of(inputs), rows_of(decisions), executed, strict=True)
             transitions = tuple(Transition(at, read, made, rewards, count) for at, read, made, count in rows)
             task = Task("tabletop_spatial", number % 3, 0, number, number)
             episodes.append(Trajectory(task, transitions, seen[-1], bool(number % 2), not number % 2, False, 0))
@@ -174,6 +174,7 @@ def policy_batch() -> Callable[..., TrainBatch]:
             estimates.append(Estimate(advantages, returns if policy.value_head is not None else None))
             values.append(torch.from_numpy(old_values))
         batch = with_estimates(build_batch(episodes), episodes, estimates, "chunk")
+        batch = batch.to("cpu")  # with its inputs joined
         return batch if policy.value_head is None else replace(batch, old_values=torch.cat(values))
 
     return build

@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vlarl.auto_classes import watch
+
 if TYPE_CHECKING:
     from vlarl.api import compare as compare
     from vlarl.api import evaluate as evaluate
@@ -58,6 +60,9 @@ __all__ = [
     "load_policy",
     "train",
 ]
+
+
+watch()  # transformers' Auto classes know OpenVLA folders once vlarl has been imported
 
 
 def __getattr__(name: str) -> Any:

@@ -101,7 +101,7 @@ def train(
 @explained
 def evaluate(
     checkpoint: str | Path,
-    suite: str | None = None,
+    suite: str | Sequence[str] | None = None,
     tasks: Sequence[int] | None = None,
     episodes: int | None = None,
     temperature: float = 0.0,
@@ -120,10 +120,10 @@ def evaluate(
     """Measure how often a checkpoint succeeds, as `vlarl eval` does.
 
     `checkpoint` is a folder, a hub id, a built-in name, or a run by its name or folder. The other arguments are those
-    of the command: `episodes` counts per task; `videos` is all, failures, none or a count, and needs `out`, the new
-    folder for the results, without which nothing is written. `overrides` are options of the sections env, gym and
-    policy, such as `{"policy.actions": "l1"}`. What is not given is taken from the checkpoint's run; `trust` runs the
-    code that the configuration of another user's run names (docs/security.md).
+    of the command: `suite` is one or a list of several; `episodes` counts per task; `videos` is all, failures, none or
+    a count, and needs `out`, the new folder for the results, without which nothing is written. `overrides` are options
+    of the sections env, gym and policy, such as `{"policy.actions": "l1"}`. What is not given is taken from the
+    checkpoint's run; `trust` runs the code that the configuration of another user's run names (docs/security.md).
 
     >>> import vlarl
     >>> result = vlarl.evaluate("builtin:tiny-oft", suite="tabletop_goal", tasks=[0, 3], episodes=5)  # doctest: +SKIP
@@ -140,7 +140,7 @@ def evaluate(
 def compare(
     first: str | Path,
     second: str | Path,
-    suite: str | None = None,
+    suite: str | Sequence[str] | None = None,
     tasks: Sequence[int] | None = None,
     episodes: int | None = None,
     temperature: float = 0.0,
@@ -231,7 +231,7 @@ def _videos(videos: Videos | str, out: str | Path | None) -> Videos:
 
 
 def _eval_options(
-    suite: str | None,
+    suite: str | Sequence[str] | None,
     tasks: Sequence[int] | None,
     num_envs: int | None,
     protocol: StateProtocol | None,
@@ -239,7 +239,8 @@ def _eval_options(
 ) -> dict[str, object]:
     if isinstance(tasks, str | int):
         raise UsageError(f"tasks = {tasks!r}: give a list of task ids, such as [0, 3]")
-    named = {"suite": suite, "num_envs": num_envs, "protocol": protocol}
+    named: dict[str, object] = {"num_envs": num_envs, "protocol": protocol}
+    named |= {"suite": suite} if suite is None or isinstance(suite, str) else {"suites": tuple(suite)}
     given: dict[str, object] = {f"env.{name}": value for name, value in named.items() if value is not None}
     if tasks is not None:
         given["env.task_ids"] = tuple(tasks)

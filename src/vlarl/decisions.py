@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class TensorRows:
     """A batch: every field is a tensor with one row for each member, a batch of as many rows, or None.
 
-    A class whose tensors are laid out otherwise, such as rows of different lengths end to end, has its own `__len__`,
-    `rows` and `split`; `cat` joins the first dimension of every tensor.
+    A class whose tensors are laid out otherwise, such as rows of different lengths end to end, has its own `__len__`
+    and `rows`; `cat` joins the first dimension of every tensor.
 
     >>> @dataclass(frozen=True)
     ... class Prompts(TensorRows):
@@ -51,17 +51,10 @@ class TensorRows:
         return found
 
     def rows(self, index: torch.Tensor | slice) -> Self:
-        """The chosen rows."""
-        return self._changed(lambda column: column[index], lambda part: part.rows(index))
-
-    def split(self) -> list[Self]:
-        """Its rows, each in memory of its own, to be kept when the batch is gone."""
-        columns = {
-            name: value.split() if isinstance(value, TensorRows) else [row.clone() for row in torch.split(value, 1)]
-            for name, value in self._columns().items()
-            if value is not None
-        }
-        return [replace(self, **dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        """The chosen rows; those of a slice are not copied."""
+        if isinstance(index, slice):
+            return self._changed(lambda column: column[index], lambda part: part.rows(index))
+        return self._changed(lambda column: column.index_select(0, index), lambda part: part.rows(index))
 
     def empty(self) -> Self:
         """The same kind of batch without any row."""
@@ -75,6 +68,26 @@ class TensorRows:
     def pinned(self) -> Self:
         """The same batch in page-locked memory of the host, which a GPU reads by itself."""
         return self.map(torch.Tensor.pin_memory)
+
+    def joined(self) -> TensorRows:
+        """The rows as one batch in memory, which they are already unless a class says otherwise."""
+        return self
+
+    def carried(self, index: int) -> tuple[TensorRows, int]:
+        """What travels to another process for one of the rows: a batch, and the row's index in it."""
+        return self.rows(slice(index, index + 1)), 0
+
+    def prefetch(self, index: torch.Tensor) -> None:
+        """Say which rows are read next: those that are elsewhere begin to arrive."""
+
+    def gone(self, missed: str) -> bool:
+        """Whether the rows can't be read any more, after an object of the name `missed` could not be fetched."""
+        return False
+
+    @classmethod
+    def rows_of(cls, picked: Sequence[tuple[Self, torch.Tensor]]) -> list[TensorRows]:
+        """The rows with these indices of each of several batches of one class."""
+        return [batch.rows(index) for batch, index in picked]
 
     def rounded_up(self) -> Self:
         """The same rows in a shape that few batches differ in, for passes that are recorded once for each shape."""
@@ -132,6 +145,92 @@ class TensorRows:
     def _columns(self) -> dict[str, torch.Tensor | TensorRows | None]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {n: v for n, v in values.items() if v is None or isinstance(v, torch.Tensor | TensorRows)}
+
+
+Batch = TypeVar("Batch", bound=TensorRows)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Batch]):
+    """One row of a batch, which stays in memory as long as one of its rows is used. Pickled, it is the row alone, or
+    the name of a batch that is stored elsewhere."""
+
+    batch: Batch
+    index: int
+
+    def alone(self) -> Batch:
+        """The row as a batch of one."""
+        return self.batch.rows(slice(self.index, self.index + 1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Row, self.batch.carried(self.index)
+
+
+@dataclass(frozen=True)
+class PickedRows(TensorRows):
+    """Rows of several batches, which are joined where they are read: a microbatch takes memory, and not a whole update.
+
+    `to` and `map` return the rows themselves. Pickled, batches of which no row is picked are left out.
+    """
+
+    batches: tuple[TensorRows, ...]
+    batch: torch.Tensor  # [N] int64 index of each row's batch
+    index: torch.Tensor  # [N] int64 of each row in its batch
+    row_lengths: torch.Tensor | None  # [N] as `lengths`
+
+    @classmethod
+    def of(cls, rows: Sequence[Row[Any]]) -> Self:
+        """These rows, in their order."""
+        batches = list({id(row.batch): row.batch for row in rows}.values())
+        order = {id(batch): position for position, batch in enumerate(batches)}
+        batch = torch.tensor([order[id(row.batch)] for row in rows], dtype=torch.int64)
+        index = torch.tensor([row.index for row in rows], dtype=torch.int64)
+        known = [None if (lengths := each.lengths) is None else lengths.tolist() for each in batches]
+        found = [own[i] for which, i in zip(batch, index, strict=True) if (own := known[which]) is not None]
+        return cls(tuple(batches), batch, index, torch.tensor(found) if found else None)
+
+    def joined(self) -> TensorRows:
+        """The rows as one batch."""
+        order = torch.argsort(self.batch, stable=True)  # the rows of a batch follow each other
+        counts = torch.bincount(self.batch, minlength=len(self.batches)).tolist()
+        indices = enumerate(torch.split(self.index[order], counts))
+        parts = self.parts([(which, index) for which, index in indices if len(index)])
+        joined = type(parts[0]).cat(parts)
+        return joined if torch.equal(order, torch.arange(len(order))) else joined.rows(torch.argsort(order))
+
+    def parts(self, picked: Sequence[tuple[int, torch.Tensor]]) -> list[TensorRows]:
+        """The rows with these indices of some of the batches, each named by its own index."""
+        chosen = [(self.batches[which], index) for which, index in picked]
+        return type(chosen[0][0]).rows_of(chosen)
+
+    def map(self, change: Change) -> TensorRows:  # type: ignore[override]
+        """The rows as one batch with every tensor changed."""
+        return self.joined().map(change)
+
+    def to(self, device: torch.device | str) -> TensorRows:  # type: ignore[override]
+        """The rows as one batch on a device."""
+        return self.joined().to(device)
+
+    def prefetch(self, index: torch.Tensor) -> None:
+        """Say which rows are read next, to their batches."""
+        which = self.batch[index]
+        for batch in set(which.tolist()):
+            self.batches[batch].prefetch(self.index[index[which == batch]])
+
+    def empty(self) -> Self:
+        """No rows."""
+        return replace(self.rows(slice(0, 0)), batches=())
+
+    def __getstate__(self) -> dict[str, object]:
+        """Only the batches that a row is picked of."""
+        used, batch = np.unique(self.batch.numpy(), return_inverse=True)
+        state = super().__getstate__()
+        return state | {"batches": tuple(self.batches[i] for i in used.tolist()), "batch": batch}
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """[N] how long each row is; None where all rows are alike."""
+        return self.row_lengths
 
 
 def _cat_padded(columns: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -66,6 +66,21 @@ class ClusterError(VlarlError):
     """The run can't continue on this cluster; its last checkpoint has the progress until then."""
 
 
+class RowsLostError(ClusterError):
+    """Processed observations are gone with the machine that held them."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name  # of the object that was missed first
+
+    def __reduce__(self) -> tuple[type[RowsLostError], tuple[str, str]]:
+        return type(self), (str(self), self.name)
+
+
+class LearnersLostError(ClusterError):
+    """Learners were lost, and the run may start them again from its newest checkpoint."""
+
+
 class WorkerLostError(ClusterError):
     """A worker of the run died or hangs."""
 

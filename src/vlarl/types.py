@@ -10,15 +10,16 @@ for a decision, I images of an observation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from vlarl.decisions import Decisions, TensorRows
+    from vlarl.decisions import Decisions, Row, TensorRows
 
 UInt8Array = NDArray[np.uint8]
 FloatArray = NDArray[np.float32]
@@ -27,6 +28,9 @@ BoolArray = NDArray[np.bool_]
 
 Action = FloatArray | str
 """What a decision becomes for the environment: a chunk of actions [K, D] in the robot's units, or a text."""
+
+TaskKey = tuple[str, int]
+"""A task by the name of its suite and its index there."""
 
 EpisodeStatus = Literal["ok", "crashed", "reward_failed"]  # crashed: by its simulator, not by its policy
 
@@ -42,7 +46,12 @@ class Task:
     group: int = 0  # index within the iteration; episodes of one group share task and initial state
     member: int = 0  # index within the group
     group_size: int = 1  # episodes of the group
-    iteration: int = 0  # that the task was sampled for; 0 in an evaluation
+    iteration: int = 0  # that the task was sampled for, or batch of an asynchronous run; 0 in an evaluation
+
+    @property
+    def key(self) -> TaskKey:
+        """Which task it is an episode of."""
+        return self.suite, self.task_id
 
     @property
     def episode_id(self) -> str:
@@ -88,6 +97,11 @@ class Prompt:
         return replace(self, images=(), videos=(), video_fps=())
 
 
+def pixel_digest(images: UInt8Array) -> bytes:
+    """What tells images from others."""
+    return blake2b(images.tobytes(), digest_size=16).digest()
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """The text parts of a message, one line each."""
     content = message["content"]
@@ -105,11 +119,23 @@ class Observation:
     proprio: FloatArray  # [8] end-effector position 3, axis-angle 3, gripper fingers 2
     instruction: str
     prompt: Prompt | None = None  # None: of a robot
+    inputs: Row[TensorRows] | None = None  # as the policy reads it, where that was processed beside the environment
+    fetch: Callable[[], Observation] | None = None  # returns it with its pixels; None: they are here, or left out
+    digest: bytes = b""  # `pixel_digest` of the images, where they are elsewhere and must be told from others
+
+    def whole(self) -> Observation:
+        """The same observation with its pixels, from wherever they are."""
+        return self if self.fetch is None else self.fetch()
+
+    @classmethod
+    def of_prompt(cls, prompt: Prompt) -> Observation:
+        """What an environment of prompts shows: the prompt and nothing else."""
+        return cls(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(8, np.float32), prompt.text, prompt)
 
     def without_images(self) -> Observation:
         """The same observation without its pixels."""
         prompt = None if self.prompt is None else self.prompt.without_images()
-        return replace(self, images=self.images[:0].copy(), prompt=prompt)
+        return replace(self, images=self.images[:0].copy(), prompt=prompt, fetch=None)
 
 
 @dataclass(frozen=True)
@@ -146,16 +172,21 @@ class Transition:
     """One decision of the policy and its outcome."""
 
     observation: Observation
-    inputs: TensorRows  # one row: the observation as the policy reads it
-    decision: Decisions  # one row
+    inputs: Row[TensorRows] | None  # the observation as the policy reads it; None: left out
+    decided: Row[Decisions]
     rewards: FloatArray  # [K] environment rewards, zero past `num_executed`
     num_executed: int  # environment steps that ran before the episode ended
     text: str | None = None  # that the decision became; None: it became actions
 
     @property
+    def decision(self) -> Decisions:
+        """The decision as a batch of one row."""
+        return self.decided.alone()
+
+    @property
     def version(self) -> int:
         """Version of the weights that decided."""
-        return int(self.decision.version)
+        return int(self.decided.batch.version[self.decided.index])
 
     @property
     def response(self) -> Response | None:
@@ -167,8 +198,22 @@ class Transition:
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What an episode came to before a segment of it.
+
+    >>> Earlier(num_steps=64, progress=0.25, reward=0.25).num_steps  # one segment of 64 steps came before
+    64
+    """
+
+    num_steps: int = 0
+    progress: float = 0.0  # sum of the environment's own rewards
+    reward: float = 0.0  # sum of the rewards that were assigned to its steps
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: the same by each
+
+
+@dataclass(frozen=True)
 class Trajectory:
-    """One episode."""
+    """One episode, or a segment of one: with `rollout.num_steps` an iteration ends before its episodes do."""
 
     task: Task
     transitions: tuple[Transition, ...]
@@ -181,6 +226,8 @@ class Trajectory:
     reward_error: str | None = None  # why it could not be scored; its rewards are zero then
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # combined rewards: return by each, without weights
     num_retries: int = 0  # how often it had to be run again because its simulator died or hung
+    continues: bool = False  # a segment that its episode does not end with: `final_observation` stands for the rest
+    earlier: Earlier = Earlier()  # the segments of the episode before this one
 
     @property
     def length(self) -> int:
@@ -191,6 +238,21 @@ class Trajectory:
     def env_return(self) -> float:
         """Undiscounted sum of the environment's rewards."""
         return float(sum(float(t.rewards.sum()) for t in self.transitions))
+
+    @property
+    def episode_length(self) -> int:
+        """Environment steps of the whole episode, up to the end of this segment."""
+        return self.earlier.num_steps + self.length
+
+    @property
+    def episode_return(self) -> float:
+        """Return of the whole episode, up to the end of this segment."""
+        return self.earlier.reward + self.env_return
+
+    @property
+    def episode_parts(self) -> dict[str, float]:
+        """Combined rewards: the same by each."""
+        return added(self.earlier.reward_parts, self.reward_parts)
 
     @property
     def response(self) -> Response | None:
@@ -204,18 +266,35 @@ class Trajectory:
 
     def without_inputs(self) -> Trajectory:
         """The same episode for readers of observations: what the policy read is left out."""
-        nothing = [t.inputs.empty() for t in self.transitions[:1]]  # one for all of them
-        return replace(self, transitions=tuple(replace(t, inputs=nothing[0]) for t in self.transitions))
+        last = replace(self.final_observation, inputs=None)
+        return replace(
+            self, transitions=tuple(replace(t, inputs=None) for t in self.transitions), final_observation=last
+        )
 
     def without_images(self) -> Trajectory:
-        """The same episode for the learner, which reads inputs: the images that decisions were made at are left out."""
+        """The same episode for the learner: images are left out, unless the policy has yet to read the last one."""
         blank = tuple(replace(t, observation=t.observation.without_images()) for t in self.transitions)
-        return replace(self, transitions=blank)
+        last = self.final_observation
+        if last.inputs is not None:
+            last = last.without_images()
+        elif self.terminated:  # nothing reads it: it must not keep images in an object store
+            last = replace(last, fetch=None)
+        return replace(self, transitions=blank, final_observation=last)
+
+    def whole(self) -> Trajectory:
+        """The same episode with its images, from wherever they are."""
+        seen = tuple(replace(t, observation=t.observation.whole()) for t in self.transitions)
+        return replace(self, transitions=seen, final_observation=self.final_observation.whole())
 
     def with_rewards(self, rewards: Sequence[FloatArray]) -> Trajectory:
         """The same episode scored differently: one array [K] for each transition."""
         scored = tuple(replace(t, rewards=r) for t, r in zip(self.transitions, rewards, strict=True))
         return replace(self, transitions=scored)
+
+
+def added(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+    """The sums of the values by name."""
+    return {name: one.get(name, 0.0) + two.get(name, 0.0) for name in {**one, **two}}
 
 
 def group_members(trajectories: Sequence[Trajectory]) -> list[IntArray]:
@@ -231,12 +310,14 @@ class Rollout:
     """An iteration's experience, and what is to be written down about it."""
 
     iteration: int
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...]  # the episodes that ended in it, each by its last segment
     kept: tuple[Trajectory, ...]  # those that are trained on; members of a group follow each other
     metrics: dict[str, float]
     sampler_state: dict[str, Any]  # what the next iteration's tasks depend on
     curriculum: dict[str, Any]  # the same for people
     seconds: dict[str, float]  # what took how long
+    env_steps: int  # that were executed in it
+    open_episodes: dict[str, Any] = field(default_factory=dict)  # that continue in the next iteration, or begin in it
 
 
 @dataclass(frozen=True)
@@ -273,15 +354,21 @@ class EpisodeResult:
             task=trajectory.task,
             instruction=instruction,
             success=trajectory.success,
-            length=trajectory.length,
-            episode_return=trajectory.env_return,
+            length=trajectory.episode_length,
+            episode_return=trajectory.episode_return,
             frames=frames,
             status=trajectory.status,
             num_retries=trajectory.num_retries,
             reward_error=trajectory.reward_error,
-            reward_parts=trajectory.reward_parts,
+            reward_parts=trajectory.episode_parts,
             response=trajectory.response,
         )
+
+    def showing(self, prompt: Prompt | None) -> EpisodeResult:
+        """The same result, whose response is to this prompt, with its images; None leaves it as it is."""
+        if self.response is None or prompt is None:
+            return self
+        return replace(self, response=replace(self.response, prompt=prompt))
 
     @property
     def outcome(self) -> Literal["success", "failure", "crashed"]:
@@ -338,13 +425,18 @@ class EvalResult:
         """Mean number of tokens of the responses; NaN where there is none."""
         return _mean([float(e.response.num_tokens) for e in self.counted if e.response is not None])
 
+    def by_suite(self) -> dict[str, EvalResult]:
+        """suite -> its episodes, in the order of the evaluation."""
+        suites = dict.fromkeys(e.task.suite for e in self.episodes)
+        return {s: replace(self, episodes=tuple(e for e in self.episodes if e.task.suite == s)) for s in suites}
+
     def by_task(self) -> dict[int, EvalResult]:
-        """task_id -> its episodes."""
+        """task_id -> its episodes, of an evaluation of one suite; `by_suite` has each of several."""
         ids = sorted({e.task.task_id for e in self.episodes})
         return {i: replace(self, episodes=tuple(e for e in self.episodes if e.task.task_id == i)) for i in ids}
 
     def per_task(self) -> dict[int, tuple[int, int]]:
-        """task_id -> (successes, episodes that did not crash)."""
+        """task_id -> (successes, episodes that did not crash), of an evaluation of one suite."""
         return {task_id: (part.won, len(part.counted)) for task_id, part in self.by_task().items()}
 
 

@@ -55,6 +55,23 @@ def test_rl_on_a_merged_base_merged_again_acts_like_its_adapter(tmp_path):
     assert sum(by_adapter) / len(by_adapter) == second.success_after
 
 
+def test_a_run_writes_its_final_policy_merged_as_the_command_does(tmp_path):
+    """Longer than before, it replaces what it had written."""
+    few = {"rollout.num_groups": 2, "rollout.group_size": 2, "eval.states_per_task": 1, "checkpoint.merge": True}
+    few |= {"policy.path": "builtin:tiny-oft", "reward.source": "dense"}
+    run = train(tmp_path, "run", **few, **{"run.iterations": 1}).run_dir
+    merged, first = run / "checkpoints" / "merged", load_file(run / "checkpoints" / "merged" / "model.safetensors")
+    by_command = merge(run / "checkpoints" / "final", tmp_path / "by_command").out
+    assert {path.name for path in merged.iterdir()} == {path.name for path in by_command.iterdir()}
+    ours, theirs = first, load_file(by_command / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    assert not vlarl.load_policy(merged).has_adapter, "a whole checkpoint"
+    assert json.loads((merged / "training_data.json").read_text())["trained_on"][-1]["by"] == "train"
+    vlarl.train(resume=run, overrides={"run.iterations": 2})
+    again = load_file(merged / "model.safetensors")
+    assert any(not again[name].equal(first[name]) for name in first)
+
+
 def test_a_resumed_run_with_adapters_equals_the_undisturbed_one(tmp_path):
     init_tiny("parallel", seed=1).save(tmp_path / "base")
 

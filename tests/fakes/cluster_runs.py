@@ -45,9 +45,9 @@ SMALL = {
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what the clock says."""
+    """metrics.jsonl without what the clock says, and without syncs, which only a cluster has."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    timed = ("time", "perf/", "rollout/collection_time", "rollout/env_steps_per_s")
+    timed = ("time", "perf/", "sync/", "rollout/collection_time", "rollout/env_steps_per_s")
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vlarl.decisions import Decisions, TensorRows, TrainBatch
+from vlarl.decisions import Batch, Decisions, Row, TensorRows, TrainBatch
 from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.training.learner import Learner
 from vlarl.types import FloatArray, IntArray, Observation, Transition, UpdateResult
@@ -21,6 +21,16 @@ class NoInputs(TensorRows):
 
 def no_inputs(count: int = 1) -> NoInputs:
     return NoInputs(torch.zeros(count))
+
+
+def split(batch: Batch) -> list[Batch]:
+    """Each row as a batch of one."""
+    return [Row(batch, index).alone() for index in range(len(batch))]
+
+
+def rows_of(batch: Batch) -> list[Row[Batch]]:
+    """Each row."""
+    return [Row(batch, index) for index in range(len(batch))]
 
 
 def decision(ids: IntArray, logprobs: FloatArray, action_dim: int = 7, version: int = 0) -> Decisions:
@@ -39,7 +49,8 @@ def transition(
 ) -> Transition:
     """A decision of action tokens [K*D] and its outcome."""
     row = decision(ids, logprobs, len(ids) // len(rewards))
-    return Transition(observation, no_inputs() if inputs is None else inputs, row, rewards, num_executed)
+    read = no_inputs() if inputs is None else inputs
+    return Transition(observation, Row(read, 0), Row(row, 0), rewards, num_executed)
 
 
 def taken_ids(t: Transition) -> IntArray:
@@ -57,7 +68,7 @@ def engine_logprobs(t: Transition) -> FloatArray:
 def with_engine_logprobs(t: Transition, logprobs: FloatArray) -> Transition:
     """The same decision, which the engine found as likely as given."""
     row = replace(t.decision, engine_logprobs=torch.from_numpy(np.asarray(logprobs, np.float32))[None])
-    return replace(t, decision=row)
+    return replace(t, decided=Row(row, 0))
 
 
 def nothing(done: int, planned: int) -> None:

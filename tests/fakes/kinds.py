@@ -58,7 +58,7 @@ class TablePolicy(Policy):
     def process(self, observations: Sequence[Observation]) -> TaskInputs:
         return TaskInputs(torch.tensor([int(o.proprio[0]) for o in observations]))
 
-    def use_statistics(self, unnorm_key: str | None, suite: str) -> None:
+    def use_statistics(self, unnorm_key: str | None, *suites: str) -> None:
         pass
 
     def prepare_training(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,3 +44,15 @@ class TensorMemory(TorchDispatchMode):
 
 def id_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def reset_peak_rss() -> int:
+    """Start measuring the peak of this process's memory on Linux; returns the bytes that it has now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak_rss()
+
+
+def peak_rss() -> int:
+    """The most bytes of memory that this process has had since `reset_peak_rss`, pages of mapped files included."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))

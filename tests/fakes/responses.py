@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vlarl.decisions import Decisions
+from vlarl.decisions import Decisions, Row
 from vlarl.policies.vlm.decisions import TextSample, text_decisions
 from vlarl.types import EpisodeResult, Observation, Prompt, Response, Task, Trajectory, Transition
 
@@ -46,9 +46,8 @@ def text_trajectory(
     """An episode of one text of so many tokens, padded by two."""
     task = Task(SUITE, 0, group, seed=member, group=group, member=member, iteration=1)
     observation = Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt)
-    transition = Transition(
-        observation, decision(num_tokens, stopped), decision(num_tokens, stopped), np.float32([reward]), 1, text
-    )
+    decided = Row(decision(num_tokens, stopped), 0)
+    transition = Transition(observation, None, decided, np.float32([reward]), 1, text)
     last = observation.without_images()
     return Trajectory(task, (transition,), last, True, False, reward > 0, 0, **fields)
 

@@ -28,9 +28,9 @@ def messages(stream: WeightStream, bucket_bytes: int = 1 << 20, checksum: bool =
     return [bucket_message(payload, checksum) for payload in buckets(stream, bucket_bytes)]
 
 
-def sync(engine: Any, stream: WeightStream, version: int) -> None:
+def sync(engine: Any, stream: WeightStream, version: int, staged: bool = False) -> None:
     """Bring the engine to these weights."""
-    engine.start_sync(dict(stream.shapes), version)
+    engine.start_sync(dict(stream.shapes), version, staged)
     for message in messages(stream):
         engine.update_weights(message)
     engine.finish_sync(version)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from fakes.decisions import split
 from fakes.float_error import FloatJudge, exactly
 
 from vlarl.decisions import Decisions
@@ -25,7 +26,7 @@ def library_logits(policy: VlmPolicy, inputs: VlmInputs, decisions: Decisions) -
     if policy.model.dtype == torch.float64 and policy.access.is_mixture:
         policy.model.set_experts_implementation("eager")  # the kernels of the others know no float64
     found = []
-    for row, one in enumerate(inputs.split()):
+    for row, one in enumerate(split(inputs)):
         length = int(decisions.sample.length[row])
         given = {"input_ids": torch.cat([one.ids, decisions.sample.ids[row : row + 1, :length]], dim=1)}
         if one.mm_token_type_ids is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from fakes.kinds import TaskInputs, TextSample
 
-from vlarl.decisions import Decisions
+from vlarl.decisions import Decisions, Row
 from vlarl.types import Observation, Prompt, Task, Trajectory, Transition
 
 
@@ -34,7 +34,7 @@ def text_episode(
         version=torch.zeros(1, dtype=torch.int64),
     )
     inputs = TaskInputs(torch.zeros(1, dtype=torch.int64))
-    transition = Transition(seen, inputs, decision, np.zeros(1, np.float32), 1, text)
+    transition = Transition(seen, Row(inputs, 0), Row(decision, 0), np.zeros(1, np.float32), 1, text)
     return Trajectory(
         task=Task("prompts", 0, state, 0),
         transitions=(transition,),

@@ -24,7 +24,7 @@ from fakes.groups import flat
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config
 from vlarl.data.imitation import build_ptx
-from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.decisions import Decisions, Row, Sampling, TensorRows
 from vlarl.loop import estimated_batch
 from vlarl.policies.load import load_configured
 from vlarl.policies.openvla.config import DecoderName, parse_config
@@ -139,10 +139,11 @@ def build(case: Case, bases: Path, ranks: Ranks, checkpoint: Path | None = None)
     config = configured(case, bases)
     settings = config.policy
     source = settings.path if checkpoint is None else policy_folder(checkpoint) or settings.path
-    policy = load_configured(settings, source, CPU, settings.decoder, settings.actions)
+    sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
+    deferred = sharding.mode != "none"
+    policy = load_configured(settings, source, CPU, settings.decoder, settings.actions, deferred)
     policy.prepare_training(settings, config.lora, config.run.seed)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
-    sharding = Sharding() if isinstance(ranks, SingleRank) else case.sharding
     return Learner(policy, algorithm, config, CPU, ranks, sharding, build_ptx(config, policy, ranks)), config
 
 
@@ -172,7 +173,7 @@ def episode(
         rewards, executed = np.zeros(policy.num_steps, dtype=np.float32), policy.num_steps
         if t == len(seen) - 2 and number % 2:
             rewards[0], executed = 1.0, 1
-        transitions.append(Transition(seen[t], inputs.split()[t], decisions.split()[t], rewards, executed))
+        transitions.append(Transition(seen[t], Row(inputs, t), Row(decisions, t), rewards, executed))
     success = bool(number % 2)
     task = Task("tabletop_spatial", number % 3, 0, number, number // 2)
     return Trajectory(task, tuple(transitions), seen[-1], success, not success, success, 0)
@@ -243,5 +244,6 @@ def _be_rank(rank: int, world_size: int, port: int, work: Work, folder: Path) ->
     ranks = ProcessGroup.join(rank, world_size, "127.0.0.1", port, CPU, DEADLINE)
     try:
         (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(work(ranks, folder)))
+        ranks.any(False)  # a rank that leaves while another still works can end that one: gloo aborts the process
     finally:
         ranks.leave()

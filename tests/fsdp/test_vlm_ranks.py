@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fakes.decisions import rows_of
 from fakes.groups import flat
 from fakes.vlm_models import observation, write_model
 from rank_cases import LEARNING, Case, Drift, Outcome, drift, in_ranks, otherwise_rounded, run
@@ -50,7 +51,7 @@ def experience(bases: Path, kind: str) -> list[Trajectory]:
     inputs = policy.process(seen)
     decisions = TorchEngine(policy, CPU).generate(inputs, Sampling(1.0, max_tokens=5), range(len(seen)))
     episodes = []
-    for n, (read, decided) in enumerate(zip(inputs.split(), decisions.split(), strict=True)):
+    for n, (read, decided) in enumerate(zip(rows_of(inputs), rows_of(decisions), strict=True)):
         transition = Transition(seen[n], read, decided, np.array([n % 2], np.float32), 1)
         task = Task("prompts", 0, n, n, n // 4)
         episodes.append(Trajectory(task, (transition,), seen[n], True, False, bool(n % 2), 0))

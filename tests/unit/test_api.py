@@ -362,7 +362,7 @@ def test_an_environment_as_a_callable(evaluated):
         ({"suite": "tabletop_gaol"}, "tabletop_goal"),
         (
             {"overrides": {"optim.lr": 1.0}},
-            "optim.lr: an evaluation reads options of env, gym, prompts, policy, rollout only",
+            "optim.lr: an evaluation reads options of env, gym, prompts, policy, rollout, vllm, distributed only",
         ),
     ],
 )

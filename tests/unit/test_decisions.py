@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vlarl.decisions import Decisions, Sampling, TensorRows, TrainBatch
+from vlarl.decisions import Decisions, PickedRows, Row, Sampling, TensorRows, TrainBatch
 from vlarl.policies.openvla.decisions import ActionTokens, regressed_decisions, token_decisions
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 
@@ -48,14 +48,40 @@ def test_rows_by_index_and_by_slice():
     assert len(batch.rows(slice(0, 0))) == 0
 
 
-def test_a_row_has_memory_of_its_own():
-    """A transition is kept for long: it must not keep the whole batch of an engine in memory, nor change with it."""
-    batch = pages([1, 2], [3, 4])
-    one = batch.split()[1]
-    assert (one.words.ids.tolist(), one.number.tolist()) == ([[3, 4]], [1])
-    batch.words.ids.zero_()
-    assert one.words.ids.tolist() == [[3, 4]]
-    assert [tensor.untyped_storage().nbytes() for tensor in one.tensors()] == [16, 4, 8]
+def test_a_row_is_pickled_without_the_others():
+    """Transitions go to other processes: what they send must not be the whole batch of an engine."""
+    batch = pages([1, 2], *([3, 4],) * 1000)
+    content = pickle.dumps(Row(batch, 1))
+    back = pickle.loads(content)
+    assert back.index == 0 and back.alone().words.ids.tolist() == [[3, 4]] and back.batch.number.tolist() == [1]
+    assert len(content) < 1000
+
+
+def test_picked_rows_are_those_of_their_batches_in_any_order():
+    first, second, third = pages([1, 2], [3, 4]), pages([5, 6, 7]), pages([8])
+    rows = [Row(second, 0), Row(first, 1), Row(third, 0), Row(first, 0), Row(second, 0)]
+    picked = PickedRows.of(rows)
+    wanted = Pages.cat([row.alone() for row in rows])
+    order = torch.tensor([3, 1, 4])
+    for found, expected in (
+        (picked.joined(), wanted),
+        (picked.to("cpu"), wanted),
+        (picked.map(torch.clone), wanted),
+        (picked.rows(order).joined(), Pages.cat([rows[index].alone() for index in order])),
+        (picked.rows(slice(1, 3)).joined(), Pages.cat([row.alone() for row in rows[1:3]])),
+        (pickle.loads(pickle.dumps(picked)).joined(), wanted),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found.tensors(), expected.tensors(), strict=True))
+    assert len(picked) == 5 and len(picked.empty()) == 0 and picked.empty().batches == ()
+    assert [batch is own for batch, own in zip(picked.batches, (second, first, third), strict=True)] == [True] * 3
+
+
+def test_picked_rows_know_how_long_they_are():
+    batch, other = prompts(2, 5, 3, width=6), prompts(4, width=4)
+    picked = PickedRows.of([Row(batch, 2), Row(other, 0), Row(batch, 0)])
+    assert picked.lengths.tolist() == [3, 4, 2] and picked.rows(torch.tensor([2, 0])).lengths.tolist() == [2, 3]
+    assert picked.joined().input_ids.shape == (3, 4) and picked.joined().lengths.tolist() == [3, 4, 2]
+    assert PickedRows.of([Row(pages([1, 2]), 0)]).lengths is None
 
 
 def test_shorter_rows_are_padded_with_zeros_on_the_right():
@@ -134,8 +160,6 @@ def test_arrays_of_an_object_store_are_read_without_a_copy_or_a_warning():
         warnings.simplefilter("error")
         back.__setstate__(state)
     assert back.ids.tolist() == [[1, 2]] and back.ids.data_ptr() == ids.ctypes.data
-    assert back.split()[0].ids.add_(1).tolist() == [[2, 3]], "a row is writable"
-    assert ids.tolist() == [[1, 2]]
 
 
 def decided() -> Decisions:
@@ -162,13 +186,13 @@ def test_a_version_is_that_of_all_rows_and_changes_nothing_else():
     after = before.of_version(4)
     assert after.version.tolist() == [4, 4] and after.version.dtype == torch.int64 and before.version.tolist() == [0, 0]
     assert after.sample is before.sample and after.engine_logprobs is before.engine_logprobs
-    mixed = Decisions.cat([before.split()[0], after.split()[1]])
+    mixed = Decisions.cat([Row(before, 0).alone(), Row(after, 1).alone()])
     assert mixed.version.tolist() == [0, 4]
 
 
 def test_decisions_of_unequal_length_are_padded_and_padding_does_not_count():
     short = token_decisions(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]), 1)
-    joined = Decisions.cat([short, decided().split()[1]])
+    joined = Decisions.cat([short, Row(decided(), 1).alone()])
     assert joined.sample.tensors()[0].tolist() == [[7, 8, 0, 0, 0, 0], [6, 7, 8, 9, 10, 11]]
     assert joined.mask.tolist() == [[True] * 2 + [False] * 4, [True] * 6]
     assert joined.engine_logprobs[0].tolist() == [-1, -2, 0, 0, 0, 0]
@@ -205,10 +229,10 @@ def test_rows_leave_out_prompt_columns_that_none_of_them_uses():
     chosen = batch.rows(torch.tensor([2, 0]))
     assert chosen.input_ids.tolist() == [[3, 3, 3], [2, 2, 0]] and chosen.attention_mask.shape == (2, 3)
     assert chosen.pixels.shape == (2, 1, 3, 2, 2) and chosen.proprio is not None and chosen.proprio.shape == (2, 8)
-    assert batch.split()[0].input_ids.tolist() == [[2, 2]] and not batch.split()[0].ragged
+    assert Row(batch, 0).alone().input_ids.tolist() == [[2, 2]] and not Row(batch, 0).alone().ragged
     assert batch.rows(slice(0, 0)).input_ids.shape == (0, 6)
     assert batch.lengths.tolist() == [2, 5, 3]
-    assert prompts(2, width=2, proprio=False).split()[0].proprio is None
+    assert Row(prompts(2, width=2, proprio=False), 0).alone().proprio is None
 
 
 def test_rows_of_a_training_batch_choose_and_move_their_inputs_in_the_inputs_own_way():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.decisions import split
 
 from vlarl.decisions import Decisions, TensorRows
 from vlarl.policies.base import Policy
@@ -33,7 +34,7 @@ def test_the_example_makes_decisions(example):
     decisions = example["decisions_of"](points, -torch.ones(2, 6))
     assert isinstance(decisions, Decisions) and len(decisions) == 2
     assert decisions.step.tolist() == [[0, 0, 0, 1, 1, 1]] * 2 and decisions.mask.all()
-    assert torch.equal(decisions.split()[1].sample.point, points[1:])
+    assert torch.equal(split(decisions)[1].sample.point, points[1:])
     short = example["decisions_of"](points[:1, :1], -torch.ones(1, 3))
     joined = Decisions.cat([short, decisions])
     assert joined.mask.sum(dim=1).tolist() == [3, 6, 6] and joined.sample.point.shape == (3, 2, 3)

@@ -47,18 +47,19 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": BASE | {"decisions", "envs", "policies", "rewards", "observability", "weights", "interrupt"},
     "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout", "weights"},
     "callbacks": {"types", "errors", "interrupt"},
+    "auto_classes": set(),  # by name, when transformers is imported
     "data": PARTS | {"images"},
     "run": PARTS | {"interrupt", "callbacks", "distributed", "data"},
     "distributed": PARTS | {"data"},
     "evaluation": PARTS | {"interrupt", "run"},
     "export": BASE | {"policies", "observability", "evaluation"},
-    "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks"},
+    "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks", "export"},
     "cli": PARTS | {"run", "evaluation", "loop", "data", "export"},
     "python_messages": {"config", "errors", "cli"},
     "api": PARTS | {"run", "evaluation", "loop", "data", "callbacks", "cli", "python_messages"},
     "__main__": {"cli"},
 }
-ROOT_MAY_EXPOSE = PARTS | {"api", "callbacks", "python_messages"}  # vlarl/__init__.py, lazily
+ROOT_MAY_EXPOSE = PARTS | {"api", "auto_classes", "callbacks", "python_messages"}  # vlarl/__init__.py, lazily
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -78,9 +78,8 @@ class FakeSession:
 
 def parts_of(policy, config: Config) -> SimpleNamespace:
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
-    return SimpleNamespace(
-        policy=policy, algorithm=algorithm, learner=WatchedLearner(policy, algorithm, config, torch.device("cpu"))
-    )
+    learner = WatchedLearner(policy, algorithm, config, torch.device("cpu"))
+    return SimpleNamespace(policy=policy, algorithm=algorithm, learner=learner, readable=list)
 
 
 def rewarded(episode: Trajectory, value: float) -> Trajectory:
@@ -183,16 +182,20 @@ def test_the_learners_own_log_probs_cost_a_pass_only_where_they_are_needed(tiny,
 
 
 def test_values_of_a_critic_and_of_the_last_observation_make_the_advantages(tiny, act, configure):
-    """By hand: without rewards and with lambda 0, V(next) - V, where nothing follows an episode that terminated."""
+    """By hand: without rewards and with lambda 0, V(next) - V, where nothing follows an episode that terminated.
+
+    A segment that its episode continues after is bootstrapped as one that the time limit cut off.
+    """
     options = {"name": "ppo", "critic_hidden": (16,), "gamma": 1.0, "gae_lambda": 0.0, "normalize_advantages": "none"}
     config = configure(algorithm=options)
     parts = parts_of(tiny, config)
     torch.nn.init.normal_(tiny.value_head.out.weight, generator=torch.Generator().manual_seed(1))
-    cut_off, terminated = act(tiny, lengths=(2, 2))
+    cut_off, terminated, segment = act(tiny, lengths=(2, 2, 2))
+    segment = replace(segment, terminated=False, truncated=False, continues=True)
     assert terminated.terminated and not cut_off.terminated
-    batch = estimated_batch(parts, config, [cut_off, terminated], 1)
+    batch = estimated_batch(parts, config, [cut_off, terminated, segment], 1)
     expected = []
-    for episode in (cut_off, terminated):
+    for episode in (cut_off, terminated, segment):
         seen = [t.observation for t in episode.transitions] + [episode.final_observation]
         with torch.no_grad():
             values = [float(tiny.values(tiny.process([observed]))[0, 0]) for observed in seen]

@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from scaling_model import Loop, forecast, ring_seconds  # noqa: E402
+from scaling_model import Loop, episode_lengths, forecast, ring_seconds  # noqa: E402
 
 ALONE = Loop(
     env_workers=1,
@@ -84,14 +85,48 @@ def test_work_on_cores_is_slowed_alike():
 
 
 def test_learners_share_the_decisions_and_the_cores():
-    halves = forecast(varied(ranks=2, learners_on_cores=True, cores=2))
+    halves = forecast(varied(ranks=2, microbatch=25, learners_on_cores=True, cores=2))
     assert halves.update_s == pytest.approx(1.0)
-    one_core = forecast(varied(ranks=2, learners_on_cores=True, cores=1))
+    one_core = forecast(varied(ranks=2, microbatch=25, learners_on_cores=True, cores=1))
     assert one_core.update_s == pytest.approx(2.0)
 
 
+def test_learners_take_microbatches_in_turn_and_one_alone_helps_no_other():
+    """Minibatches of 50 rows: one microbatch of 64 is the work of one rank; of three of 20, one rank has 20 + 10."""
+    whole = forecast(varied(ranks=2, minibatches=2, microbatch=64, step_s=0.3, steps=4))
+    assert whole.update_s == pytest.approx(2 * (50 * 0.02 + 2 * 0.3))
+    thirds = forecast(varied(ranks=2, minibatches=2, microbatch=20))
+    assert thirds.update_s == pytest.approx(2 * 30 * 0.02)
+
+
+def test_episodes_that_differ_leave_slots_idle_at_the_end():
+    """Two slots: episodes of 1 and 9 decisions, then of 9 and 1. In turn each rollout takes as long as its longest."""
+    lengths = varied(
+        env_workers=2, lengths=(1, 9, 9, 1), episodes=2, engine_fixed_s=0.0, engine_row_s=0.0, update_s=0.0
+    )
+    result = forecast(lengths)
+    assert result.rollout_s == pytest.approx(9 * 0.1)
+
+
+def test_in_an_asynchronous_run_slots_go_on_without_the_slowest_episode():
+    """Two slots, and batches of two episodes, of 1 and of 9 decisions: 0.5 s of both slots. In turn the slot of the
+    short one waits for the other, 0.9 s; ahead it begins the next episodes, up to two batches."""
+    loop = varied(env_workers=2, lengths=(1, 9), episodes=2, engine_fixed_s=0.0, engine_row_s=0.0, update_s=0.0)
+    in_turn = forecast(Loop(**{**vars(loop), "iterations": 9}))
+    ahead = forecast(Loop(**{**vars(loop), "iterations": 9, "max_staleness": 1}))
+    assert in_turn.iteration_s == pytest.approx(0.9)
+    assert 0.5 <= ahead.iteration_s < 0.75
+
+
+def test_episodes_of_different_length_add_up_to_the_decisions():
+    lengths = episode_lengths(varied(decisions=1000, episode_std=0.5), 50, np.random.default_rng(0))
+    assert len(lengths) == 50 and sum(lengths) == 1000
+    assert 5 < np.std(lengths) < 15  # 0.5 of a mean of 20
+    assert set(episode_lengths(varied(decisions=438), 16, np.random.default_rng(0))) == {27, 28}, "16 episodes, not 17"
+
+
 def test_lockstep_waits_for_the_slowest_worker():
-    each = varied(env_workers=8, decisions=800, engine_fixed_s=0.0, engine_row_s=0.0, update_s=0.0, env_spread=0.5)
+    each = varied(env_workers=8, decisions=800, engine_fixed_s=0.0, engine_row_s=0.0, update_s=0.0, env_std=0.5)
     free, together = forecast(each), forecast(Loop(**{**vars(each), "lockstep": True}))
     assert together.rows_per_call == 8
     assert free.rows_per_call < 2
@@ -108,9 +143,9 @@ def test_the_ring_passes_on_all_but_its_own_part():
 
 
 def test_the_same_seed_gives_the_same_forecast():
-    spread = varied(env_workers=8, decisions=400, env_spread=0.3, seed=3)
-    assert forecast(spread) == forecast(spread)
-    assert forecast(spread) != forecast(Loop(**{**vars(spread), "seed": 4}))
+    differing = varied(env_workers=8, decisions=400, env_std=0.3, seed=3)
+    assert forecast(differing) == forecast(differing)
+    assert forecast(differing) != forecast(Loop(**{**vars(differing), "seed": 4}))
 
 
 def test_the_command_prints_json():

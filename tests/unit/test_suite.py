@@ -133,7 +133,7 @@ def test_markers_and_golden_arrays_of_another_folder_are_named(tmp_path):
     (tmp_path / "rl_math").mkdir()
     text = run_inner(tmp_path, "def test_run():\n    pass\n", "-m", "not slow", VLARL_GOLDEN=str(tmp_path))
     assert "not tested: what -m 'not slow' leaves out, which make test runs\n" in text
-    rest = "openvla-tiny, openvla-oft-tiny, rlds, film, towers"
+    rest = "openvla-tiny, openvla-oft-tiny, smolvla-tiny, rlds, film, towers, lerobot"
     assert f"golden arrays from {tmp_path}; from tests/golden: {rest}\n" in text
 
 

@@ -95,7 +95,7 @@ def token_rewards(trajectory: Trajectory, gamma: float) -> tuple[FloatArray, Flo
     """
     rewards, discounts = [], []
     for t in trajectory.transitions:
-        steps = t.decision.step[0].numpy()[executed_elements(t)]
+        steps = t.decided.batch.step[t.decided.index].numpy()[executed_elements(t)]
         is_last = np.ones(len(steps), dtype=np.bool_)
         is_last[:-1] = steps[1:] != steps[:-1]
         rewards.append(np.where(is_last, t.rewards[steps], np.float32(0)))
@@ -108,7 +108,8 @@ REWARDS = {"chunk": chunk_rewards, "step": step_rewards, "token": token_rewards}
 
 def executed_elements(t: Transition) -> BoolArray:
     """[L] which elements of a decision belong to environment steps that ran."""
-    found: BoolArray = (t.decision.mask & (t.decision.step < t.num_executed))[0].numpy()
+    made, row = t.decided.batch, t.decided.index
+    found: BoolArray = (made.mask[row] & (made.step[row] < t.num_executed)).numpy()
     return found
 
 
@@ -124,7 +125,7 @@ def executed(trajectory: Trajectory, level: Level, width: int) -> IntArray:
         if level == "step":
             row[: t.num_executed] = 1
         else:
-            row[: t.decision.mask.shape[1]] = executed_elements(t)
+            row[: t.decided.batch.mask.shape[1]] = executed_elements(t)
     return counts
 
 
@@ -212,7 +213,7 @@ def penalize(trajectories: Sequence[Trajectory], ref_kl: Sequence[FloatArray], k
     """
 
     def penalized(t: Transition, kl: FloatArray) -> FloatArray:
-        step = t.decision.step[0].numpy()
+        step = t.decided.batch.step[t.decided.index].numpy()
         by_step = np.bincount(step, kl[: len(step)], minlength=len(t.rewards))
         return (t.rewards - kl_coef * by_step).astype(np.float32)
 

@@ -109,7 +109,7 @@ COMMANDS: dict[str, Command] = {
     "merge": Command(_merge, "RUN|ADAPTER OUT", "fold an adapter into its base: a checkpoint in the original layout"),
     "push": Command(_push, "RUN|CHECKPOINT ORG/NAME", "upload a checkpoint with a model card to the Hugging Face hub"),
     "env": Command(_env, "list | tasks | check", "list suites and tasks; check an environment"),
-    "data": Command(_data, "inspect | record", "inspect recorded demonstrations, or record scripted experts"),
+    "data": Command(_data, "inspect | convert | record", "inspect, convert or record demonstrations"),
     "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
     "doctor": Command(
         _doctor, "[RUN|CHECKPOINT]", "check this machine, or a checkpoint and its memory; say what is missing"

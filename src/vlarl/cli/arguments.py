@@ -81,12 +81,25 @@ def temperature(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """A number from 0 to 1."""
+    value = temperature(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= 0 and <= 1")
+    return value
+
+
 def suite(text: str) -> str:
     """A suite that exists, in vlarl's spelling."""
     text = suite_name(text)
     for problem in check_suite(text, "suite"):
         raise argparse.ArgumentTypeError(str(problem))
     return text
+
+
+def suites(text: str) -> tuple[str, ...]:
+    """One or several suites that exist, separated by commas, in vlarl's spelling."""
+    return tuple(suite(name) for name in text.split(","))
 
 
 def _integer(text: str, least: int) -> int:

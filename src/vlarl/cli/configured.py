@@ -29,7 +29,7 @@ from vlarl.config.source.load import load_config, to_yaml
 from vlarl.config.source.presets import DEFAULT_PRESET, is_source, presets_of
 from vlarl.config.source.start import Start, start_of
 from vlarl.config.state_choice import SeenStates, seen_by_run
-from vlarl.config.suites import SuiteStates, suite_facts
+from vlarl.config.suites import SuiteStates, each_suite, suite_facts
 from vlarl.config.trust import refuse_untrusted
 from vlarl.config.words import plural, words_of
 from vlarl.errors import UsageError
@@ -274,6 +274,7 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
     places = {
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
+        **({"merged": run / "checkpoints" / "merged"} if config.checkpoint.merge else {}),
         **({"samples": run / "samples.jsonl"} if is_prompts(config.env.suite) else {"videos": run / "videos"}),
     }
     there = ((name, path) for name, path in places.items() if path is not None and path.exists())
@@ -285,11 +286,15 @@ def _seen(run: Path, config: Config) -> SeenStates:
     """Whether the run or its base was trained on the initial states of its own evaluation."""
     from vlarl.observability.report.data import newest_training_data
 
-    env, facts = config.env, suite_facts(config.env, config.gym)
-    assert facts is not None, "a run has trained on it"
-    states = SuiteStates.of(facts).evaluated(env.protocol)[: config.eval.states_per_task]  # none of unread data
-    episodes = [(task, state) for task in env.task_ids or range(facts.num_tasks) for state in states]
-    return seen_by_run(newest_training_data(run / "checkpoints"), env.suite, config.gym.env, env.protocol, episodes)
+    episodes = {}
+    for env in each_suite(config.env):
+        facts = suite_facts(env, config.gym)
+        assert facts is not None, "a run has trained on it"
+        states = SuiteStates.of(facts).evaluated(env.protocol)[: config.eval.states_per_task]  # none of unread data
+        tasks = env.task_ids or range(facts.num_tasks)
+        episodes[env.suite] = [(task, state) for task in tasks for state in states]
+    training = newest_training_data(run / "checkpoints")
+    return seen_by_run(training, config.gym.env, config.env.protocol, episodes)
 
 
 def _help(command: str, default_preset: str) -> str:

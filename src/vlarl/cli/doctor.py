@@ -144,8 +144,10 @@ def _rollout_batch(config: Config) -> int:
     """Observations in a forward pass of a rollout: as configured, or one per environment."""
     from vlarl.run.parts import num_envs
 
-    episodes = config.rollout.num_groups * config.rollout.group_size
-    return config.rollout.batch_size or min(num_envs(config.env, config.gym), episodes)
+    slots = num_envs(config.env, config.gym)
+    if config.rollout.num_steps is None:
+        slots = min(slots, config.rollout.num_groups * config.rollout.group_size)
+    return config.rollout.batch_size or slots
 
 
 def _title(options: dict[str, Any], config: Config, description: Description, rank: int) -> list[str]:

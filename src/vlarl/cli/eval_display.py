@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -23,6 +23,10 @@ from vlarl.types import EpisodeResult, EvalResult
 LINES = 10  # progress lines of a whole evaluation, if the output is not a terminal
 SILENCE_S = 60.0  # the longest time without a progress line
 LISTED = 5  # unpaired episodes that are listed
+
+
+PROTOCOLS = {"disjoint": "held-out", "benchmark": "benchmark"}
+NOTHING = EvalResult(())
 
 
 class EpisodeCounter:
@@ -75,11 +79,37 @@ class EpisodeCounter:
 
 
 def success_table(result: EvalResult) -> str:
-    """Successes of each task and of all, with Wilson's 95% intervals and mean lengths, as aligned text."""
-    parts, words = result.by_task(), words_of(result.episodes[0].task.suite)
-    rows = [(str(i), *_cells(part), part.episodes[0].instruction) for i, part in parts.items()]
+    """Successes of each task, of each of several suites and of all, with Wilson's 95% intervals and mean lengths, as
+    aligned text."""
+    suites, words = result.by_suite(), words_of(result.episodes[0].task.suite)
+    rows: list[tuple[str, ...]] = []
+    for suite, own in suites.items():
+        rows += [(str(i), *_cells(part), part.episodes[0].instruction) for i, part in own.by_task().items()]
+        rows += [("all", *_cells(own), f"all of {suite}")] if len(suites) > 1 else []
     head = ("task", words.won, words.success, "95% interval", words.length, words.instruction)
-    return _aligned([head, *rows, ("all", *_cells(result), "")])
+    return _aligned([head, *rows, ("all", *_cells(result), "all suites" if len(suites) > 1 else "")])
+
+
+def protocol_table(record: EvalRecord) -> str:
+    """Successes of each task with each of two protocols, with Wilson's 95% intervals, as aligned text."""
+    by_protocol = list(record.by_protocol().values())
+    suites = record.result.by_suite()
+    rows: list[tuple[str, ...]] = []
+    for suite, own in suites.items():
+        parts = [result.by_suite().get(suite, NOTHING).by_task() for result in by_protocol]
+        rows += [
+            (str(i), *_both(part.get(i, NOTHING) for part in parts), of_task.episodes[0].instruction)
+            for i, of_task in own.by_task().items()
+        ]
+        if len(suites) > 1:
+            rows.append(("all", *_both(r.by_suite().get(suite, NOTHING) for r in by_protocol), f"all of {suite}"))
+    names = [PROTOCOLS[name] for name in record.by_protocol()]
+    head = ("task", *(cell for name in names for cell in (name, "success", "95% interval")), "instruction")
+    return _aligned([head, *rows, ("all", *_both(by_protocol), "all suites" if len(suites) > 1 else "")])
+
+
+def _both(results: Iterable[EvalResult]) -> tuple[str, ...]:
+    return tuple(cell for result in results for cell in _cells(result)[:3])
 
 
 def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
@@ -110,6 +140,13 @@ def closing_lines(record: EvalRecord, with_states: bool = True) -> list[str]:
 
 def states_lines(settings: EvalSettings) -> list[str]:
     """Which initial states were used, whether they were trained on and which file says so, and the warnings."""
+    return [line for each in settings.each() for line in _states_lines(each, bool(settings.suites))]
+
+
+def _states_lines(settings: EvalSettings, is_one_of_several: bool) -> list[str]:
+    if both := settings.each_protocol():
+        parts = {PROTOCOLS[name]: _states_lines(part, is_one_of_several) for name, part in both.items()}
+        return [f"{name}: {line}" for name, own in parts.items() for line in own]
     lines = []
     if settings.init_states:
         trained, is_one = settings.num_trained_states, len(settings.init_states) == 1
@@ -123,23 +160,33 @@ def states_lines(settings: EvalSettings) -> list[str]:
         state = words_of(settings.suite).state
         kind = f"{state}: index" if is_one else f"{plural(2, state)}: indices"
         tasks = "each task" if len(settings.task_ids) > 1 else f"task {settings.task_ids[0]}"
+        tasks += f" of {settings.suite}" if is_one_of_several else ""
         lines.append(f"{kind} {in_ranges(settings.init_states)} of {tasks}; {seen}")
     return [*lines, *(f"warning: {warning}" for warning in settings.warnings)]
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """Success of both on each task and on all, and the difference in points, as aligned text."""
-    a, b = comparison.a.by_task(), comparison.b.by_task()
-    rows = [(str(i), *_side_by_side(a[i], b[i]), a[i].episodes[0].instruction) for i in a]
-    last = ("all", *_side_by_side(comparison.a, comparison.b), "")
-    given = words_of(comparison.a.episodes[0].task.suite).instruction if a else ""
+    """Success of both on each task and on all, and the difference in points, as aligned text; a table for each of two
+    protocols."""
+    if both := comparison.by_protocol():
+        return "\n".join(f"{PROTOCOLS[name]} states\n{comparison_table(part)}" for name, part in both.items())
+    suites = comparison.a.by_suite()
+    rows: list[tuple[str, ...]] = []
+    for suite, ours in suites.items():
+        theirs = comparison.b.by_suite()[suite]
+        a, b = ours.by_task(), theirs.by_task()
+        rows += [(str(i), *_side_by_side(a[i], b[i]), a[i].episodes[0].instruction) for i in a]
+        rows += [("all", *_side_by_side(ours, theirs), f"all of {suite}")] if len(suites) > 1 else []
+    last = ("all", *_side_by_side(comparison.a, comparison.b), "all suites" if len(suites) > 1 else "")
+    given = words_of(comparison.a.episodes[0].task.suite).instruction if suites else ""
     return _aligned([("task", "A", "", "B", "", "B - A", given), *rows, last])
 
 
 def comparison_lines(comparison: Comparison, a: EvalRecord, b: EvalRecord) -> list[str]:
     """The checkpoints A and B, the result of the test, and the episodes that could not be paired."""
     lines = [f"{name}: {brief(record.settings.checkpoint)}" for name, record in (("A", a), ("B", b))]
-    lines.append(comparison.in_words())
+    both = comparison.by_protocol()
+    lines += [f"{PROTOCOLS[name]}: {part.in_words()}" for name, part in both.items()] or [comparison.in_words()]
     for name, other, unpaired in (("A", "B", comparison.unpaired_a), ("B", "A", comparison.unpaired_b)):
         if unpaired:
             more = f" and {len(unpaired) - LISTED} more" if len(unpaired) > LISTED else ""

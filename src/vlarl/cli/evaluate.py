@@ -18,8 +18,10 @@ from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_ch
 from vlarl.config.schema import Config
 from vlarl.config.source.aliases import ALIASES, plain_name
 from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
+from vlarl.config.source.spelling import suite_name
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import DEFAULT_EPISODES
+from vlarl.config.suites import BOTH
 from vlarl.config.training_data import TrainingData, run_of
 from vlarl.config.words import counted, plural, words_of
 from vlarl.errors import UsageError
@@ -33,7 +35,8 @@ ABOUT = (
     "Measure how often a checkpoint succeeds on fixed initial states. Results go into a new folder: in the run's "
     "`eval` for a checkpoint of a run, else in `evals`. --policy.FIELD, --env.FIELD and --gym.FIELD set how the "
     "checkpoint is loaded and the simulator is run, as in `vlarl train --help`, such as --policy.actions l1 for OFT's "
-    "regression head; a run's checkpoint needs none of them."
+    "regression head; a run's checkpoint needs none of them. --distributed.backend ray runs the engine and the "
+    "environments as workers of a Ray cluster, and --vllm.num_engines makes the engines vLLM's; results are the same."
 )
 CHECKPOINT_NAMES = ("checkpoint", "model", "pretrained_checkpoint", "vla_path", "policy.path")
 OTHER_NAMES = {
@@ -73,7 +76,7 @@ GIVEN_BY_ID = ("suite", "tasks", "episodes", "seed", "against", "protocol", "vid
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, or two, and print success on each task; or replay one episode."""
-    given, rest = _parser().parse_known_args(_with_own_names(arguments))
+    given, rest = _parser().parse_known_args(_with_suites(_with_own_names(arguments)))
     options = _options(given, rest)
     first = locate_checkpoint(given.checkpoint, given.root)
     second = None if given.against is None else locate_checkpoint(given.against, given.root)
@@ -104,6 +107,18 @@ def _with_own_names(arguments: Sequence[str]) -> list[str]:
     return found
 
 
+def _with_suites(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the suites after --suite as one value: a checkpoint may follow them."""
+    found: list[str] = []
+    for text in arguments:
+        is_suite = suite_name(text) in KNOWN_SUITES and not Path(text).exists()
+        if is_suite and found[-2:-1] == ["--suite"] and not found[-1].startswith("-"):
+            found[-1] += f",{text}"
+        else:
+            found.append(text)
+    return found
+
+
 def _parser() -> args.Parser:
     parser = args.Parser("eval", ABOUT)
     add = parser.add_argument
@@ -114,18 +129,20 @@ def _parser() -> args.Parser:
     add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
     add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")
     suites = (
-        f"the suite to evaluate on: one of {', '.join(KNOWN_SUITES)}. Without this flag it is the suite that the "
+        f"the suite to evaluate on, or several of one kind: of {', '.join(KNOWN_SUITES)}. Without this flag it is what "
+        "the run of the checkpoint was configured with, or the suite that the "
         f"checkpoint was trained on, or {Config().env.suite} if the checkpoint does not say"
     )
-    add("--suite", type=args.suite, metavar="S", help=suites)
+    add("--suite", type=args.suites, metavar="S", help=suites)
     protocols = (
         "the initial states to use. disjoint: those that training leaves out. benchmark: those of published results. "
+        "both: all states of either, once, and a table of the two; --episodes then counts for each. "
         "With this flag the first ones are used, even if the checkpoint was trained on them. Without it the protocol "
         "is the checkpoint's own, or benchmark if it has none, and states that the checkpoint was trained on are left "
         "out (unless its own run was configured with env.protocol benchmark)"
     )
-    add("--protocol", choices=("disjoint", "benchmark"), help=protocols)
-    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; by default all of the suite")
+    add("--protocol", choices=("disjoint", "benchmark", BOTH), help=protocols)
+    add("--tasks", type=args.non_negative, nargs="+", metavar="N", help="ids of tasks; by default all of each suite")
     episodes = (
         f"episodes per task, each from another initial state; by default as many as there are, up to {DEFAULT_EPISODES}"
     )
@@ -157,7 +174,7 @@ def _more_tasks(request: EvalRequest, tasks: Sequence[int] | None) -> str:
     if run is None or tasks is not None or request.env.task_ids is not None:
         return ""
     env = read_document(run / "config.yaml").data.get("env")
-    trained = env.get("task_ids") if isinstance(env, dict) and env.get("suite") == request.env.suite else None
+    trained = env.get("task_ids") if isinstance(env, dict) and env.get("suite") == request.label else None
     if not isinstance(trained, list | tuple) or not all(isinstance(task, int) for task in trained):
         return ""
     ids = " ".join(str(task) for task in trained)
@@ -209,7 +226,9 @@ def _options(given: argparse.Namespace, rest: Sequence[str]) -> dict[str, object
     if problems:
         raise ConfigError(problems)
     tasks = None if given.tasks is None else tuple(given.tasks)
-    named = {"suite": given.suite, "protocol": given.protocol, "task_ids": tasks, "num_envs": given.num_envs}
+    named = {"protocol": given.protocol, "task_ids": tasks, "num_envs": given.num_envs}
+    if given.suite is not None:
+        named |= {"suite": given.suite[0]} if len(given.suite) == 1 else {"suites": given.suite}
     return flags.values | {f"env.{name}": value for name, value in named.items() if value is not None}
 
 
@@ -249,23 +268,25 @@ def _run(request: EvalRequest, out: Path | None, name: str = "") -> EvalRecord:
     """Evaluate with a counter on stderr."""
     from vlarl.evaluation.record import EvalDirectory, new_folder
 
-    folder = out or new_folder(request.checkpoint, request.env.suite, datetime.now())
+    folder = out or new_folder(request.checkpoint, request.label, datetime.now())
     EvalDirectory.refuse_existing(folder)
-    what = f"{request.env.suite}, protocol {request.env.protocol}"
+    what = f"{request.label}, {'both protocols' if request.by_protocol else f'protocol {request.env.protocol}'}"
     line = f"evaluating {name}{brief(request.checkpoint)} on {what}, into {brief(folder)}"
     print(line, file=sys.stderr, flush=True)
 
     from vlarl.cli.eval_display import EpisodeCounter
     from vlarl.evaluation.run import run_evaluation  # after the line: torch takes seconds to load
 
-    with EpisodeCounter(name + request.env.suite, words=words_of(request.env.suite)) as counter:
+    with EpisodeCounter(name + request.label, words=words_of(request.env.suite)) as counter:
         return run_evaluation(request, folder, counter)
 
 
 def _print_result(record: EvalRecord) -> None:
-    from vlarl.cli.eval_display import closing_lines, success_table
+    from vlarl.cli.eval_display import closing_lines, protocol_table, success_table
 
-    table = [success_table(record.result)] if record.result.episodes else []
+    table = []
+    if record.result.episodes:
+        table.append(protocol_table(record) if record.by_protocol() else success_table(record.result))
     print(printable("\n".join([*table, *closing_lines(record)])))
 
 

@@ -9,15 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.mixtures import parse_mixture
 from vlarl.config.paths import brief
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import RunProgress
 from vlarl.config.schema import Config
 from vlarl.config.source.presets import is_preset
 from vlarl.config.source.start import Start
-from vlarl.config.suites import suite_facts
+from vlarl.config.suites import suite_facts, suites_of
 from vlarl.config.training_data import training_data_of
-from vlarl.config.words import counted
+from vlarl.config.words import counted, plural
 from vlarl.errors import UsageError
 from vlarl.observability.machine import may_have_gpu
 from vlarl.observability.run_dir import RunDirectory
@@ -27,18 +28,21 @@ words:
   decision   one call of the policy: images and an instruction in, a chunk of actions out
   group      several episodes of one task from one initial state, which are compared with each other
   engine     what runs the policy during rollouts: PyTorch, or vLLM (section vllm)
-  iteration  one round: a rollout of rollout.num_groups groups, an update of the policy, an evaluation if one is due"""
+  iteration  one round: a rollout of rollout.num_groups groups, or of rollout.num_steps steps in every environment, an
+             update of the policy, an evaluation if one is due"""
 
 
 def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | None) -> list[str]:
     """The run, its start (None: a resumed run), policy, tasks and device in one line, printed before anything is
     loaded; and the note on the start."""
     if isinstance(config, Config):
-        what = f"suite {config.env.suite}"
+        what = f"{plural(len(suites_of(config.env)), 'suite')} {_listed(suites_of(config.env))}"
         is_here = config.distributed.backend == "local"
     else:
         demos = config.demos
         what = f"demonstrations {brief(demos.path) if demos.path else 'of ' + _listed(demos.suites)}"
+        if demos.mixture:
+            what += f" ({_listed(demos.mixture)})"
         is_here = True
     device = _device(config.run.device) if is_here else "those of a Ray cluster"
     label = "" if start is None else f"{start.label}, "
@@ -48,10 +52,10 @@ def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | 
 
 def with_suite_note(start: Start, config: Config, given: Mapping[str, object]) -> Start:
     """The start with a note if its preset has another suite than the one that the given policy was trained on."""
-    if "policy.path" not in given or "env.suite" in given or not is_preset(start.source):
+    if "policy.path" not in given or {"env.suite", "env.suites"} & given.keys() or not is_preset(start.source):
         return start
     data, suite = training_data_of(config.policy.path), config.env.suite
-    if data is None or data.suite is None or data.suite == suite:
+    if data is None or data.suite is None or data.suite in suites_of(config.env):
         return start
     note = (
         f"policy.path was trained on {data.suite}, but this run is on {suite}: --env.suite {data.suite} keeps the suite"
@@ -86,7 +90,9 @@ def not_checked(config: Config | FinetuneConfig) -> list[str]:
         elif facts is not None and facts.in_processes:
             lines.append("the simulator: vlarl doctor")
     elif config.demos.path:
-        lines.append(f"the files of demos.path: vlarl data inspect {shlex.quote(brief(config.demos.path))}")
+        first = [one.name for one in parse_mixture(config.demos.mixture)[:1]]
+        inspected = brief(Path(config.demos.path, *first))
+        lines.append(f"the files of demos.path: vlarl data inspect {shlex.quote(inspected)}")
     return [*lines, "the device: vlarl doctor", f"its memory: {of_model}"]
 
 

@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_CHUNKS, SUITES, is_prompts
+from vlarl.config.known import BATCHED_ENVS, BUILTIN_CHUNKS, SUITES, is_prompts
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
-from vlarl.config.suites import suite_facts
+from vlarl.config.suites import num_configured_tasks, suite_facts
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Derived:
     num_engines: int | None  # on a cluster; None: all in one process
     num_env_workers: int | None  # on a cluster; None also if each core has a simulator
     num_tasks: int
-    episodes_per_iteration: int  # the rollout batch
+    episodes_per_iteration: int | None  # the rollout batch; None, like all counts of episodes: rollout.num_steps is set
     episodes_per_iteration_and_env_worker: float | None  # on average: a free worker takes the next one
     decisions_per_iteration_max: int | None  # if every episode lasts to the time limit
     iterations_per_update: int
-    episodes_per_update: int  # the train batch
-    episodes_per_minibatch: int  # on average: minibatches are split from shuffled decisions
+    episodes_per_update: int | None  # the train batch
+    episodes_per_minibatch: int | None  # on average: minibatches are split from shuffled decisions
     episodes_per_minibatch_and_rank: float | None  # on average: microbatches are distributed
     decisions_per_microbatch_max: int | None
     tokens_per_microbatch_max: int | None
@@ -53,8 +53,19 @@ class FinetuneDerived:
     total_samples: int  # over all steps
 
 
+def num_slots(config: Config) -> int | None:
+    """Environments that run in parallel; None: as many as the machine has cores for."""
+    facts = suite_facts(config.env, config.gym)
+    if config.env.num_envs is None and facts is not None and not facts.in_processes:
+        return BATCHED_ENVS
+    return config.env.num_envs
+
+
 def env_steps_per_iteration(config: Config) -> int | None:
-    """Environment steps of an iteration whose episodes all last to the time limit; None: the limit is not known."""
+    """Environment steps of an iteration whose episodes all last to the time limit; None: not known."""
+    if config.rollout.num_steps is not None:
+        slots = num_slots(config)
+        return None if slots is None else slots * config.rollout.num_steps
     facts = suite_facts(config.env, config.gym)
     if facts is None or facts.max_steps is None:
         return None
@@ -135,6 +146,18 @@ def num_engines(config: Config) -> int:
     return config.vllm.num_engines or config.distributed.torch_num_engines
 
 
+def staged_syncs(config: Config) -> bool:
+    """Whether engines keep acting while weights arrive, and switch at the end of a sync.
+
+    Only where decisions may be of older weights, and not by nccl and ipc, which load what they send. A batch of texts
+    takes as long as a rollout and every bucket would wait for one, so whole models that write texts are sent directly;
+    adapters are few buckets.
+    """
+    if not config.distributed.asynchronous or config.vllm.sync_backend != "object_store":
+        return False
+    return config.lora.enabled or not is_prompts(config.env.suite)
+
+
 def engine_dtype(config: Config) -> Literal["float32", "bfloat16"]:
     """The precision of engines on a cluster: the same as of the learners' passes."""
     return config.distributed.compute_dtype or config.policy.dtype
@@ -145,24 +168,34 @@ def engine_memory_fraction(config: Config) -> float:
     return config.vllm.gpu_memory_utilization or 0.9 * (config.distributed.engine_gpus or 1.0)
 
 
+def engines_sleep(config: Config, share_gpus: bool) -> bool:
+    """Whether vLLM engines release their GPU's memory during updates; `share_gpus`: they run on the learners' GPUs."""
+    possible = config.vllm.num_engines > 0 and share_gpus and not config.distributed.asynchronous
+    return possible and config.vllm.sleep is not False
+
+
 def derive(config: Config) -> Derived:
     """The derived values of a training run."""
-    episodes = config.rollout.num_groups * config.rollout.group_size
+    num_steps = config.rollout.num_steps
+    episodes = None if num_steps is not None else config.rollout.num_groups * config.rollout.group_size
     gathered = config.optim.rollouts_per_update
     iterations, interval, per_iteration = (
         total_iterations(config),
         config.eval.interval,
         env_steps_per_iteration(config),
     )
+    in_steps = config.eval.interval_steps is not None
     updates = None if iterations is None else updates_in(iterations, config)
     steps = config.algorithm.epochs * config.optim.minibatches
     facts = suite_facts(config.env, config.gym)
     assert facts is not None, "a checked configuration names a suite that exists"
-    num_tasks = len(config.env.task_ids) if config.env.task_ids is not None else facts.num_tasks
+    num_tasks = num_configured_tasks(config.env, config.gym) or facts.num_tasks
     chunk = config.policy.chunk_length or BUILTIN_CHUNKS.get(config.policy.path.removeprefix("builtin:"))
     chunk = 1 if is_prompts(config.env.suite) else chunk  # a text is one decision
-    decisions = episodes * math.ceil(facts.max_steps / chunk) if facts.max_steps and chunk else None
-    per_minibatch = episodes * gathered // config.optim.minibatches
+    runs, steps_each = (episodes, facts.max_steps) if num_steps is None else (num_slots(config), num_steps)
+    decisions = runs * math.ceil(steps_each / chunk) if runs and steps_each and chunk else None
+    per_update = None if episodes is None else episodes * gathered
+    per_minibatch = None if per_update is None else per_update // config.optim.minibatches
     on_cluster, env_workers = config.distributed.backend == "ray", None
     if on_cluster:  # each simulator is its own worker
         env_workers = config.env.num_envs if facts.in_processes else config.distributed.num_env_workers
@@ -172,12 +205,12 @@ def derive(config: Config) -> Derived:
         num_env_workers=env_workers,
         num_tasks=num_tasks,
         episodes_per_iteration=episodes,
-        episodes_per_iteration_and_env_worker=episodes / env_workers if env_workers else None,
+        episodes_per_iteration_and_env_worker=episodes / env_workers if episodes and env_workers else None,
         decisions_per_iteration_max=decisions,
         iterations_per_update=gathered,
-        episodes_per_update=episodes * gathered,
+        episodes_per_update=per_update,
         episodes_per_minibatch=per_minibatch,
-        episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if on_cluster else None,
+        episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if per_minibatch and on_cluster else None,
         decisions_per_microbatch_max=config.optim.microbatch_size if config.optim.microbatch_tokens is None else None,
         tokens_per_microbatch_max=config.optim.microbatch_tokens,
         optimizer_steps_per_update=steps,
@@ -185,8 +218,10 @@ def derive(config: Config) -> Derived:
         total_env_steps_max=None if iterations is None or per_iteration is None else iterations * per_iteration,
         total_updates=updates,
         total_optimizer_steps=None if updates is None else steps * updates,
-        total_episodes=None if iterations is None else episodes * iterations,
-        num_evaluations=None if iterations is None else 2 + ((iterations - 1) // interval if interval else 0),
+        total_episodes=None if iterations is None or episodes is None else episodes * iterations,
+        num_evaluations=None
+        if iterations is None or in_steps
+        else 2 + ((iterations - 1) // interval if interval else 0),
         episodes_per_evaluation=num_tasks * config.eval.states_per_task,
         clip_low=clip_range(config.algorithm)[0],
         clip_high=clip_range(config.algorithm)[1],

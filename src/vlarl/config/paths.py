@@ -24,16 +24,21 @@ IMITATED = "ptx.path"
 """A path, unless it names the scripted experts."""
 
 
+FILES_OR_NAMES = ("demos.mapping",)
+"""Options that are a file if they end like one, or a name."""
+
+
 def located(config: AnyConfig) -> AnyConfig:
     """The configuration with all its paths absolute."""
     config = _changed(config, PATHS, absolute)
+    config = _changed(config, FILES_OR_NAMES, lambda text: absolute(text) if Path(text).suffix else text)
     config = _changed(config, (IMITATED,), lambda text: text if text == EXPERTS else absolute(text))
     return _changed(config, FOLDERS_OR_NAMES, lambda text: absolute(text) if _is_local(text) else text)
 
 
 def briefly(config: AnyConfig) -> AnyConfig:
     """The configuration with its paths shortened for printing."""
-    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES, IMITATED), brief)
+    return _changed(config, (*PATHS, *FOLDERS_OR_NAMES, *FILES_OR_NAMES, IMITATED), brief)
 
 
 def absolute(path: str | Path) -> str:

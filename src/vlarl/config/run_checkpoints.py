@@ -52,7 +52,6 @@ OTHER_MODELS = (
     "pi05",
     "pi0fast",
     "rdt",
-    "smolvla",
     "vqbet",
     "xvla",
 )
@@ -180,9 +179,12 @@ def other_model(name: str) -> str | None:
     kind = re.split(r"[-_.@]", model.lower())[0]
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
+    if kind == "smolvla":
+        return None
     reason = f"model type {kind} is not supported" if kind in OTHER_MODELS else "policies of lerobot are not supported"
     supported = (
-        "OpenVLA and OpenVLA-OFT, such as openvla/openvla-7b, and for prompts the language models of transformers"
+        "OpenVLA and OpenVLA-OFT, such as openvla/openvla-7b, lerobot's SmolVLA, and for prompts the language models "
+        "of transformers"
     )
     return f"{reason}; {supported} are"
 

@@ -6,9 +6,9 @@ back here. Rules that span several sections live in `vlarl.config.rules.across`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from vlarl.config.callables import GivenCallable
 from vlarl.config.problems import FrozenConfigError
@@ -83,8 +83,13 @@ class EnvConfig(Section):
     suite: str = "tabletop_spatial"
     """Task suite: tabletop_*, libero_*, metaworld_*, prompts_* for built-in prompts, gym for the environment that
     section gym describes, or prompts for the data that section prompts names."""
+    suites: tuple[str, ...] = ()
+    """Several suites in one run, instead of env.suite: all of tabletop_*, all of libero_* or all of metaworld_*. Tasks
+    of all of them are trained on and evaluated, and results are reported for each suite."""
     task_ids: tuple[NonNegativeInt, ...] | None = None
-    """Train and evaluate on these tasks only; by default on all tasks of the suite."""
+    """Train and evaluate on these tasks only; by default on all tasks of the suite. With env.suites: these of each."""
+    suite_tasks: dict[str, tuple[NonNegativeInt, ...]] = {}
+    """Tasks of single suites of env.suites, such as `{libero_goal: [0, 3]}`; env.task_ids is for the other suites."""
     num_envs: Annotated[int, Field(gt=0, le=100_000)] | None = None
     """Environments that run in parallel; by default 64 tabletops, or one simulator process per core, as far as the
     memory allows."""
@@ -113,6 +118,16 @@ class EnvConfig(Section):
     several times faster and hardly visible."""
     assets: str | None = None
     """LIBERO: folder of its meshes and textures; by default what LIBERO_ASSETS says, then LIBERO's own cache."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_suite(cls, values: Any) -> Any:
+        """Where several suites are named, `suite` is the first of them: what depends on the kind of suite reads it."""
+        if isinstance(values, dict) and "suite" not in values:
+            named = values.get("suites")
+            if isinstance(named, list | tuple) and named and isinstance(named[0], str):
+                return {**values, "suite": named[0]}
+        return values
 
 
 class GymConfig(Section):
@@ -183,6 +198,30 @@ class PromptsConfig(Section):
     the run with its file and row (stop), or it is left out and counted (skip)."""
 
 
+class FlowConfig(Section):
+    """How a flow policy such as SmolVLA denoises its actions, and how they are mapped to the robot's."""
+
+    flow_noise: Literal["sde", "cps", "noise"] = "sde"
+    """Flow policies: the noise of the one denoising step that is stochastic. sde keeps the distribution of the flow
+    (Flow-SDE), cps keeps its level of noise (Flow-CPS), noise has a learned std (Flow-Noise)."""
+    flow_level: Annotated[float, Field(gt=0, le=2)] = 0.5
+    """Flow policies: the amount of noise of sde and cps, at most 1 for cps; more explores more."""
+    flow_std: tuple[PositiveFloat, PositiveFloat] = (0.08, 0.16)
+    """Flow policies: bounds of the learned std of flow_noise noise."""
+    flow_steps: Annotated[int, Field(gt=0, le=1000)] | None = None
+    """Flow policies: denoising steps of a decision; by default the checkpoint's."""
+    flow_stochastic_step: NonNegativeInt | None = None
+    """Flow policies: which denoising step is stochastic, 0 for the first; by default a random one for each decision."""
+    flow_critic: Literal["vlm", "expert"] = "vlm"
+    """Flow policies: the critic reads the last state of the vision-language model (vlm), or the mean of the action
+    expert's states when denoising begins (expert)."""
+    gripper: Literal["same", "signed"] = "same"
+    """Flow policies: same takes the last action dimension as the suite reads it; signed is for checkpoints whose -1
+    opens the gripper and 1 closes it, such as lerobot's of LIBERO, where the suite has 1 and 0."""
+    state_dims: tuple[NonNegativeInt, ...] | None = None
+    """Flow policies: indices of the values of the robot's state that the policy reads, in its order; by default all."""
+
+
 class ModelConfig(Section):
     """How a checkpoint is loaded."""
 
@@ -208,13 +247,15 @@ class ModelConfig(Section):
     """Recompute each layer in the backward pass instead of keeping its activations."""
     freeze: Literal["none", "vision", "backbone"] = "none"
     """Freeze the vision towers (vision), or everything except the heads (backbone)."""
+    train_backbone: bool = False
+    """Flow policies: train the vision-language model together with the action expert; by default it is frozen."""
     heads_device: str | None = None
     """Device of critic and regression head; by default the model's."""
     base: str | None = None
     """Base model of the adapter that `path` names; by default the one that the adapter names."""
 
 
-class PolicyConfig(ModelConfig):
+class PolicyConfig(ModelConfig, FlowConfig):
     """The policy that is trained."""
 
     path: str = "builtin:tiny-oft"
@@ -270,6 +311,10 @@ class RolloutConfig(TextConfig):
     """Groups per iteration; a group is several episodes of one task from one initial state."""
     group_size: Size = 8
     """Episodes per group."""
+    num_steps: Many | None = None
+    """PPO: environment steps that each of env.num_envs environments runs per iteration, rounded up to whole decisions,
+    instead of the episodes of num_groups. Episodes that have not ended continue in the next iteration; until then the
+    critic's value of their last observation stands for the rest. null: every episode runs to its end."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the log-probs of the update use the same."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -575,6 +620,9 @@ class EvalConfig(Section):
 
     interval: NonNegativeInt = 10
     """Iterations between evaluations, in addition to those at start and end; 0 for start and end only."""
+    interval_steps: PositiveInt | None = None
+    """Environment steps between evaluations, in place of eval.interval: one is due after the iteration that passes a
+    multiple of it. null: as eval.interval says."""
     states_per_task: PositiveInt = 20
     """Initial states per task, one episode each; of your own prompts (env.suite prompts) as many as there are, at
     most."""
@@ -591,11 +639,17 @@ class CheckpointConfig(Section):
 
     interval: NonNegativeInt = 5
     """Iterations between checkpoints; 0 for the final one only."""
+    interval_steps: PositiveInt | None = None
+    """Environment steps between checkpoints, in place of checkpoint.interval: one is due after the iteration that
+    passes a multiple of it. null: as checkpoint.interval says."""
     keep: PositiveInt = 2
     """Periodic checkpoints that are kept, the newest ones."""
     max_total_gib: PositiveFloat | None = None
     """GiB that all checkpoints of the run may take together: the oldest periodic ones are removed until they fit; the
     newest one always stays. By default there is no limit."""
+    merge: bool = False
+    """Also write the final policy as a whole checkpoint, `checkpoints/merged`: its adapters folded into a copy of their
+    base, as `vlarl merge` does. The base is read again for that, in float32, into this machine's memory."""
     best_return: bool = True
     """Keep the policy with the best moving average of the training return: one average per task, all tasks with equal
     weight."""
@@ -652,6 +706,9 @@ class VllmConfig(Section):
     model_class: Literal["vlarl", "vllm"] = "vlarl"
     """OpenVLA: vlarl's own model class, for any size and several images; or vLLM's, which supports the original 7B
     only."""
+    sleep: bool | None = None
+    """Release an engine's weights and cache from its GPU during updates, for the learner on the same GPU; by default
+    wherever that is possible: with distributed.colocate on GPUs, in a run that is not asynchronous."""
     sync_backend: Literal["object_store", "nccl", "ipc"] = "object_store"
     """How weights reach the engines: through Ray's object store; by NCCL between GPUs; or by CUDA IPC handles on one
     GPU."""
@@ -697,18 +754,28 @@ class DistributedConfig(Section):
     worker_cpus: NonNegativeFloat = 1.0
     """ray: CPU cores that each worker reserves."""
     asynchronous: bool = False
-    """ray: collect the next rollout while the policy is updated on the last one."""
+    """ray: run episodes while the policy is updated, which it is as soon as enough groups are complete."""
     max_staleness: PositiveInt = 1
-    """asynchronous: updates by which the policy that samples may be behind the learner."""
+    """asynchronous: updates by which the weights that made a decision may be behind the learner; an update waits for
+    groups that would become older."""
     sync_bucket_mb: Many = 256
     """ray: megabytes of weights that are sent to the engines at a time."""
     sync_checksum: bool = False
     """ray: verify the checksum of every bucket of weights on arrival."""
+    env_vars: dict[str, bool | int | float | str] = {}
+    """ray: environment variables of all workers, such as {NCCL_CUMEM_ENABLE: 0, NCCL_SOCKET_IFNAME: eth0}; true and
+    false are 1 and 0. They are saved with the configuration, so secrets are refused."""
+    dashboard: bool = False
+    """ray: start Ray's dashboard, on 127.0.0.1, with a cluster that this run starts; it needs ray[default]."""
     object_store_mb: PositiveInt | None = None
-    """ray: object store memory in megabytes of a cluster that this run starts; by default 2048."""
+    """ray: object store memory in megabytes of a cluster that this run starts; by default what the run needs, at least
+    2048 and at most half of the free memory."""
     timeout_s: PositiveFloat = 1800.0
     """ray: seconds after which a learner's optimizer step, an engine's batch, a sync or a reward counts as hung; for
     environments it is env.timeout_s."""
+    restarts: Annotated[int, Field(ge=0, le=1000)] = 2
+    """ray: how often learners that are lost are started again from the newest checkpoint; 0: the run ends, and is
+    resumed by hand."""
     start_timeout_s: PositiveFloat = 600.0
     """ray: seconds after which a worker that has not started counts as failed."""
 

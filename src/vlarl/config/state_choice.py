@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -153,12 +153,26 @@ class SeenStates:
 
 def seen_by_run(
     training: TrainingData | None,
+    gym_env: str | None,
+    protocol: str | None,
+    episodes: Mapping[str, Collection[tuple[int, int]]],
+) -> SeenStates:
+    """For the report and the last lines of `vlarl train`; `training` comes from the run's newest checkpoint.
+
+    `episodes` are the (task, initial state) pairs of each suite.
+    """
+    parts = [_seen_of_suite(training, suite, gym_env, protocol, own) for suite, own in episodes.items()]
+    warnings = dict.fromkeys(warning for part in parts for warning in part.warnings)
+    return SeenStates(sum(p.num_seen for p in parts), sum(p.num_episodes for p in parts), tuple(warnings))
+
+
+def _seen_of_suite(
+    training: TrainingData | None,
     suite: str,
     gym_env: str | None,
     protocol: str | None,
     episodes: Collection[tuple[int, int]],
 ) -> SeenStates:
-    """For the report and the last lines of `vlarl train`; `training` comes from the run's newest checkpoint."""
     held_out = suite == PROMPTS and protocol != "benchmark"
     warnings = state_warnings(training, suite, gym_env, episodes, "this run's policy", held_out)
     if protocol == "benchmark":  # such a run trains on the states that it is evaluated on

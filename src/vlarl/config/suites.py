@@ -9,12 +9,57 @@ from vlarl.config.known import GYM, PROMPTS, SUITES, SuiteFacts
 from vlarl.config.schema import Camera, EnvConfig, GymConfig
 
 StateProtocol = Literal["disjoint", "benchmark"]
+BOTH = "both"  # protocols in one evaluation, which has the states of each
 
 CAMERAS: tuple[Camera, ...] = ("agent", "wrist")  # in the order that policies read them
 
 
+def suites_of(env: EnvConfig) -> tuple[str, ...]:
+    """The suites of a run or an evaluation: one, or several of one kind."""
+    return env.suites or (env.suite,)
+
+
+def each_suite(env: EnvConfig) -> list[EnvConfig]:
+    """The same options for each suite alone, with the tasks that are configured for it."""
+    return [
+        env.model_copy(
+            update={
+                "suite": suite,
+                "suites": (),
+                "task_ids": env.suite_tasks.get(suite, env.task_ids),
+                "suite_tasks": {},
+            }
+        )
+        for suite in suites_of(env)
+    ]
+
+
+def suite_label(env: EnvConfig) -> str:
+    """The suites as one name: `libero_goal`, or `libero_goal+libero_object`."""
+    return "+".join(suites_of(env))
+
+
+def num_configured_tasks(env: EnvConfig, gym: GymConfig) -> int | None:
+    """How many tasks there are in all suites; None for an unknown suite."""
+    counts = [
+        facts and (facts.num_tasks if one.task_ids is None else len(one.task_ids))
+        for one in each_suite(env)
+        for facts in [suite_facts(one, gym)]
+    ]
+    return None if None in counts else sum(count or 0 for count in counts)
+
+
 def suite_facts(env: EnvConfig, gym: GymConfig) -> SuiteFacts | None:
-    """Tasks, limits and states of the configured suite; None for an unknown suite."""
+    """Tasks, limits and states of the configured suite; None for an unknown suite.
+
+    Several suites are of one kind and differ in their tasks and time limits: the facts are those of the first, with the
+    longest limit.
+    """
+    if len(env.suites) > 1:
+        found = [suite_facts(one, gym) for one in each_suite(env)]
+        known = [facts for facts in found if facts is not None]
+        limits = [facts.max_steps for facts in known if facts.max_steps is not None]
+        return replace(known[0], max_steps=max(limits, default=None)) if len(known) == len(found) else None
     if env.suite == GYM:
         num_eval_states = num_gym_eval_states(gym)
         return SuiteFacts(

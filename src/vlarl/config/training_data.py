@@ -23,7 +23,7 @@ from vlarl.config.known import BUILTIN_HOMES, GYM, SUITES
 from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.source.yaml_file import read_document
-from vlarl.config.suites import StateProtocol, SuiteStates, suite_facts
+from vlarl.config.suites import StateProtocol, SuiteStates, each_suite, suite_facts
 from vlarl.errors import UsageError
 
 FILE_NAME = "training_data.json"
@@ -108,12 +108,19 @@ class TrainingData:
 
     @property
     def suite(self) -> str | None:
-        """The suite of the newest run of `vlarl train`."""
-        return next((run.suite for run in reversed(self.runs) if run.by == "train"), None)
+        """The suite of the newest run of `vlarl train`; without one, the only suite that was demonstrated."""
+        demonstrated = {run.suite for run in self.runs}
+        only = demonstrated.pop() if len(demonstrated) == 1 else None
+        return next((run.suite for run in reversed(self.runs) if run.by == "train"), only)
+
+
+def by_run(env: EnvConfig, gym: GymConfig) -> list[TrainedOn]:
+    """What a run of `vlarl train` trains on, suite by suite."""
+    return [by_training(one, gym) for one in each_suite(env)]
 
 
 def by_training(env: EnvConfig, gym: GymConfig) -> TrainedOn:
-    """What a run of `vlarl train` trains on."""
+    """What training on one suite trains on."""
     facts = suite_facts(env, gym)
     if facts is None or not facts.are_states_known:
         return TrainedOn(by="train", suite=env.suite, protocol=env.protocol)
@@ -127,19 +134,23 @@ def by_training(env: EnvConfig, gym: GymConfig) -> TrainedOn:
     )
 
 
-def by_demonstrations(demos: DemoConfig, dataset: str | None = None) -> TrainingData:
-    """What `vlarl finetune` trains on; `dataset` is the name of recorded episodes, mostly that of their suite.
+def by_demonstrations(demos: DemoConfig, *datasets: str) -> TrainingData:
+    """What `vlarl finetune` trains on; `datasets` are the names of recorded episodes, mostly those of their suites.
 
     Their states are not known, except those of the tabletop, which only `vlarl data record` records. A dataset with any
     other name may be of any suite.
     """
-    if dataset is None:
+    if not datasets:
         return TrainingData(tuple(_demonstrated(demos, suite) for suite in demos.suites if suite in SUITES))
-    facts = SUITES.get(dataset)
-    if facts is None:
-        return TrainingData(unknown=(dataset,))
-    states = None if facts.in_processes else SuiteStates.of(facts).train
-    return TrainingData((TrainedOn(by="finetune", suite=dataset, states=states),))
+    data = TrainingData()
+    for dataset in datasets:
+        facts = SUITES.get(dataset)
+        if facts is None:
+            data = data.plus((), (dataset,))
+        else:
+            states = None if facts.in_processes else SuiteStates.of(facts).train
+            data = data.plus([TrainedOn(by="finetune", suite=dataset, states=states)])
+    return data
 
 
 def _demonstrated(demos: DemoConfig, suite: str) -> TrainedOn:
@@ -224,7 +235,7 @@ def _of_folder(folder: Path, seen: frozenset[Path]) -> TrainingData | None:
         data = _of_starts(sections, seen | {run}, str(path))
     try:
         if "demos" not in sections:
-            return data.plus([_by_training(sections)])
+            return data.plus(_by_training(sections))
         demos = DemoConfig.model_validate(_only(sections["demos"], ("suites", "task_ids", "episodes_per_task", "path")))
     except ValidationError as error:
         place = ".".join(str(part) for part in error.errors(include_url=False)[0]["loc"])
@@ -246,10 +257,11 @@ def _of_starts(sections: Mapping[str, Any], seen: frozenset[Path], read_from: st
     return data
 
 
-def _by_training(sections: Mapping[str, Any]) -> TrainedOn:
-    env = EnvConfig.model_validate(_only(sections.get("env", {}), ("suite", "protocol", "task_ids")))
+def _by_training(sections: Mapping[str, Any]) -> list[TrainedOn]:
+    names = ("suite", "suites", "suite_tasks", "protocol", "task_ids")
+    env = EnvConfig.model_validate(_only(sections.get("env", {}), names))
     gym = GymConfig.model_validate(_only(sections.get("gym", {}), ("env", "num_states", "instructions")))
-    return by_training(env, gym)
+    return by_run(env, gym)
 
 
 def _only(section: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -107,6 +107,10 @@ def effects_of(sections: Sections, given: Collection[str]) -> Iterator[str]:
     address = distributed.get("address")
     if distributed.get("backend") == "ray" and address not in (None, "auto") and "distributed.address" not in given:
         yield f"distributed.address = {shown(address)}: connects to this Ray cluster, which can run code here"
+    variables = distributed.get("env_vars")
+    if distributed.get("backend") == "ray" and variables and "distributed.env_vars" not in given:
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in variables.items())
+        yield f"distributed.env_vars: sets environment variables of workers, which can load code there ({listed})"
     if logging.get("wandb") and logging.get("wandb_mode") != "offline" and "logging.wandb" not in given:
         project = "/".join(str(logging[name]) for name in ("wandb_entity", "wandb_project") if logging.get(name))
         yield f"logging.wandb = true: sends the run's metrics and configuration to the W&B project {project}"

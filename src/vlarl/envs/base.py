@@ -12,13 +12,13 @@ The implementation hides the conventions of its simulator (image orientation, gr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from vlarl.errors import VlarlError
-from vlarl.types import Action, ChunkOutcome, FloatArray, Observation, Task, UInt8Array
+from vlarl.types import Action, ChunkOutcome, FloatArray, Observation, Task, TaskKey, UInt8Array
 
 Actions = Sequence[Action] | FloatArray
 """One action for each slot: chunks [K, D], in a list or as an array [len(slots), K, D], or texts."""
@@ -61,10 +61,28 @@ class SuiteSpec:
     repeats: tuple[float, ...] = ()  # how often an epoch has each of train_states; empty: once
     data: tuple[DataFile, ...] = ()  # the files that the states are rows of, where they are the user's
     num_dropped: int = 0  # states that were left out of these lists, as their prompts are too long
+    also: tuple[SuiteSpec, ...] = ()  # suites that the same pool runs beside this one, of the same robot
+
+    @property
+    def suites(self) -> tuple[SuiteSpec, ...]:
+        """This suite, and those beside it."""
+        return (self, *self.also)
+
+    def of(self, suite: str) -> SuiteSpec:
+        """The suite of this name; ValueError where it is none of them."""
+        for each in self.suites:
+            if each.name == suite:
+                return each
+        raise ValueError(f"this pool runs {', '.join(each.name for each in self.suites)}, but the task is of {suite}")
+
+
+def united(specs: Sequence[SuiteSpec]) -> SuiteSpec:
+    """One or several suites as the description of a pool that runs all of them."""
+    return replace(specs[0], also=tuple(specs[1:]))
 
 
 class EnvPool(Protocol):
-    """Parallel environments of one suite.
+    """Parallel environments of one suite, or of several of the same robot: any slot runs any task of them.
 
     `send_reset` and `send_chunk` return at once; `receive` returns the outcomes of slots that are ready. `reset` and
     `step_chunk` do both and wait. The same task and actions give the same episode, in any slot.
@@ -73,6 +91,16 @@ class EnvPool(Protocol):
     spec: SuiteSpec
     num_envs: int
     lockstep: bool  # all slots finish together, and must be sent their chunks together
+
+    @property
+    def num_cores(self) -> int | None:
+        """Cores that the slots share, where each of them runs by itself; None: they are stepped together."""
+        ...
+
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds that all slots together have spent on requests so far; None: not known."""
+        ...
 
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; record the first frame of the slots in `record`."""
@@ -112,6 +140,8 @@ class LockstepPool:
     """The asynchronous half of `EnvPool` for pools that run all slots at once: outcomes are kept until received."""
 
     lockstep = True
+    num_cores: int | None = None
+    busy_s: float | None = None
 
     def __init__(self) -> None:
         self._outcomes: list[tuple[int, ChunkOutcome]] = []
@@ -138,6 +168,9 @@ class LockstepPool:
 
 class AsyncPool:
     """The synchronous half of `EnvPool`, for pools whose slots finish one by one."""
+
+    num_cores: int | None = None
+    busy_s: float | None = None
 
     def reset(self: _Receiving, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
         """Start each task in its slot and return the first observations."""
@@ -186,16 +219,16 @@ def as_chunks(actions: Actions, num_slots: int, action_dim: int) -> FloatArray:
     return chunks
 
 
-def fitting(waiting: Sequence[Task], own: int | None, taken: Collection[int | None]) -> int:
+def fitting(waiting: Sequence[Task], own: TaskKey | None, taken: Collection[TaskKey | None]) -> int:
     """Index of the waiting task that a free slot should take: changing the task of a simulator can cost seconds.
 
-    One of the task id that the slot ran last (`own`), else the first that no other slot runs, else the first.
+    One of the task that the slot ran last (`own`), else the first that no other slot runs, else the first.
     """
     fresh = 0
     for index in range(len(waiting) - 1, -1, -1):
-        if waiting[index].task_id not in taken:
+        if waiting[index].key not in taken:
             fresh = index
-    return next((index for index, task in enumerate(waiting) if task.task_id == own), fresh)
+    return next((index for index, task in enumerate(waiting) if task.key == own), fresh)
 
 
 @dataclass(frozen=True)
@@ -241,6 +274,48 @@ class Expert(Protocol):
 
     def act(self) -> FloatArray:
         """The next action [D], in the policy's convention."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertFlaws:
+    """How often demonstrations fail, how noisy their motions are, and how much of the time they stand still."""
+
+    close_high: float = 0.0  # probability of closing the gripper too high above the object
+    release_early: float = 0.0  # probability of letting go too early
+    action_noise: float = 0.0  # std of the Gaussian noise on executed motions
+    hesitation: float = 0.0  # fraction of the time that a simulator's expert pauses
+
+    def mistakes(self, seed: int) -> Mistakes:
+        """The mistakes of the episode with this seed."""
+        rng = np.random.default_rng([seed, 1])
+        high, early = bool(rng.random() < self.close_high), bool(rng.random() < self.release_early)
+        return Mistakes(high, early, int(rng.integers(2**31)))
+
+
+@dataclass(frozen=True)
+class Mistakes:
+    """What an expert does wrong in one episode, on purpose; closing too high comes before letting go too early."""
+
+    closes_high: bool
+    releases_early: bool
+    goal: int  # of several goals, the one that goes wrong: this index modulo their count
+
+    def __bool__(self) -> bool:
+        return self.closes_high or self.releases_early
+
+
+@runtime_checkable
+class FallibleExpert(Expert, Protocol):
+    """An expert that can make mistakes."""
+
+    def err(self, mistakes: Mistakes) -> None:
+        """Make these mistakes in the episode that was planned by `reset`, and stand still after the first."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether it stands still for the rest of the episode."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vlarl.config.known import GYM, KNOWN_SUITES, PROMPTS, is_prompts
 from vlarl.config.schema import EnvConfig, GymConfig, PromptsConfig
-from vlarl.config.suites import cameras_of
+from vlarl.config.suites import cameras_of, suites_of
 from vlarl.envs.base import EnvFactory, EnvPool, RewardMode
 from vlarl.envs.process_pool import WorkerPool
 from vlarl.envs.prompts.arithmetic import ArithmeticPrompts
@@ -30,11 +30,11 @@ def build_pool(
     reward: RewardMode,
     prompts: PromptsConfig = NO_DATA,
 ) -> EnvPool:
-    """Parallel environments of the configured suite; `prompts` is read by the suite of that name."""
+    """Parallel environments of the configured suites; `prompts` is read by the suite of that name."""
     if is_prompts(env.suite):
         return PromptPool(build_prompts(env.suite, prompts), num_envs)
     if env.suite.startswith("tabletop_"):
-        return TabletopPool(env.suite, num_envs, image_size, cameras_of(env), reward, max_steps=env.max_steps)
+        return TabletopPool(suites_of(env), num_envs, image_size, cameras_of(env), reward, max_steps=env.max_steps)
     if env.suite == GYM and gym.batched:
         from vlarl.envs.gym.vector import GymVectorPool
 

@@ -27,7 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from vlarl.envs.base import Demonstration, EnvFactory, Expert, SingleEnv, started
+from vlarl.envs.base import (
+    Demonstration,
+    EnvFactory,
+    Expert,
+    ExpertFlaws,
+    FallibleExpert,
+    Mistakes,
+    SingleEnv,
+    started,
+)
 from vlarl.envs.guardian import end_with_parent
 from vlarl.envs.signals import SignalError, UnreadableError, check_observation, check_reward
 from vlarl.errors import UsageError, describe_error, excerpt
@@ -37,6 +46,7 @@ PARENT_CHECK_S = 2.0
 LENGTH = struct.Struct("!Q")  # in front of every reply: its size in bytes
 LONGEST_TRACEBACK = 16_000  # characters
 MEAN_PAUSE = 15  # steps that a hesitating expert stands still
+IDLE_STEPS = 8  # recorded after an expert has given up, so that a policy learns to stand still
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class Demonstrate:
-    """Let the expert play a task to its end, with noise on its actions and occasional pauses."""
+    """Let the expert play a task to its end, with its flaws."""
 
     task: Task
-    action_noise: float
-    hesitation: float  # fraction of the time that it stands still
+    flaws: ExpertFlaws
 
 
 Message = Reset | Chunk | Frame | Demonstrate
@@ -80,6 +89,7 @@ class Reply:
     instruction: str = ""
     error: str | None = None  # what went wrong, and where: the environment can't be used any more
     refusal: str | None = None  # a message for the user: another attempt would not help
+    seconds: float = 0.0  # that the worker spent on the message
 
 
 def send_reply(connection: Connection, reply: Reply) -> None:
@@ -133,7 +143,9 @@ class EnvRunner:
 
     def __init__(self, factory: EnvFactory) -> None:
         self._factory = factory
-        self._limits = {task.task_id: task.max_steps for task in factory.spec.tasks}
+        self._limits = {
+            (suite.name, task.task_id): task.max_steps for suite in factory.spec.suites for task in suite.tasks
+        }
         self._env: SingleEnv | None = None
         self._expert: Expert | None = None
         self._num_steps = 0
@@ -156,7 +168,7 @@ class EnvRunner:
                 case Chunk():
                     return self.run_chunk(message.actions, message.record)
                 case Demonstrate():
-                    return self.demonstrate(message.task, message.action_noise, message.hesitation)
+                    return self.demonstrate(message.task, message.flaws)
                 case Frame():
                     return self.env.frame()
         except (SignalError, UnreadableError) as error:
@@ -184,34 +196,49 @@ class EnvRunner:
         seen = self._observe()
         return ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, tuple(frames))
 
-    def demonstrate(self, task: Task, action_noise: float, hesitation: float) -> Demonstration:
+    def demonstrate(self, task: Task, flaws: ExpertFlaws) -> Demonstration:
         """Let the expert play a task to its end; its intended actions are kept, noise is added to those executed.
 
-        For a fraction `hesitation` of the time it pauses, as human teleoperators do.
+        For a fraction `hesitation` of the time it pauses, as human teleoperators do. An episode in which it made a
+        mistake and gave up ends a few steps later.
         """
         self._start(task)
-        if self._expert is None:
-            self._expert = self._factory.build_expert(self.env)
-        self._expert.reset()
+        expert = self._planned(flaws.mistakes(task.seed))
+        hesitation = flaws.hesitation
         rng = np.random.default_rng(task.seed)
         seen: list[Observation] = []
         actions: list[FloatArray] = []
         rewards: list[float] = []
         ended = success = False
-        pause = 0
-        while not ended:
+        pause = idle = 0
+        while not ended and idle < IDLE_STEPS:
             seen.append(self._observe())
             if pause == 0 and actions and rng.random() < hesitation / ((1 - hesitation) * MEAN_PAUSE):
                 pause = int(rng.integers(1, 2 * MEAN_PAUSE))
-            action = self._expert.act() if pause == 0 else standing_still(actions[-1])
+            action = expert.act() if pause == 0 else standing_still(actions[-1])
             pause = max(0, pause - 1)
-            noise = rng.normal(0.0, action_noise, action.shape).astype(np.float32)
+            noise = rng.normal(0.0, flaws.action_noise, action.shape).astype(np.float32)
             noise[-1] = 0.0  # the gripper only opens or closes
             actions.append(action)
             reward, terminated, truncated, success = self._step(action + noise)
             rewards.append(reward)
             ended = terminated or truncated
+            idle += isinstance(expert, FallibleExpert) and expert.finished
         return Demonstration.of_steps(task, seen, actions, rewards, success)
+
+    def _planned(self, mistakes: Mistakes) -> Expert:
+        """The expert, which has planned the episode that has started, with these mistakes."""
+        if self._expert is None:
+            self._expert = self._factory.build_expert(self.env)
+        self._expert.reset()
+        if mistakes:
+            if not isinstance(self._expert, FallibleExpert):
+                raise UsageError(
+                    f"the experts of {self._factory.spec.name} make no mistakes on purpose: leave out the options for "
+                    "closing the gripper too high and for releasing too early."
+                )
+            self._expert.err(mistakes)
+        return self._expert
 
     def close(self) -> None:
         """Close the environment."""
@@ -221,7 +248,7 @@ class EnvRunner:
     def _start(self, task: Task) -> None:
         self._num_steps, self._episode = 0, task.episode_id
         self.env.reset(task)
-        self._limit = self._limits[task.task_id]
+        self._limit = self._limits[task.key]
 
     def _observe(self) -> Observation:
         seen = self.env.observe()
@@ -283,6 +310,7 @@ def main() -> None:
             message = connection.recv()
         except EOFError:
             break
+        began = time.perf_counter()
         try:
             reply = to_reply(runner.handle(message), shared)
         except UsageError as error:
@@ -293,7 +321,7 @@ def main() -> None:
             trace = excerpt(traceback.format_exc().strip(), LONGEST_TRACEBACK)
             reply = Reply(error=f"the environment {describe_error(error)}\n{trace}")
         try:
-            send_reply(connection, reply)
+            send_reply(connection, replace(reply, seconds=time.perf_counter() - began))
         except (BrokenPipeError, ConnectionResetError):
             break
     runner.close()

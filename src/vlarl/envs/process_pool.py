@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from vlarl.envs.base import Actions, AsyncPool, Demonstration, EnvFactory, as_chunks, fitting, started
+from vlarl.envs.base import Actions, AsyncPool, Demonstration, EnvFactory, ExpertFlaws, as_chunks, fitting, started
 from vlarl.envs.env_process import (
     LENGTH,
     Chunk,
@@ -45,7 +45,7 @@ from vlarl.envs.env_process import (
 from vlarl.envs.guardian import Guardian, kill_group
 from vlarl.envs.process_log import appended_file, last_lines, shorten
 from vlarl.errors import UsageError, VlarlError
-from vlarl.types import ChunkOutcome, Observation, Task, UInt8Array
+from vlarl.types import ChunkOutcome, Observation, Task, TaskKey, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +199,8 @@ class WorkerPool(AsyncPool):
         self._factory = factory
         self._timeout_s = timeout_s
         self.lockstep = lockstep
+        self.num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self.busy_s: float = 0.0
         self._ended = [True] * num_envs
         self._last_seen = [self._blank()] * num_envs
         self._guardian = Guardian()
@@ -214,8 +216,7 @@ class WorkerPool(AsyncPool):
     def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
         """Start each task in its slot; record the first frame of the slots in `record`."""
         for slot, task in zip(slots, tasks, strict=True):
-            if task.suite != self.spec.name:
-                raise ValueError(f"this pool runs {self.spec.name}, but the task is of {task.suite}")
+            self.spec.of(task.suite)
             self._ended[slot] = False
             self._workers[slot].send(Reset(task, slot in record))
 
@@ -249,21 +250,20 @@ class WorkerPool(AsyncPool):
             raise VlarlError(f"slot {slot} of {self.spec.name} can't be rendered: {failure}") from failure
         return image
 
-    def demonstrate(
-        self, tasks: Sequence[Task], action_noise: float, hesitation: float = 0.0, retries: int = 3
-    ) -> Iterator[Demonstration]:
+    def demonstrate(self, tasks: Sequence[Task], flaws: ExpertFlaws, retries: int = 3) -> Iterator[Demonstration]:
         """Let the factory's expert play every task, and yield the episodes in the order of the tasks."""
         waiting, playing = deque(enumerate(tasks)), {}
         played: dict[int, Demonstration] = {}
-        attempts, last = [0] * len(tasks), [-1] * self.num_envs
+        attempts = [0] * len(tasks)
+        last: list[TaskKey | None] = [None] * self.num_envs
         given = 0
         while given < len(tasks):
             for slot in range(self.num_envs):
                 if slot not in playing and waiting:
                     index = fitting([task for _, task in waiting], last[slot], set(last))
-                    playing[slot], last[slot] = waiting[index], waiting[index][1].task_id
+                    playing[slot], last[slot] = waiting[index], waiting[index][1].key
                     del waiting[index]
-                    self._workers[slot].send(Demonstrate(playing[slot][1], action_noise, hesitation))
+                    self._workers[slot].send(Demonstrate(playing[slot][1], flaws))
             for slot in self._ready():
                 index, task = playing.pop(slot)
                 try:
@@ -307,7 +307,9 @@ class WorkerPool(AsyncPool):
         """The outcome of a slot that is ready; a failed worker is replaced, and its outcome has the error."""
         worker = self._workers[slot]
         try:
-            outcome = from_reply(worker.receive(), worker.shared)
+            reply = worker.receive()
+            self.busy_s += reply.seconds
+            outcome = from_reply(reply, worker.shared)
         except WorkerError as failure:
             self._replace(slot)
             self._ended[slot] = True

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vlarl.config.words import counted
 from vlarl.errors import UsageError
-from vlarl.evaluation.record import EvalRecord, summary
+from vlarl.evaluation.record import EvalRecord, of_states, summary
 from vlarl.observability.significance import mcnemar_p_value
 from vlarl.types import EpisodeResult, EvalResult
 
 SIGNIFICANT = 0.05
 
-Key = tuple[int, int, int]  # task, initial state, seed
+Key = tuple[str, int, int, int]  # suite, task, initial state, seed
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,15 @@ class Comparison:
     b: EvalResult
     unpaired_a: tuple[str, ...]  # ids of episodes of A that B lacks, or that crashed in B; below, vice versa
     unpaired_b: tuple[str, ...]
+    protocol_states: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=dict)  # of two; else empty
+
+    def by_protocol(self) -> dict[str, Comparison]:
+        """The episodes of each of two protocols alone; empty if there is one, or if one of them has no episode."""
+        parts = {
+            name: replace(self, a=of_states(self.a, own), b=of_states(self.b, own), protocol_states={})
+            for name, own in self.protocol_states.items()
+        }
+        return parts if all(part.a.episodes for part in parts.values()) else {}
 
     @property
     def only_a(self) -> int:
@@ -58,7 +68,10 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The whole comparison, for programs."""
-        a, b = self.a.by_task(), self.b.by_task()
+        both = {name: part.to_json() for name, part in self.by_protocol().items()}
+        by_suite = [
+            (suite, part.by_task(), self.b.by_suite()[suite].by_task()) for suite, part in self.a.by_suite().items()
+        ]
         return {
             "episodes": len(self.a.episodes),
             "both_won": self.a.won - self.only_a,
@@ -70,11 +83,19 @@ class Comparison:
             "a": summary(self.a),
             "b": summary(self.b),
             "tasks": [
-                {"task_id": i, "instruction": a[i].episodes[0].instruction, "a": summary(a[i]), "b": summary(b[i])}
+                {
+                    **({"suite": suite} if len(by_suite) > 1 else {}),
+                    "task_id": i,
+                    "instruction": a[i].episodes[0].instruction,
+                    "a": summary(a[i]),
+                    "b": summary(b[i]),
+                }
+                for suite, a, b in by_suite
                 for i in a
             ],
             "unpaired_a": list(self.unpaired_a),
             "unpaired_b": list(self.unpaired_b),
+            **({"by_protocol": both} if both else {}),
         }
 
 
@@ -94,11 +115,12 @@ def compare(a: EvalRecord, b: EvalRecord) -> Comparison:
         EvalResult(tuple(theirs[key] for key in both)),
         tuple(ours[key].task.episode_id for key in sorted(ours.keys() - theirs.keys())),
         tuple(theirs[key].task.episode_id for key in sorted(theirs.keys() - ours.keys())),
+        a.settings.protocol_states() if a.settings.protocol_states() == b.settings.protocol_states() else {},
     )
 
 
 def _counted(record: EvalRecord) -> dict[Key, EpisodeResult]:
-    return {(e.task.task_id, e.task.init_state, e.task.seed): e for e in record.result.counted}
+    return {(*e.task.key, e.task.init_state, e.task.seed): e for e in record.result.counted}
 
 
 def _check_settings(a: EvalRecord, b: EvalRecord) -> None:

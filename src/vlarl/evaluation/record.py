@@ -5,6 +5,7 @@
            eval.log         warnings and errors
            videos/          videos, named by the episode's id and outcome
            samples.jsonl    of prompts: responses and rewards, with their images in samples/
+           logs/            of an evaluation on a cluster: what its workers print
 
 results.json exists from the beginning, with `complete: false`, and is written again at the end, whatever the cause of
 the end. The results of a killed process are read from both files.
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from vlarl.observability.files import read_jsonl, write_atomically
 from vlarl.observability.run_dir import check_writable
 from vlarl.observability.significance import wilson_interval
 from vlarl.rollout.statistics import response_metrics
-from vlarl.types import EvalResult
+from vlarl.types import EvalResult, Task
 
 SCHEMA = 1
+LOGS = "logs"  # of the workers of a cluster
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,63 @@ class EvalSettings:
     warnings: tuple[str, ...] = ()  # that qualify the success rate
     prompts: dict[str, Any] = field(default_factory=dict)  # empty for any other suite
     rollout: dict[str, Any] = field(default_factory=dict)  # where texts end; empty for a robot
+    suites: dict[str, dict[str, Any]] = field(default_factory=dict)  # of several suites, OF_SUITE of each; else empty
+    protocols: dict[str, dict[str, Any]] = field(default_factory=dict)  # of both protocols, OF_PROTOCOL of each
+
+    def each(self) -> list[EvalSettings]:
+        """The settings of each suite, as of an evaluation of that suite alone."""
+        if not self.suites:
+            return [self]
+        return [replace(self, suite=name, suites={}, **_as_tuples(own)) for name, own in self.suites.items()]
+
+    def each_protocol(self) -> dict[str, EvalSettings]:
+        """The settings of each of two protocols, as of an evaluation with that one alone; empty if it has one."""
+        return {
+            name: replace(self, protocol=name, protocols={}, **_as_tuples(own)) for name, own in self.protocols.items()
+        }
+
+    def protocol_states(self) -> dict[str, frozenset[tuple[str, int]]]:
+        """Of two protocols, the states of each, with their suites; empty if there is one protocol."""
+        found: dict[str, set[tuple[str, int]]] = {}
+        for each in self.each():
+            for name, part in each.each_protocol().items():
+                found.setdefault(name, set()).update((each.suite, state) for state in part.init_states)
+        return {name: frozenset(states) for name, states in found.items()}
+
+
+OF_PROTOCOL = ("states_per_task", "num_trained_states", "init_states", "warnings")
+"""Settings that two protocols of an evaluation have each for itself."""
+OF_SUITE = (*OF_PROTOCOL, "task_ids", "max_steps", "protocols")
+"""Settings that several suites of an evaluation have each for itself."""
+
+
+def united_settings(parts: Mapping[str, EvalSettings]) -> EvalSettings:
+    """The settings of several suites, by their names, as those of one evaluation."""
+    each = list(parts.values())
+    trained = [part.num_trained_states for part in each]
+    return replace(
+        each[0],
+        suite="+".join(parts),
+        task_ids=(),
+        states_per_task=max(part.states_per_task for part in each),
+        max_steps=max(part.max_steps for part in each),
+        num_trained_states=None if None in trained else max(count or 0 for count in trained),
+        init_states=tuple(sorted({state for part in each for state in part.init_states})),
+        warnings=tuple(dict.fromkeys(warning for part in each for warning in part.warnings)),
+        suites={name: {key: getattr(part, key) for key in OF_SUITE} for name, part in parts.items()},
+        protocols={},
+    )
+
+
+def of_both_protocols(whole: EvalSettings, parts: Mapping[str, EvalSettings]) -> EvalSettings:
+    """The settings of an evaluation on the states of two protocols, with those of each; a warning says of which."""
+    warnings = [f"{name}: {warning}" for name, part in parts.items() for warning in part.warnings]
+    each = {name: {key: getattr(part, key) for key in OF_PROTOCOL} for name, part in parts.items()}
+    return replace(whole, warnings=tuple(warnings), protocols=each)
+
+
+def _as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -71,21 +130,39 @@ class EvalRecord:
     result: EvalResult
     folder: Path | None = None
 
+    def by_protocol(self) -> dict[str, EvalResult]:
+        """The result with each of two protocols; empty if there is one."""
+        return {name: of_states(self.result, own) for name, own in self.settings.protocol_states().items()}
+
     def to_json(self) -> dict[str, Any]:
         """The content of results.json."""
-        result = self.result
+        result, by_suite = self.result, self.result.by_suite()
+        both = {name: summary(part) for name, part in self.by_protocol().items()}
         return {
             "schema": SCHEMA,
             "complete": result.complete,
             **asdict(self.settings),
             "num_planned": self.num_planned,
             "total": summary(result),
+            **({"totals": {name: summary(part) for name, part in by_suite.items()}} if self.settings.suites else {}),
+            **({"by_protocol": both} if both else {}),
             "tasks": [
-                {"task_id": task_id, "instruction": part.episodes[0].instruction, **summary(part)}
-                for task_id, part in result.by_task().items()
+                {
+                    **({"suite": suite} if self.settings.suites else {}),
+                    "task_id": task_id,
+                    "instruction": part.episodes[0].instruction,
+                    **summary(part),
+                }
+                for suite, own in by_suite.items()
+                for task_id, part in own.by_task().items()
             ],
             "episodes": [episode_row(episode) for episode in result.episodes],
         }
+
+
+def of_states(result: EvalResult, states: Collection[tuple[str, int]]) -> EvalResult:
+    """The episodes from these states, each given with its suite."""
+    return replace(result, episodes=tuple(e for e in result.episodes if (e.task.suite, e.task.init_state) in states))
 
 
 def summary(result: EvalResult) -> dict[str, Any]:
@@ -112,8 +189,10 @@ class EvalDirectory:
 
     @classmethod
     def create(cls, path: Path) -> EvalDirectory:
-        """Make the folder of a new evaluation; an existing one is refused."""
-        cls.refuse_existing(path)
+        """Make the folder of a new evaluation; an existing one is refused, unless it has only logs of workers that
+        this evaluation has started."""
+        if not path.is_dir() or [each.name for each in path.iterdir()] != [LOGS]:
+            cls.refuse_existing(path)
         directory = cls(path)
         try:
             directory.videos.mkdir(parents=True)
@@ -221,7 +300,7 @@ _KINDS: dict[type | tuple[type, ...], tuple[str, ...]] = {  # types of the setti
     int: ("states_per_task", "max_steps", "seed"),
     (int, float): ("temperature",),
     (int, type(None)): ("num_trained_states",),
-    dict: ("env", "gym", "policy", "prompts", "rollout"),
+    dict: ("env", "gym", "policy", "prompts", "rollout", "suites", "protocols"),
     tuple: ("task_ids", "init_states", "warnings"),
 }
 
@@ -246,5 +325,12 @@ def _record(content: Mapping[str, Any], directory: EvalDirectory) -> EvalRecord:
     complete = content["complete"] is True
     # A killed process has written its episodes, but not the final results.
     rows = content["episodes"] if complete else list(read_jsonl(directory.episodes_file))
-    episodes = tuple(sorted((read_episode(row) for row in rows), key=lambda e: (e.task.task_id, e.task.init_state)))
+    settings.protocol_states()
+    order = [each.suite for each in settings.each()]
+    episodes = tuple(sorted((read_episode(row) for row in rows), key=lambda e: _place(e.task, order)))
     return EvalRecord(settings, int(content["num_planned"]), EvalResult(episodes, complete), directory.path)
+
+
+def _place(task: Task, suites: Sequence[str]) -> tuple[int, int, int]:
+    """Where an episode belongs in an evaluation of these suites."""
+    return suites.index(task.suite) if task.suite in suites else len(suites), task.task_id, task.init_state

@@ -7,33 +7,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from vlarl.config.describe import options
 from vlarl.config.known import GYM, PROMPTS, is_prompts
 from vlarl.config.problems import ConfigError, Problem, shown
+from vlarl.config.rules.distributed import check_distributed
 from vlarl.config.rules.effects import without_effect
-from vlarl.config.rules.env import check_gym, check_prompts, check_suite, check_task_ids
+from vlarl.config.rules.env import check_gym, check_prompts, check_suite, check_suites, check_task_ids
 from vlarl.config.rules.sampling import check_texts
-from vlarl.config.run_checkpoints import locate_checkpoint
+from vlarl.config.run_checkpoints import ADAPTER, locate_checkpoint
 from vlarl.config.schema import (
     Config,
+    DistributedConfig,
     EnvConfig,
     GymConfig,
     PolicyConfig,
     PromptsConfig,
     RolloutConfig,
+    RunConfig,
     Section,
     TextConfig,
+    VllmConfig,
 )
 from vlarl.config.source.yaml_file import read_document
 from vlarl.config.state_choice import UsedStates, choose_states, missing_states, too_few_unseen
-from vlarl.config.suites import SuiteStates, suite_facts
-from vlarl.config.training_data import TrainingData, run_of, training_data_of
+from vlarl.config.suites import BOTH, StateProtocol, SuiteStates, each_suite, suite_facts, suites_of
+from vlarl.config.training_data import TrainingData, local_folder, run_of, training_data_of
 from vlarl.config.trust import refuse_untrusted
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -49,12 +54,36 @@ class EvalOptions(Section):
     prompts: PromptsConfig = PromptsConfig()
     policy: PolicyConfig = PolicyConfig()
     rollout: TextConfig = TextConfig()
+    vllm: VllmConfig = VllmConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
 
 SECTIONS = tuple(EvalOptions.model_fields)
 
-NOT_OF_A_RUN = ("task_ids", "num_envs", "cameras")  # what to evaluate; depends on this machine; set by the checkpoint
+NOT_OF_A_RUN = (
+    "task_ids",
+    "suite_tasks",
+    "num_envs",
+    "cameras",
+)  # what to evaluate; depends on this machine; set by the checkpoint
 OF_ONE_SUITE = ("protocol", "max_steps")
+OF_LEARNERS = (
+    "distributed.learners_per_node",
+    "distributed.sharding",
+    "distributed.shard_group_size",
+    "distributed.cpu_offload",
+    "distributed.compute_dtype",
+    "distributed.num_reward_workers",
+    "distributed.colocate",
+    "distributed.learner_gpus",
+    "distributed.reward_gpus",
+    "distributed.asynchronous",
+    "distributed.max_staleness",
+    "distributed.sync_bucket_mb",
+    "distributed.sync_checksum",
+    "vllm.sync_backend",
+)
+"""Options of a cluster that an evaluation has no use for."""
 
 _EPISODE_ID = re.compile(r"(?P<suite>.+)-t(?P<task>\d{2,})-s(?P<state>\d{3,})-(?P<seed>[0-9a-f]{16})")
 _Model = TypeVar("_Model", bound=Section)
@@ -72,6 +101,7 @@ class EvalRequest:
     init_states: tuple[int, ...]  # of each task, to evaluate on
     states_per_task: int | None = None  # as requested; None: all, up to DEFAULT_EPISODES
     as_published: bool = False  # the protocol was requested: its first states, even if they were trained on
+    by_protocol: dict[StateProtocol, tuple[int, ...]] = field(default_factory=dict)  # of both protocols: their states
     temperature: float = 0.0
     seed: int = 0
     videos: Videos = 0
@@ -79,6 +109,33 @@ class EvalRequest:
     replay: Task | None = None  # the one episode to run, which need not be one of the protocol's
     prompts: PromptsConfig = PromptsConfig()
     rollout: TextConfig = TextConfig()  # where texts end
+    vllm: VllmConfig = VllmConfig()
+    distributed: DistributedConfig = DistributedConfig()  # where it is run: in this process, or on a cluster
+    also: tuple[EvalRequest, ...] = ()  # further suites that are evaluated with it
+
+    @property
+    def suites(self) -> tuple[EvalRequest, ...]:
+        """One request for each suite."""
+        return (self, *self.also)
+
+    def config(self) -> Config:
+        """The request as the configuration of a run, which parts of it are built from; of the one suite, or of all
+        where `env` names them."""
+        return Config(
+            run=RunConfig(seed=self.seed, device=self.device),
+            env=self.env,
+            gym=self.gym,
+            prompts=self.prompts,
+            policy=self.policy.model_copy(update={"path": self.checkpoint}),
+            rollout=RolloutConfig(**self.rollout.model_dump()),
+            vllm=self.vllm,
+            distributed=self.distributed,
+        )
+
+    @property
+    def label(self) -> str:
+        """The suites as one name."""
+        return "+".join(each.env.suite for each in self.suites)
 
 
 def eval_request(
@@ -97,6 +154,8 @@ def eval_request(
     """The request for a checkpoint or a run: the options of its run, overridden by those given as `{"env.suite": …}`.
 
     `training` is the training data of a checkpoint that is not on this machine yet; otherwise it is read here.
+    Several suites (`env.suites`) are evaluated with one protocol, each on the episodes that it has alone with that.
+    The protocol `both` means the states of either protocol, whose results are reported side by side.
     `episode` is the id of one episode to run again, in its suite. `trust`: code that the run's configuration names may
     be run, even if another user wrote it.
     Raises ConfigError with every problem that can be found without a simulator.
@@ -106,16 +165,22 @@ def eval_request(
     folder = run_of(str(checkpoint))
     run = _sections_of_run(folder)
     requested = {section: _under(section, given) for section in SECTIONS}
+    is_both = requested["env"].get("protocol") == BOTH
+    if is_both:
+        requested["env"]["protocol"], given = "benchmark", {**given, "env.protocol": "benchmark"}
     replay = None if episode is None else task_of(episode)
     if replay is not None:
-        requested["env"]["suite"] = replay.suite
-    run_suite = run["env"].get("suite")
-    suite = requested["env"].get("suite") or run_suite or (training and training.suite) or EnvConfig().suite
-    dropped = NOT_OF_A_RUN if suite == run_suite else (*NOT_OF_A_RUN, *OF_ONE_SUITE)
+        requested["env"] |= {"suite": replay.suite, "suites": ()}
+    given_suites, run_suites = _suites(requested["env"]), _suites(run["env"])
+    suites = given_suites or run_suites or (_trained_suite(training),)
+    suite = suites[0]
+    dropped = NOT_OF_A_RUN if set(suites) <= set(run_suites) else (*NOT_OF_A_RUN, *OF_ONE_SUITE)
     kept = {name: value for name, value in run["env"].items() if name not in dropped}
-    own_protocol = training.protocol(suite) if training is not None else None
+    several = {"suite": suite, "suites": suites if len(suites) > 1 else ()}
+    protocols = (training.protocol(name) for name in suites) if training is not None else ()
+    own_protocol = next((protocol for protocol in protocols if protocol), None)
     protocol = {"protocol": own_protocol or "benchmark"}
-    env = _validated(EnvConfig, "env", {**protocol, **kept, **requested["env"], "suite": suite})
+    env = _validated(EnvConfig, "env", {**protocol, **kept, **requested["env"], **several})
     if videos and is_prompts(suite):
         raise UsageError(
             f"videos: prompts ({suite}) have none, so leave it out; samples.jsonl of the results has the responses."
@@ -139,26 +204,80 @@ def eval_request(
             PromptsConfig, "prompts", {**(run["prompts"] if suite == PROMPTS else {}), **requested["prompts"]}
         ),
         rollout=_validated(TextConfig, "rollout", {**_texts_of_run(run["rollout"], suite), **requested["rollout"]}),
+        vllm=_validated(VllmConfig, "vllm", requested["vllm"]),
+        distributed=_validated(DistributedConfig, "distributed", requested["distributed"]),
     )
-    rollout = RolloutConfig(**request.rollout.model_dump())
-    unread = without_effect(Config(env=env, gym=request.gym, prompts=request.prompts, rollout=rollout), given)
-    if problems := list(_problems(request)) or list(unread):
+    needless = [Problem(path, "an evaluation has no learners; leave it out") for path in OF_LEARNERS if path in given]
+    config = request.config()
+    # How it is loaded is checked when it is loaded: what the run was configured with fits its checkpoint.
+    unread = without_effect(config.model_copy(update={"policy": PolicyConfig()}), given)
+    if problems := [*_problems(request), *needless, *_of_cluster(config)] or list(unread):
         raise ConfigError(problems)
     if folder is not None and not trust:
         used = {"env": request.env.model_dump(), "gym": request.gym.model_dump()}
         refuse_untrusted(folder / "config.yaml", used, given)
-    return request if replay is not None else replace(request, init_states=_states(request, [request]))
+    if replay is not None:
+        return request
+    each = [replace(request, env=one) for one in each_suite(env)]
+    parts = [on_both(part) if is_both else replace(part, init_states=_states(part, [part])) for part in each]
+    return replace(parts[0], also=tuple(parts[1:]))
+
+
+def on_both(request: EvalRequest) -> EvalRequest:
+    """The request for the states of both protocols, all of them unless a count is given; ConfigError where they are
+    the same."""
+    facts = suite_facts(request.env, request.gym)
+    states = SuiteStates.of(facts) if facts is not None and facts.are_states_known else SuiteStates((), (), ())
+    if set(states.eval) == set(states.benchmark):
+        remedy = f"the two protocols of {request.env.suite} have the same initial states; leave --protocol out"
+        raise ConfigError([Problem("--protocol = both", remedy)])
+    protocols: tuple[StateProtocol, ...] = get_args(StateProtocol)
+    chosen = {protocol: states.evaluated(protocol)[: request.states_per_task] for protocol in protocols}
+    return replace(request, init_states=tuple(sorted({*chain(*chosen.values())})), by_protocol=chosen)
+
+
+def _of_cluster(config: Config) -> Iterator[Problem]:
+    """Problems of engines and workers."""
+    yield from check_distributed(config)
+    folder = local_folder(config.policy.path)
+    if config.vllm.num_engines and folder is not None and (folder / ADAPTER).is_file():
+        remedy = (
+            f"vLLM reads whole checkpoints, and {config.policy.path} is an adapter; make one of it with `vlarl merge`, "
+            "or use the torch engines: vllm.num_engines 0"
+        )
+        yield Problem(f"vllm.num_engines = {config.vllm.num_engines}", remedy)
+
+
+def _suites(env: Mapping[str, Any]) -> tuple[str, ...]:
+    """The suites that a section env names; empty if it names none."""
+    several = env.get("suites")
+    if isinstance(several, list | tuple) and several:
+        return tuple(str(suite) for suite in several)
+    return (str(env["suite"]),) if env.get("suite") else ()
+
+
+def _trained_suite(training: TrainingData | None) -> str:
+    return (training and training.suite) or EnvConfig().suite
 
 
 def on_the_same_states(a: EvalRequest, b: EvalRequest) -> tuple[EvalRequest, EvalRequest]:
     """Two requests that differ in their checkpoint, on initial states that neither of them was trained on."""
-    states = _states(a, [a, b])
-    return replace(a, init_states=states), replace(b, init_states=states)
+    pairs = []
+    for ours, theirs in zip(a.suites, b.suites, strict=True):
+        states = ours.init_states if ours.by_protocol else _states(ours, [ours, theirs])
+        pairs.append((replace(ours, init_states=states, also=()), replace(theirs, init_states=states, also=())))
+    (first, second), more = pairs[0], pairs[1:]
+    return replace(first, also=tuple(x for x, _ in more)), replace(second, also=tuple(y for _, y in more))
 
 
 def same_episodes(request: EvalRequest) -> dict[str, object]:
     """The options that make a second request run the episodes of this one, whatever its own run would choose."""
     shared = {f"env.{name}": getattr(request.env, name) for name in ("suite", "protocol", "max_steps")}
+    if request.by_protocol:
+        shared["env.protocol"] = BOTH
+    if request.also:
+        shared |= {"env.suites": tuple(each.env.suite for each in request.suites)}
+        shared |= {"env.suite_tasks": {r.env.suite: r.env.task_ids for r in request.suites if r.env.task_ids}}
     if request.env.suite == GYM:
         shared |= {f"gym.{name}": value for name, value in request.gym.model_dump().items()}
     if request.env.suite == PROMPTS:
@@ -181,12 +300,15 @@ def task_of(episode_id: str) -> Task:
 
 def _problems(request: EvalRequest) -> Iterator[Problem]:
     env, gym = request.env, request.gym
-    yield from check_suite(env.suite, "--suite")
+    for suite in suites_of(env):
+        yield from check_suite(suite, "--suite")
+    yield from check_suites(env)
     yield from check_gym(Config(env=env, gym=gym))
     yield from check_prompts(Config(env=env, prompts=request.prompts))
     yield from check_texts(request.rollout)
+    for one in each_suite(env):
+        yield from check_task_ids(one.task_ids, suite_facts(one, gym), "--tasks")
     facts = suite_facts(env, gym)
-    yield from check_task_ids(env.task_ids, facts, "--tasks")
     if facts is not None and facts.are_states_known and request.states_per_task is not None:
         states = facts.num_eval_states, facts.num_benchmark_states
         if message := missing_states(request.states_per_task, env.suite, env.protocol, *states):

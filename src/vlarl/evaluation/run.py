@@ -8,37 +8,40 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 
 from vlarl import __version__
 from vlarl.config.known import GYM, PROMPTS, is_prompts
+from vlarl.config.schema import Config, EnvConfig
 from vlarl.config.state_choice import state_warnings
-from vlarl.config.suites import cameras_of, suite_facts
+from vlarl.config.suites import num_configured_tasks
 from vlarl.decisions import Sampling
 from vlarl.devices import choose_device
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
-from vlarl.evaluation.record import EvalDirectory, EvalRecord, EvalSettings
+from vlarl.evaluation.record import LOGS, EvalDirectory, EvalRecord, EvalSettings, of_both_protocols, united_settings
 from vlarl.evaluation.request import EvalRequest, Videos
 from vlarl.interrupt import Interrupted, InterruptGuard
-from vlarl.observability.capacity import check_memory_for_envs
+from vlarl.observability.capacity import READER_MIB, check_memory_for_envs
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
-from vlarl.observability.samples import PER_EVALUATION, SampleRecorder, evenly_chosen, reduced
-from vlarl.policies.load import checkpoint_folder, load_for_suite
+from vlarl.observability.samples import PER_EVALUATION, SampleRecorder, evenly_chosen, reduced, shown_prompt
+from vlarl.policies.load import checkpoint_folder, load_acting_policy
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
-from vlarl.rollout.overlong import usable_tasks
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.sampling import check_sampling, evaluation_sampling
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
-from vlarl.run.parts import check_fit
+from vlarl.rollout.usable import usable_tasks
+from vlarl.run.parts import ActingParts, check_fit, env_with_cameras
 from vlarl.run.parts import num_envs as configured_num_envs
 from vlarl.types import EpisodeResult, EvalResult, Task, Trajectory
 
@@ -55,20 +58,22 @@ def run_evaluation(
     """Evaluate as requested. After a Ctrl-C the record holds the episodes that had ended, and is not complete."""
     if folder is not None:
         EvalDirectory.refuse_existing(folder)
-    device, settings = choose_device(request.device), request.policy
-    policy = load_for_suite(settings, request.checkpoint, device, request.env.suite).eval()
     sampling = evaluation_sampling(request.rollout, request.temperature)
-    env = request.env.model_copy(update={"cameras": cameras_of(request.env, policy.num_images)})
-    image_size = env.image_size or policy.image_size
-    pool = build_pool(env, request.gym, _pool_size(request), image_size, "sparse", request.prompts)
-    with closing(pool):
+    config = replace(request, env=united_env(request)).config()
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(_removed_if_refused(folder))
+        acting = _start(config, _pool_size(request), folder, stack)
+        stack.callback(acting.close)
+        policy, pool = acting.policy, acting.pool
+        env = env_with_cameras(config, policy)
         tasks = requested_tasks(request, pool.spec)
         check_sampling(policy, sampling, request.prompts.max_tokens or 0)
         if request.replay is None:
             tasks = usable_tasks(tasks, request.prompts, policy, pool, sampling)
         check_fit(policy, pool, tasks[0])
-        collector = Collector(pool, policy, TorchEngine(policy, device), env.retries)
-        ledger = EvalLedger(_settings(replace(request, env=env), pool.spec, tasks), tasks, request.videos, folder)
+        collector = Collector(pool, policy, acting.engine, env.retries)
+        ledger = EvalLedger(settings_of(request, env, pool.spec, tasks), tasks, request.videos, folder)
 
         with ledger, InterruptGuard() as guard:
             try:
@@ -79,6 +84,47 @@ def run_evaluation(
             except Interrupted:
                 log.warning("interrupted after %d of %d episodes", len(ledger.ended), len(tasks))
     return ledger.record
+
+
+@contextmanager
+def _removed_if_refused(folder: Path) -> Iterator[None]:
+    """An evaluation that does not begin leaves nothing behind, although its workers have written logs by then."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if not EvalDirectory(folder).results_file.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # one that has other files stays
+                for path in missing[1:]:
+                    path.rmdir()
+        raise
+
+
+def _start(config: Config, num_envs: int, folder: Path | None, stack: ExitStack) -> ActingParts:
+    """The policy, its environments and its engine: in this process, or on the workers of a cluster.
+
+    Workers write their logs into the folder of the results, or where that is not named into one that is removed.
+    """
+    if config.distributed.backend == "ray":
+        from vlarl.run.cluster import launch_evaluation  # Ray is an extra
+
+        path = stack.enter_context(TemporaryDirectory()) if folder is None else folder
+        return launch_evaluation(with_absolute_checkpoint(config), num_envs, Path(path) / LOGS)
+    device = choose_device(config.run.device)
+    policy = load_acting_policy(config, None, device).eval()
+    env = env_with_cameras(config, policy)
+    image_size = env.image_size or policy.image_size
+    pool = build_pool(env, config.gym, num_envs, image_size, "sparse", config.prompts)
+    return ActingParts(policy, pool, TorchEngine(policy, device), pool.close)
+
+
+def with_absolute_checkpoint(config: Config) -> Config:
+    """The configuration for workers, whose working directory is another one."""
+    path = Path(config.policy.path).expanduser()
+    if not path.is_dir():
+        return config
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"path": str(path.absolute())})})
 
 
 def evaluate_policy(
@@ -95,16 +141,17 @@ def evaluate_policy(
     both are evenly distributed over the tasks. `check` may raise to stop. Drop the trajectories when they are scored:
     the images of hundreds of episodes would fill the memory.
     """
-    instructions = {task.task_id: task.instruction for task in collector.pool.spec.tasks}
+    suites = collector.pool.spec.suites
+    instructions = {(suite.name, task.task_id): task.instruction for suite in suites for task in suite.tasks}
     sampled = frozenset(evenly_chosen(len(tasks), num_samples))
     for index, episode in collector.episodes(tasks, sampling, recorded_tasks(len(tasks), num_videos), check):
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
-        instruction = seen[0] if seen else instructions[trajectory.task.task_id]
+        instruction = seen[0] if seen else instructions[trajectory.task.key]
         result = EpisodeResult.of(trajectory, instruction, episode.frames)
         if result.response is not None:
-            prompt = result.response.prompt
-            prompt = reduced(prompt) if index in sampled else prompt.without_images()
+            prompt = shown_prompt(trajectory) if index in sampled else None
+            prompt = result.response.prompt.without_images() if prompt is None else reduced(prompt)
             result = replace(result, response=replace(result.response, prompt=prompt))
         yield index, result, trajectory
 
@@ -195,7 +242,11 @@ def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
     """The episodes of a request."""
     task = request.replay
     if task is None:
-        return tasks_from_states(spec, request.env.task_ids, request.init_states, request.seed)
+        return [
+            task
+            for each in request.suites
+            for task in tasks_from_states(spec.of(each.env.suite), each.env.task_ids, each.init_states, each.seed)
+        ]
     chosen_task_ids(spec, [task.task_id])
     states = {*spec.train_states, *spec.eval_states, *spec.benchmark_states}
     if task.init_state not in states:
@@ -206,14 +257,40 @@ def requested_tasks(request: EvalRequest, spec: SuiteSpec) -> list[Task]:
 
 def _pool_size(request: EvalRequest) -> int:
     """Environments side by side: no more than there are episodes, since a simulator takes seconds to start."""
-    facts = suite_facts(request.env, request.gym)
-    assert facts is not None, "a checked request names a suite that exists"
-    tasks = facts.num_tasks if request.env.task_ids is None else len(request.env.task_ids)
-    episodes = 1 if request.replay else tasks * len(request.init_states)
-    size = min(configured_num_envs(request.env, request.gym), episodes)
-    if request.env.num_envs is not None:
-        check_memory_for_envs(request.env.suite, size)
+    counts = [num_configured_tasks(each.env, each.gym) or 0 for each in request.suites]
+    planned = [count * len(each.init_states) for count, each in zip(counts, request.suites, strict=True)]
+    episodes = 1 if request.replay else sum(planned)
+    reader_mib = READER_MIB if request.distributed.backend == "ray" else 0
+    size = min(configured_num_envs(request.env, request.gym, reader_mib), episodes)
+    if request.env.num_envs is not None and request.distributed.address is None:  # otherwise memory is elsewhere
+        check_memory_for_envs(request.env.suite, size, reader_mib=reader_mib)
     return size
+
+
+def united_env(request: EvalRequest) -> EnvConfig:
+    """The environments of all suites of a request."""
+    if not request.also:
+        return request.env
+    tasks = {each.env.suite: each.env.task_ids for each in request.suites if each.env.task_ids is not None}
+    names = tuple(each.env.suite for each in request.suites)
+    return request.env.model_copy(update={"suites": names, "task_ids": None, "suite_tasks": tasks})
+
+
+def settings_of(request: EvalRequest, env: EnvConfig, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:
+    """The settings of an evaluation in the environments `env`, of one suite or of several."""
+    parts = {}
+    for each in request.suites:
+        suite = spec.of(each.env.suite)
+        one, own = replace(each, env=env), [task for task in tasks if task.suite == suite.name]
+        parts[suite.name] = _settings(one, suite, own)
+        if each.by_protocol:
+            by_protocol: dict[str, EvalSettings] = {
+                name: _settings(one, suite, [task for task in own if task.init_state in states])
+                for name, states in each.by_protocol.items()
+            }
+            parts[suite.name] = of_both_protocols(parts[suite.name], by_protocol)
+    first, *others = parts.values()
+    return first if not others else united_settings(parts)
 
 
 def _settings(request: EvalRequest, spec: SuiteSpec, tasks: Sequence[Task]) -> EvalSettings:

@@ -172,9 +172,12 @@ def _loop_rows(source: Source) -> list[str]:
     before = run.first
     evaluations = [evaluation for evaluation in (before, after) if evaluation is not None]
     totals = " / ".join(dict.fromkeys(str(evaluation.score.total) for evaluation in evaluations))
-    tasks = {task for evaluation in evaluations for task, _ in evaluation.outcomes()}
     cells = [_rate(e.score.won, e.score.total) if e is not None and e.score.total else "-" for e in (before, after)]
-    what = f"{_tasks(tasks, str(run.option('env', 'suite')))}, {run.decoding}, by the training run"
+    tasks = " and ".join(
+        _tasks({task for evaluation in evaluations for task, _ in run.states(evaluation)[suite]}, suite)
+        for suite in run.suites
+    )
+    what = f"{tasks}, {run.decoding}, by the training run"
     return [f"| {what} | {totals} | {cells[0]} | {cells[1]} |"]
 
 
@@ -185,7 +188,9 @@ def _loop_warnings(source: Source) -> tuple[str, ...]:
         return ()
     env = run.option("gym", "env")
     who = "this checkpoint"
-    return state_warnings(source.training, str(run.option("env", "suite")), env, list(evaluation.outcomes()), who)
+    states = run.states(evaluation).items()
+    found = (state_warnings(source.training, suite, env, pairs, who) for suite, pairs in states)
+    return tuple(dict.fromkeys(warning for warnings in found for warning in warnings))
 
 
 def _own_evaluation(source: Source) -> Evaluation | None:
@@ -199,7 +204,8 @@ def _own_evaluation(source: Source) -> Evaluation | None:
 def _record_row(record: EvalRecord) -> str:
     settings, result = record.settings, record.result
     manner = "greedy" if settings.temperature == 0 else f"sampled at temperature {settings.temperature:g}"
-    label = f"{_tasks(result.by_task(), settings.suite)}, {manner}, protocol {settings.protocol}, by `vlarl eval`"
+    tasks = " and ".join(_tasks(part.by_task(), suite) for suite, part in result.by_suite().items())
+    label = f"{tasks}, {manner}, protocol {settings.protocol}, by `vlarl eval`"
     return f"| {label} | {len(result.counted)} | - | {_rate(result.won, len(result.counted))} |"
 
 

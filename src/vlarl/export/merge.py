@@ -6,6 +6,7 @@ adapter + base, float32 ──► logits ─┐
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from typing import Literal
 import torch
 
 from vlarl import __version__
-from vlarl.config.run_checkpoints import HUB_ID, locate_checkpoint
+from vlarl.config.run_checkpoints import FINAL, HUB_ID, locate_checkpoint
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies import adapters
 from vlarl.policies.base import Policy
@@ -24,7 +25,10 @@ from vlarl.policies.checkpoint_json import read_json, write_json
 from vlarl.policies.load import DTYPES, checkpoint_folder, load_policy
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, stored_dtype
 
+log = logging.getLogger(__name__)
+
 METADATA = "merge_metadata.json"
+MERGED = "merged"  # beside a run's final checkpoint
 ENOUGH_KEPT = 0.95  # of an adapter; below that a merge warns
 TOLERANCE = 1e-4  # of a float32 logit, between adapter and merged model
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
@@ -107,6 +111,21 @@ def merge(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+    return result
+
+
+def merge_final(checkpoints: Path) -> MergeResult | None:
+    """Write the final checkpoint of a run once more, merged, beside it; None where it is whole already.
+
+    What an earlier part of the same run left there is replaced.
+    """
+    final, merged = checkpoints / FINAL, checkpoints / MERGED
+    if not adapters.is_adapter(final):
+        return None
+    shutil.rmtree(merged, ignore_errors=True)
+    result = merge(final, merged)
+    if result.warning is not None:
+        log.warning("%s: %s", merged, result.warning)
     return result
 
 

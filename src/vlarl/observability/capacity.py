@@ -8,28 +8,32 @@ from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores, available_memory
 
 MIB = 1 << 20
+READER_MIB = 363
+"""What a worker of a Ray run takes beside its simulator, since the policy reads observations there: torch and Ray are
+imported, 462 MiB as measured in place of 99."""
 
 
-def fitting_envs(suite: str) -> int | None:
-    """Processes of a suite that fit into the memory that is free now; None where that is not known."""
+def fitting_envs(suite: str, reader_mib: int = 0) -> int | None:
+    """Processes of a suite that fit into the memory that is free now, each with what reads its observations; None where
+    that is not known."""
     facts, free = SUITES.get(suite), available_memory()
     if facts is None or facts.process_mib is None or free is None:
         return None
-    return free // (facts.process_mib * MIB)
+    return free // ((facts.process_mib + reader_mib) * MIB)
 
 
-def default_processes(suite: str) -> int:
+def default_processes(suite: str, reader_mib: int = 0) -> int:
     """The default number of processes of a suite: one for each core, as far as they fit."""
-    fitting = fitting_envs(suite)
+    fitting = fitting_envs(suite, reader_mib)
     return available_cores() if fitting is None else max(1, min(available_cores(), fitting))
 
 
-def check_memory_for_envs(suite: str, num_envs: int | None, option: str = "env.num_envs") -> None:
+def check_memory_for_envs(suite: str, num_envs: int | None, option: str = "env.num_envs", reader_mib: int = 0) -> None:
     """Refuse more simulator processes than fit, before the first one starts; the default (None) always fits."""
-    fitting = fitting_envs(suite)
+    fitting = fitting_envs(suite, reader_mib)
     if fitting is None or num_envs is None or num_envs <= fitting:
         return
-    each = SUITES[suite].process_mib or 0
+    each = (SUITES[suite].process_mib or 0) + reader_mib
     if fitting == 0:
         raise UsageError(
             f"{option} = {num_envs}: a process of {suite} takes {each / 1024:.1f} GiB of memory, and less than that is "

@@ -116,6 +116,10 @@ class Progress:
             f"evaluation {when}: {name} {figure} {of}",
             Text.assemble(("  evaluation ", "dim"), f"{when}  ", (figure, "bold green"), (f"  {of}", "dim")),
         )
+        for path, rate in metrics.items():
+            match path.split("/"):
+                case ["val", suite, "success_rate"]:  # there are several suites
+                    self.note(f"  {suite}: {self._words.success} {rate:.1%}")
 
     def sample(self, sample: Sample) -> None:
         """A prompt and its response, in a few lines that stay on the screen."""
@@ -138,9 +142,9 @@ class Progress:
         self._show_phase("evaluation", done_episodes, total_episodes, plural(2, self._words.episode))
 
     @_never_fatal
-    def rollout(self, done_episodes: int, total_episodes: int) -> None:
-        """Episodes of the current rollout."""
-        self._show_phase("rollout", done_episodes, total_episodes, plural(2, self._words.episode))
+    def rollout(self, done: int, total: int, unit: str = "") -> None:
+        """Episodes of the current rollout, or what it is counted in."""
+        self._show_phase("rollout", done, total, unit or plural(2, self._words.episode))
 
     @_never_fatal
     def update(self, done: int, total: int) -> None:

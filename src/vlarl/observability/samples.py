@@ -19,9 +19,10 @@ from typing import IO, Any, Literal, Protocol
 import numpy as np
 from PIL import Image
 
+from vlarl.errors import RowsLostError
 from vlarl.observability.files import disk_errors, read_jsonl
 from vlarl.solutions import find_solution
-from vlarl.types import EpisodeResult, Prompt, Response, UInt8Array
+from vlarl.types import EpisodeResult, Prompt, Response, Trajectory, UInt8Array
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,14 @@ def evenly_chosen(total: int, count: int) -> list[int]:
     """
     count = min(count, total)
     return [i * total // count for i in range(count)]
+
+
+def shown_prompt(trajectory: Trajectory) -> Prompt | None:
+    """The prompt of an episode with its images, from wherever they are; None where they are lost with a machine."""
+    try:
+        return trajectory.transitions[-1].observation.whole().prompt if trajectory.transitions else None
+    except RowsLostError:
+        return None
 
 
 def reduced(prompt: Prompt) -> Prompt:

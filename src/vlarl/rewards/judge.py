@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlarl.decisions import Sampling
@@ -100,8 +99,7 @@ class JudgeReward(ModelReward):
             images, videos = (), ()
         parts = [*({"type": "image"} for _ in images), *({"type": "video"} for _ in videos)]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        nothing = np.zeros((0, 1, 1, 3), np.uint8)
-        return Observation(nothing, np.zeros(0, np.float32), text, Prompt((message,), images, videos))
+        return Observation.of_prompt(Prompt((message,), images, videos))
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:

@@ -35,10 +35,11 @@ class RulesReward(Reward):
         """Assign the outcome to the last step, the length penalty to each step past the limit, and the idle penalty to
         the last step of an idle decision."""
         rewards = np.zeros(trajectory.length)
-        rewards[self.length_limit :] -= self.length_penalty
+        rewards[max(self.length_limit - trajectory.earlier.num_steps, 0) :] -= self.length_penalty
         ends = np.cumsum([t.num_executed for t in trajectory.transitions]) - 1
         rewards[ends[idle_decisions(trajectory, self.idle_tolerance)]] -= self.idle_penalty
-        rewards[-1] += self.success_value if trajectory.success else self.failure_value
+        if not trajectory.continues:
+            rewards[-1] += self.success_value if trajectory.success else self.failure_value
         return reward_steps(trajectory, rewards.tolist())
 
 

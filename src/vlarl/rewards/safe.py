@@ -42,7 +42,9 @@ class SafeReward(Reward):
         self.env_reward = reward.env_reward
         self.batch_size = reward.batch_size
         self.reads_images = reward.reads_images
+        self.min_judged = MIN_EPISODES  # before the failure rate is checked
         self._judged = self._failed = 0  # since the failure rate was last checked
+        self._last_failure = ("", "")  # its episode, and its cause
         self._is_announced = False  # whether `_judged` includes episodes that are not scored yet
         self._timeouts = 0  # episodes in a row on which it has not returned in time
 
@@ -67,8 +69,10 @@ class SafeReward(Reward):
                 scored[index] = result
                 if result.reward_error is not None:
                     self._failed += 1
-                    self._stop_if_too_many(result)
-        if self._judged >= MIN_EPISODES and not self._is_announced:
+                    self._last_failure = result.task.episode_id, result.reward_error
+                    self._stop_if_too_many()
+        if self._judged >= self.min_judged and not self._is_announced:
+            self._stop_if_too_many()  # those that failed may have come before there were enough
             self._judged = self._failed = 0
         return scored
 
@@ -77,6 +81,12 @@ class SafeReward(Reward):
         separate from that of rollouts."""
         other = copy.copy(self)
         other._judged, other._failed, other._is_announced = num_episodes, 0, True
+        return other
+
+    def judged_over(self, num_episodes: int) -> SafeReward:
+        """The same reward for episodes that come a few at a time: its failure rate is that of `num_episodes`."""
+        other = copy.copy(self)
+        other.min_judged = max(self.min_judged, num_episodes)
         return other
 
     def _score_batch(self, batch: list[Trajectory]) -> list[Trajectory]:
@@ -130,13 +140,13 @@ class SafeReward(Reward):
         status: Literal["ok", "reward_failed"] = "ok" if self.fallback == "zero" else "reward_failed"
         return replace(nothing, status=status, reward_error=excerpt(f"{type(error).__name__}: {error}"))
 
-    def _stop_if_too_many(self, last: Trajectory) -> None:
+    def _stop_if_too_many(self) -> None:
         """Checked before all are scored: there is no point in waiting for a service that is down."""
-        if self._judged >= MIN_EPISODES and self._failed > self.max_failure_rate * self._judged:
-            cause = str(last.reward_error).rstrip(".")  # usually a whole sentence
+        if self._judged >= self.min_judged and self._failed > self.max_failure_rate * self._judged:
+            episode, cause = self._last_failure
             raise RewardFailureError(
                 f"the reward failed on {self._failed} of {self._judged} episodes, more than reward.max_failure_rate = "
-                f"{self.max_failure_rate} allows. The last was {last.task.episode_id}: {cause}. The log has the "
+                f"{self.max_failure_rate} allows. The last was {episode}: {cause.rstrip('.')}. The log has the "
                 "traceback of each. Fix the reward, or raise reward.max_failure_rate, and resume."
             )
 

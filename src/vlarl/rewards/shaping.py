@@ -31,7 +31,7 @@ class ShapedReward(Reward):
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Assign success to the end, and the change of the potential to every step."""
         progress = np.concatenate([t.rewards[: t.num_executed] for t in trajectory.transitions]).astype(np.float64)
-        potential = self.scale * np.concatenate([[0.0], progress.cumsum()])
+        potential = self.scale * (trajectory.earlier.progress + np.concatenate([[0.0], progress.cumsum()]))
         if trajectory.terminated or not self.bootstraps:
             potential[-1] = 0.0
         rewards = shaping_terms(potential, self.gamma)

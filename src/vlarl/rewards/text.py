@@ -3,47 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from vlarl.errors import VlarlError
 from vlarl.rewards.base import Reward, reward_at_end
 from vlarl.rewards.rules import format_rule, length_rule
 from vlarl.solutions import Match, find_solution, matches
-from vlarl.types import Prompt, Trajectory
+from vlarl.types import Prompt, Response, Trajectory
 
 BUFFER_FRACTION = 5  # where reward.overlong_buffer is null: a fifth of reward.max_tokens
 
 
-@dataclass(frozen=True)
-class Response:
-    """A text, and the prompt that it responds to."""
+def response_of(trajectory: Trajectory) -> Response:
+    """The response of an episode; VlarlError for an episode of a robot."""
+    response = trajectory.response
+    if response is None:
+        raise VlarlError(
+            f"episode {trajectory.task.episode_id} has no text: rewards for texts need a suite of prompts "
+            "(env.suite prompts or prompts_*)."
+        )
+    return response
 
-    prompt: Prompt
-    text: str
-    num_tokens: int  # the stop token included
 
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> Response:
-        """The response of an episode; VlarlError for an episode of a robot."""
-        last = trajectory.transitions[-1]
-        if last.text is None or last.observation.prompt is None:
-            raise VlarlError(
-                f"episode {trajectory.task.episode_id} has no text: rewards for texts need a suite of prompts "
-                "(env.suite prompts or prompts_*)."
-            )
-        return cls(last.observation.prompt, last.text, int(last.decision.mask.sum()))
-
-    @property
-    def solution(self) -> str:
-        """The solution of the prompt; VlarlError where its row has none."""
-        found = find_solution(self.prompt.columns)
-        if found is None:
-            there = ", ".join(self.prompt.columns) or "none"
-            raise VlarlError(
-                f"the prompt {self.prompt.text[:80]!r} has no solution; name its column with "
-                f"prompts.solution_column (its columns: {there})."
-            )
-        return found
+def solution_of(prompt: Prompt) -> str:
+    """The solution of a prompt; VlarlError where its row has none."""
+    found = find_solution(prompt.columns)
+    if found is None:
+        there = ", ".join(prompt.columns) or "none"
+        raise VlarlError(
+            f"the prompt {prompt.text[:80]!r} has no solution; name its column with prompts.solution_column "
+            f"(its columns: {there})."
+        )
+    return found
 
 
 class TextReward(Reward):
@@ -56,12 +46,12 @@ class TextReward(Reward):
 
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Assign the value of the text."""
-        return reward_at_end(trajectory, self.rule(Response.of(trajectory)))
+        return reward_at_end(trajectory, self.rule(response_of(trajectory)))
 
 
 def match_reward(match: Match) -> TextReward:
     """1 for a response that gives the solution, else 0."""
-    return TextReward(lambda response: float(matches(response.text, response.solution, match)))
+    return TextReward(lambda response: float(matches(response.text, solution_of(response.prompt), match)))
 
 
 def format_reward(pattern: str) -> TextReward:

@@ -22,9 +22,9 @@ from vlarl.deadline import DeadlineError, TimedCaller
 from vlarl.errors import VlarlError, describe_error, excerpt
 from vlarl.rewards.base import Reward, RewardTimeoutError, reward_at_end
 from vlarl.rewards.function import TIMEOUT_S
-from vlarl.rewards.text import Response
+from vlarl.rewards.text import response_of
 from vlarl.solutions import find_solution
-from vlarl.types import Prompt, Trajectory
+from vlarl.types import Prompt, Response, Trajectory
 
 BATCH = 1_000_000  # a rollout in one call: functions may compare its responses, or request scores for all at once
 IMAGES = ("image", "images")  # given where a function names them: pixels of a whole rollout take memory
@@ -80,7 +80,7 @@ class TextFunctionReward(Reward):
         ]
 
     def _call_trl(self, trajectories: Sequence[Trajectory]) -> Sequence[Any]:
-        responses = [Response.of(trajectory) for trajectory in trajectories]
+        responses = [response_of(trajectory) for trajectory in trajectories]
         prompts = [response.prompt for response in responses]
         given: dict[str, Any] = {
             "prompts": [trl_prompt(prompt) for prompt in prompts],
@@ -108,7 +108,7 @@ class TextFunctionReward(Reward):
         return [_awaited(self.function(**self._verl_arguments(trajectory))) for trajectory in trajectories]
 
     def _verl_arguments(self, trajectory: Trajectory) -> dict[str, Any]:
-        response = Response.of(trajectory)
+        response = response_of(trajectory)
         columns = copy.deepcopy(response.prompt.columns)  # members of a group have the same prompt
         given = {
             "data_source": columns.get("data_source", trajectory.task.suite),

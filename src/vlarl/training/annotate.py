@@ -18,9 +18,10 @@ import torch
 
 from vlarl.algorithms.kl import ESTIMATORS
 from vlarl.config.schema import Config
-from vlarl.decisions import TensorRows, TrainBatch
+from vlarl.decisions import PickedRows, TensorRows, TrainBatch
+from vlarl.policies.base import Policy
 from vlarl.training.importance import corrects
-from vlarl.types import FloatArray, Trajectory
+from vlarl.types import FloatArray, Observation, Trajectory
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class Annotations(TensorRows):
 def last_observations(trajectories: Sequence[Trajectory]) -> list[int]:
     """Indices of the trajectories whose last observation has a value: the time limit cut them off."""
     return [index for index, trajectory in enumerate(trajectories) if not trajectory.terminated]
+
+
+def last_inputs(policy: Policy, seen: Sequence[Observation]) -> TensorRows:
+    """Last observations as the policy reads them: where that was done beside the environments, their rows."""
+    rows = [observation.inputs for observation in seen if observation.inputs is not None]
+    return PickedRows.of(rows) if rows else policy.process(seen)
 
 
 def values_by_trajectory(

@@ -13,7 +13,7 @@ from vlarl.algorithms.advantages import executed
 from vlarl.algorithms.aggregate import token_weights
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import OptimConfig
-from vlarl.decisions import TensorRows, TrainBatch
+from vlarl.decisions import Decisions, PickedRows, TensorRows, TrainBatch
 from vlarl.policies.base import Level
 from vlarl.types import FloatArray, IntArray, Trajectory
 
@@ -21,12 +21,13 @@ from vlarl.types import FloatArray, IntArray, Trajectory
 def build_batch(trajectories: Sequence[Trajectory]) -> TrainBatch:
     """One row for each decision. Elements of steps that were not executed are masked."""
     transitions = [t for trajectory in trajectories for t in trajectory.transitions]
-    inputs, decisions = [t.inputs for t in transitions], [t.decision for t in transitions]
+    decisions = PickedRows.of([t.decided for t in transitions]).joined()
+    assert isinstance(decisions, Decisions)
     num_executed = torch.tensor([t.num_executed for t in transitions])
     lengths = torch.tensor([len(trajectory.transitions) for trajectory in trajectories])
     return TrainBatch(
-        inputs=type(inputs[0]).cat(inputs),
-        decisions=type(decisions[0]).cat(decisions).executed(num_executed),
+        inputs=PickedRows.of([t.inputs for t in transitions if t.inputs is not None]),
+        decisions=decisions.executed(num_executed),
         trajectory=torch.arange(len(trajectories)).repeat_interleave(lengths),
     )
 

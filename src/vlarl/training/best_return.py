@@ -27,7 +27,9 @@ class BestReturn:
     (1 x 0.25 + 0 x 0.5) / 0.75 = 1/3 of task 3 and 1 of task 4, hence `ema_return` 2/3.
     """
 
-    def __init__(self, alpha: float, min_delta: float, patience: int) -> None:
+    def __init__(self, alpha: float, min_delta: float, patience: int, several_suites: bool = False) -> None:
+        """`several_suites`: tasks are told apart by suite and index, not by their index alone."""
+        self.several_suites = several_suites
         self.alpha = alpha
         self.min_delta = min_delta
         self.patience = patience
@@ -37,7 +39,7 @@ class BestReturn:
 
         Episodes that crashed or could not be scored are left out: they carry no information about the policy.
         """
-        scored = [(str(t.task.task_id), t.env_return) for t in trajectories if t.status == "ok"]
+        scored = [(self._task(t), t.episode_return) for t in trajectories if t.status == "ok"]
         if not scored:
             return False
         averages = self._averages(state, scored)
@@ -51,6 +53,10 @@ class BestReturn:
             return False
         state.best_returns, state.best_ema_return, state.best_iteration = averages, state.ema_return, iteration
         return True
+
+    def _task(self, trajectory: Trajectory) -> str:
+        suite, task_id = trajectory.task.key
+        return f"{suite}/{task_id}" if self.several_suites else str(task_id)
 
     def _averages(self, state: TrainerState, scored: list[tuple[str, float]]) -> dict[str, float]:
         """Each task's average after these episodes; `state` keeps the sums that the next ones are added to."""

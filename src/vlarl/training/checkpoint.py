@@ -390,9 +390,9 @@ def _count(value: Any, name: str) -> int:
 def _state(counters: dict[str, Any]) -> TrainerState:
     """The counters of a run; those of the wrong type are refused."""
     state = TrainerState(**counters)
-    for name in ("iteration", "env_steps", "episodes", "optimizer_steps"):
+    for name in ("iteration", "env_steps", "rollout_steps", "episodes", "optimizer_steps"):
         _count(getattr(state, name), name)
-    for name in ("sampler", "return_sums", "return_weights", "best_returns", "unfinished"):
+    for name in ("sampler", "open_episodes", "return_sums", "return_weights", "best_returns", "unfinished"):
         if not isinstance(getattr(state, name), dict):
             raise ValueError(f"{name} in {COUNTERS} is {str(getattr(state, name))[:40]!r}, which must be an object")
     for name in ("ema_return", "best_ema_return", "best_iteration"):

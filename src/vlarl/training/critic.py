@@ -7,6 +7,7 @@ import copy
 from vlarl.algorithms.base import Algorithm
 from vlarl.config.schema import Config
 from vlarl.policies.base import Policy
+from vlarl.policies.deferred import copied, stored_weight
 from vlarl.rollout.tasks import derive_seed
 
 ADAPTER_SEED = 3  # distinct from the seeds of tasks, episodes and evaluations
@@ -29,6 +30,7 @@ def build_critic(policy: Policy, algorithm: Algorithm, config: Config) -> Policy
 
 
 def copy_sharing_frozen(policy: Policy) -> Policy:
-    """A copy whose frozen weights are the policy's own, in the same memory."""
+    """A copy whose frozen weights are the policy's own, in the same memory; weights that are not read yet stay so."""
     shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    return copy.deepcopy(policy, memo=dict(shared))
+    unread = {id(p): copied(p) for p in policy.parameters() if p.requires_grad and stored_weight(p) is not None}
+    return copy.deepcopy(policy, memo=shared | unread)

@@ -8,8 +8,9 @@ A sharded weight is a DTensor: the same name, a part of the values. A layer's we
 dropped afterwards, the root's too: outside of a pass `named_parameters` are always the parts. Gradients are summed, not
 averaged, since the loss already weights each token within the minibatch of all ranks.
 
-A policy is loaded on the host and sharded from there, one layer at a time: the device never holds more of it than this
-rank's part and the layers of the pass.
+A policy is sharded before its weights are read (policies/deferred.py): each rank reads its part of one weight after
+the other. One that is on the host already is sharded from there, one layer at a time: the device never holds more of it
+than this rank's part and the layers of the pass.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # the public API has no offsets
 from torch.utils import _pytree
 
 from vlarl.errors import UsageError
 from vlarl.policies.base import Evaluation, Policy
+from vlarl.policies.deferred import StoredWeight, stored_weight
 from vlarl.training.ranks import Ranks
 
 PASSES = ("evaluate", "values", "sample")  # a policy's entry points; FSDP hooks only `forward`
@@ -71,6 +74,7 @@ class Sharding:
 def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
     """Shard a policy over the mesh, in place; it may be on the host, and is moved to the mesh's device in parts."""
     _refuse_quantized(policy)
+    unread = _without_placeholders(policy)
     _part_from_others(policy)
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if sharding.cpu_offload else OffloadPolicy()
@@ -81,6 +85,7 @@ def shard(policy: Policy, sharding: Sharding, mesh: DeviceMesh) -> None:
         kind = exact if isinstance(unit, in_float32) else adapted
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=kind, offload_policy=offload)
     fully_shard(policy, mesh=mesh, reshard_after_forward=True, mp_policy=adapted, offload_policy=offload)
+    _read_parts(unread, torch.device("cpu" if sharding.cpu_offload else mesh.device_type))
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -111,6 +116,59 @@ def _refuse_quantized(policy: Policy) -> None:
         )
 
 
+@dataclass
+class _Unread:
+    """A weight that is still on disk, and the modules that have it under a name, several if they are tied."""
+
+    stored: StoredWeight
+    owners: list[tuple[nn.Module, str]]
+
+
+def _without_placeholders(policy: Policy) -> list[_Unread]:
+    """Put weights that are not read yet on the device `meta`, where FSDP leaves them; returns them."""
+    found: dict[int, _Unread] = {}
+    empty: dict[int, nn.Parameter] = {}
+    for module in policy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (stored := stored_weight(parameter)) is not None:
+                found.setdefault(id(parameter), _Unread(stored, [])).owners.append((module, name))
+                meta = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad
+                )
+                module._parameters[name] = empty.setdefault(id(parameter), meta)
+    return list(found.values())
+
+
+def _read_parts(unread: Sequence[_Unread], device: torch.device) -> None:
+    """Read this rank's rows of each weight."""
+    broken: list[str] = []
+    for weight in unread:
+        module, name = weight.owners[0]
+        sharded: Any = module._parameters[name]
+        part = _read_part(weight.stored, sharded, device)
+        if not part.to_local().isfinite().all():
+            broken.append(weight.stored.name)
+        filled = nn.Parameter(part, sharded.requires_grad)
+        for owner, own_name in weight.owners:
+            owner._parameters[own_name] = filled
+    if broken:
+        raise UsageError(
+            f"the policy can't be used: {len(broken)} of its weights hold NaN or infinity, the first is {broken[0]}. "
+            "Use an earlier checkpoint."
+        )
+
+
+def _read_part(stored: StoredWeight, example: DTensor, device: torch.device) -> DTensor:
+    """This rank's rows of a stored weight, sharded like the example."""
+    shape, offset = compute_local_shape_and_global_offset(example.shape, example.device_mesh, example.placements)
+    if tuple(shape[1:]) != tuple(example.shape[1:]):
+        raise RuntimeError(f"{stored.name} is not sharded by rows")
+    local = stored.rows(offset[0], shape[0]).to(device)
+    return DTensor.from_local(
+        local, example.device_mesh, example.placements, run_check=False, shape=example.shape, stride=example.stride()
+    )
+
+
 def _part_from_others(policy: Policy) -> None:
     """Frozen weights may be shared with a critic: moved to the device as they are, they would stay there unsharded."""
     aliases: dict[int, nn.Parameter] = {}
@@ -133,6 +191,8 @@ def part_like(tensor: torch.Tensor, example: torch.Tensor) -> torch.Tensor:
     if not isinstance(example, DTensor):
         return tensor.to(example.device)
     local = example.to_local().device
+    if (stored := stored_weight(tensor)) is not None:
+        return _read_part(stored, example, local)
     if tensor.ndim == 0:  # the optimizer's count of steps: the same everywhere
         return tensor.to(local)
     sharded = distribute_tensor(tensor, example.device_mesh, example.placements, src_data_rank=None)

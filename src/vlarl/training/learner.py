@@ -266,6 +266,13 @@ class Learner:
             )
         ]
 
+    def own_rows(self, batch: TrainBatch, iteration: int) -> torch.Tensor:
+        """The rows that this rank evaluates in an update, before which it annotates them."""
+        lengths = row_lengths(batch.inputs, batch.decisions.sample)
+        pieces = [microbatches(rows, self.config.optim, lengths) for rows in self._schedule(batch, iteration)]
+        own = [rows for each in pieces for rows in each[self.ranks.rank :: self.ranks.world_size]]
+        return torch.cat(own) if own else torch.arange(0)
+
     def _set_learning_rates(self, train_policy: bool, iterations: int) -> float:
         """Set both learning rates for this update and return the policy's; each has a clock of its own."""
         optim, critic, updates = self.config.optim, self.config.critic, updates_in(iterations, self.config)
@@ -317,10 +324,14 @@ class Learner:
     ) -> list[tuple[torch.Tensor, Result]]:
         """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
         pieces = microbatches(rows, self.config.optim, row_lengths(batch.inputs, batch.decisions.sample))
+        upcoming = iter(pieces[self.ranks.rank :: self.ranks.world_size][1:])  # after each of this rank's own
 
         def fetch_and_work(micro: torch.Tensor) -> Result:
             part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
-            return work((part.pinned() if self.device.type == "cuda" else part).to(self.device))
+            part = (part.pinned() if self.device.type == "cuda" else part).to(self.device)
+            if (following := next(upcoming, None)) is not None:
+                batch.inputs.prefetch(following)
+            return work(part)
 
         return list(zip(pieces, distribute(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
 

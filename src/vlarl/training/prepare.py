@@ -9,7 +9,7 @@ import torch
 
 from vlarl.config.derive import engine_dtype
 from vlarl.config.schema import Config
-from vlarl.config.training_data import by_training
+from vlarl.config.training_data import by_run
 from vlarl.errors import UsageError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import load_acting_policy
@@ -18,14 +18,17 @@ from vlarl.training.swap import trained_weights
 log = logging.getLogger(__name__)
 
 
-def load_trained_policy(config: Config, checkpoint: Path | None, device: torch.device) -> Policy:
-    """The configured policy, ready to train; `checkpoint` has the weights to resume from."""
+def load_trained_policy(
+    config: Config, checkpoint: Path | None, device: torch.device, deferred: bool = False
+) -> Policy:
+    """The configured policy, ready to train; `checkpoint` has the weights to resume from. `deferred` weights are read
+    when the policy is sharded."""
     settings = config.policy
-    policy = load_acting_policy(config, checkpoint, device)
+    policy = load_acting_policy(config, checkpoint, device, deferred)
     # A checkpoint to resume from has its own adapters, whatever adapters the run started with.
     lora = config.lora if checkpoint is None else config.lora.model_copy(update={"adapter": None})
     policy.prepare_training(settings, lora, config.run.seed)
-    policy.training_data = policy.training_data.plus([by_training(config.env, config.gym)])
+    policy.training_data = policy.training_data.plus(by_run(config.env, config.gym))
     if settings.actions == "hybrid":
         log.warning("policy.actions is hybrid: the regression head is loaded and frozen; RL trains action tokens only")
     refuse_untrainable(policy, config)
@@ -53,6 +56,11 @@ def refuse_unsupported(policy: Policy, config: Config) -> None:
         raise UsageError(
             f"algorithm.aux_loss_coef = {algorithm.aux_loss_coef:g}: this model reports no auxiliary loss, as mixtures "
             "of experts do; set it to 0."
+        )
+    if config.distributed.compute_dtype is not None and not policy.has_compute_dtype:
+        raise UsageError(
+            f"distributed.compute_dtype = {config.distributed.compute_dtype!r}: this policy computes in the types of "
+            "its weights; leave it out and set policy.dtype."
         )
     if optim.microbatch_tokens is not None and not policy.differs_in_length:
         raise UsageError(

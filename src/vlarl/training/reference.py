@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vlarl.config.schema import Config
 from vlarl.policies.adapters import is_adapter
@@ -43,9 +44,10 @@ def reference_at_start(policy: Policy, config: Config, device: torch.device) -> 
     if policy.has_adapter and not starts_from_adapter(config):
         return Reference(policy, None)
     settings, trained = config.policy, trained_weights(policy)
-    start = load_configured(settings, settings.path, device, settings.decoder, settings.actions)
+    sharded = any(isinstance(p, DTensor) for p in trained.values())
+    start = load_configured(settings, settings.path, device, settings.decoder, settings.actions, deferred=sharded)
     start.prepare_training(settings, config.lora, config.run.seed)
-    return Reference(policy, {name: part_like(p.detach(), trained[name]) for name, p in trained_weights(start).items()})
+    return Reference(policy, {name: part_like(p, trained[name]).detach() for name, p in trained_weights(start).items()})
 
 
 def starts_from_adapter(config: Config) -> bool:

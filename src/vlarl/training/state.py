@@ -25,3 +25,5 @@ class TrainerState:
     return_weights: dict[str, float] = field(default_factory=dict)  # by task: sum of the same weights
     best_returns: dict[str, float] = field(default_factory=dict)  # by task: the average that a better policy must beat
     unfinished: dict[str, float] = field(default_factory=dict)  # of an updated iteration: its row, not yet written
+    rollout_steps: int = 0  # environment steps of the newest iteration
+    open_episodes: dict[str, Any] = field(default_factory=dict)  # of segments.py, or outstanding.py

@@ -31,6 +31,7 @@ from vlarl.algorithms.advantages import (
     whiten,
 )
 from vlarl.config.schema import Config
+from vlarl.decisions import Row
 from vlarl.types import group_members
 
 COMPARING = ["grpo", "rloo", "group_norm", "cpgd", "reinforce_baseline"]
@@ -275,7 +276,7 @@ def test_elements_that_a_decision_masks_are_not_executed(trajectory):
     episode = trajectory([[1, 2]], action_dim=2)
     (only,) = episode.transitions
     mask = torch.tensor([[True, False, True, True]])
-    episode = replace(episode, transitions=(replace(only, decision=replace(only.decision, mask=mask)),))
+    episode = replace(episode, transitions=(replace(only, decided=Row(replace(only.decision, mask=mask), 0)),))
     assert executed(episode, "token", 4).tolist() == [[1, 0, 1, 1]]
     rewards, discounts = token_rewards(episode, 0.5)
     assert (rewards.tolist(), discounts.tolist()) == ([1, 0, 2], [0.5, 1, 0.5])

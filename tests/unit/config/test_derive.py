@@ -5,7 +5,13 @@ from datetime import datetime
 import pytest
 
 from vlarl.config import Derived, FinetuneConfig, derive, load_config
-from vlarl.config.derive import default_run_name, derive_finetune, derived_lines, engine_memory_fraction
+from vlarl.config.derive import (
+    default_run_name,
+    derive_finetune,
+    derived_lines,
+    engine_memory_fraction,
+    staged_syncs,
+)
 
 OVERRIDES = {
     "run.iterations": 10,
@@ -141,3 +147,21 @@ def test_derived_values_of_a_supervised_run():
 
 def test_a_run_without_a_name_gets_preset_seed_and_time():
     assert default_run_name("tabletop_ppo", 3, datetime(2025, 1, 2, 3, 4, 5)) == "tabletop_ppo_seed3_20250102_030405"
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        ("tabletop_grpo", {}, False),
+        ("tabletop_grpo", {"distributed.asynchronous": True}, True),
+        ("tabletop_grpo", {"distributed.asynchronous": True, "lora.enabled": True}, True),
+        ("prompts_grpo", {"distributed.asynchronous": True}, False),
+        ("prompts_grpo", {"distributed.asynchronous": True, "lora.enabled": True}, True),
+        ("prompts_grpo", {"lora.enabled": True}, False),
+    ],
+)
+def test_syncs_are_staged_where_engines_may_act_with_older_weights(preset, options, expected):
+    config = load_config(preset, {"distributed.backend": "ray", **options})
+    assert staged_syncs(config) == expected
+    by_gpu = config.model_copy(update={"vllm": config.vllm.model_copy(update={"sync_backend": "nccl"})})
+    assert not staged_syncs(by_gpu), "what is loaded as it is sent"

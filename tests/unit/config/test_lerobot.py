@@ -10,8 +10,7 @@ from vlarl.config.source.flags import parse_flags
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lerobot/smolvla_base", "model type smolvla is not supported; OpenVLA and OpenVLA-OFT, such as"),
-        ("lerobot/pi0", "model type pi0 is not supported"),
+        ("lerobot/pi0", "model type pi0 is not supported; OpenVLA and OpenVLA-OFT, such as"),
         ("me/pi05-libero@main", "model type pi05 is not supported"),
         ("lerobot/anything", "policies of lerobot are not supported"),
     ],
@@ -20,7 +19,10 @@ def test_models_of_another_kind_are_known_by_their_names(name, said):
     assert said in other_model(name)
 
 
-@pytest.mark.parametrize("name", ["openvla/openvla-7b", "me/openvla-vs-pi0", "builtin:tiny-oft", "first", "runs/pi0/x"])
+@pytest.mark.parametrize(
+    "name",
+    ["openvla/openvla-7b", "lerobot/smolvla_base", "me/openvla-vs-pi0", "builtin:tiny-oft", "first", "runs/pi0/x"],
+)
 def test_all_others_are_read(name):
     assert other_model(name) is None
 

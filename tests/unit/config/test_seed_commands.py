@@ -15,7 +15,7 @@ COMMANDS = {
     "001: quick start": (
         '--actor_num_gpus_per_node "[1]" --vllm_num_engines 0 --task_suite_name "libero_spatial" --num_steps 64 '
         "--local_rollout_batch_size 1",
-        {"env.suite": "libero_spatial", "vllm.num_engines": 0, "rollout.num_groups": 1},
+        {"env.suite": "libero_spatial", "vllm.num_engines": 0, "rollout.num_steps": 64, "env.num_envs": 1},
     ),
     "004: python OpenVLA_PPO.py": ("", {}),
     "004: full training run": (

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vlarl.envs.base import Mistakes
 from vlarl.envs.libero.env import LiberoEnv
 from vlarl.envs.libero.expert import LiberoExpert, supports
 from vlarl.envs.libero.grasping import Boxes, plan_grasp
@@ -92,6 +93,15 @@ def test_a_wall_at_the_place_makes_it_take_the_bowl_by_the_far_rim():
     assert plan_grasp(scene, "bowl", gripper, np.array([0.0, 0.2])).position[1] < 0.02
 
 
+def test_a_grasp_that_has_failed_is_not_repeated():
+    scene, gripper = FakeScene(bowl(), boxes(TABLE)), np.array([0.0, -0.3, 0.4])
+    first = plan_grasp(scene, "bowl", gripper, STAY)
+    second = plan_grasp(scene, "bowl", gripper, STAY, [first])
+    third = plan_grasp(scene, "bowl", gripper, STAY, [first, second])
+    for a, b in ((first, second), (first, third), (second, third)):
+        assert np.linalg.norm(a.position[:2] - b.position[:2]) > 0.014 or abs(a.turn - b.turn) > np.radians(19)
+
+
 def test_nothing_is_taken_where_the_hand_does_not_fit():
     obj = boxes(((0.0, 0.0, 0.03), (0.02, 0.02, 0.03), 0.0))
     shaft = [((x, y, 0.2), (0.03, 0.03, 0.2), 0.0) for x in (-0.06, 0, 0.06) for y in (-0.06, 0, 0.06) if x or y]
@@ -141,6 +151,18 @@ def test_it_brings_the_bowl_to_the_plate(spatial, task_id):
     assert_as_a_policy_acts(actions)
 
 
+def test_a_bowl_is_lifted_out_of_the_ramekin_before_it_is_carried_away(spatial):
+    # From this state, a lower lift took the ramekin along, which pushed the plate away until the time was up.
+    solved, actions = play(spatial, Task("libero_spatial", 5, 7, seed=0), 120)
+    assert solved and len(np.flatnonzero(np.diff(actions[:, 6]) < 0)) == 1
+
+
+def test_a_bowl_that_slips_is_grasped_elsewhere(spatial):
+    # The rim slips out of the first grasp in the drawer; repeating it took more than the 220 steps.
+    solved, actions = play(spatial, Task("libero_spatial", 4, 28, seed=0), 190)
+    assert solved and len(np.flatnonzero(np.diff(actions[:, 6]) < 0)) > 1
+
+
 def test_it_goes_back_for_a_bowl_that_slips_out_of_its_hand(spatial):
     def lose_it(action: FloatArray, step: int) -> FloatArray:
         if step == 45:  # it has been lifted: put it back where it was
@@ -160,6 +182,38 @@ def test_with_the_gripper_the_wrong_way_round_it_fails(spatial):
         return np.append(action[:6], 1 - action[6]).astype(np.float32)
 
     assert not play(spatial, Task("libero_spatial", 0, 30, seed=0), 150, invert)[0]
+
+
+def fail(env: LiberoEnv, mistakes: Mistakes) -> tuple[LiberoExpert, np.ndarray, list[np.ndarray]]:
+    """An episode of task 0 with mistakes, up to the end of the expert: its actions, and where the bowl was."""
+    expert = LiberoExpert(env)
+    env.reset(Task("libero_spatial", 0, 31, seed=0))
+    expert.reset()
+    expert.err(mistakes)
+    actions, bowl = [], []
+    while not expert.finished and len(actions) < 220:
+        actions.append(expert.act())
+        assert not env.step(actions[-1]).success
+        bowl.append(expert._position("akita_black_bowl_1"))
+    for _ in range(15):  # it stands still, while the bowl comes to rest
+        assert np.abs(expert.act()[:6]).max() < 0.6 and not env.step(expert.act()).success
+    return expert, np.stack(actions), [*bowl, expert._position("akita_black_bowl_1")]
+
+
+def test_a_gripper_that_closes_too_high_leaves_the_bowl_where_it_is(spatial):
+    expert, actions, bowl = fail(spatial, Mistakes(closes_high=True, releases_early=True, goal=0))
+    assert expert.finished and np.linalg.norm(bowl[-1] - bowl[0]) < 0.01
+    closed = np.flatnonzero(actions[:, 6] == 0)
+    assert len(closed) > 20 and actions[-1, 6] == 1  # it carried nothing to the plate, and opened there
+    over = np.linalg.norm(expert._gripper()[:2] - expert._target_position("plate_1")[:2])
+    assert over < 0.09
+
+
+def test_a_bowl_that_is_released_early_misses_the_plate(spatial):
+    expert, actions, bowl = fail(spatial, Mistakes(closes_high=False, releases_early=True, goal=0))
+    assert expert.finished and len(actions) < 120
+    assert max(position[2] for position in bowl) > bowl[0][2] + 0.03, "it was lifted"
+    assert np.linalg.norm((bowl[-1] - expert._target_position("plate_1"))[:2]) > 0.06
 
 
 def test_the_same_episode_is_played_the_same_way(spatial):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fakes.worker_envs import SPEC, CountingFactory
 
+from vlarl.envs.base import ExpertFlaws
 from vlarl.envs.env_process import Chunk
 from vlarl.envs.guardian import Guardian
 from vlarl.envs.process_pool import WorkerError, WorkerPool, WorkerProcess
@@ -246,7 +247,7 @@ def test_a_reset_that_fails_is_an_error_with_its_reason(pools, tmp_path):
 
 def test_the_experts_play_in_the_order_of_the_tasks(pools, tmp_path):
     tasks = [task(i % 4, i % 3, seed=i) for i in range(8)]
-    played = list(pools(2, {"die": 4}, tmp_path / "diary").demonstrate(tasks, 0.1))
+    played = list(pools(2, {"die": 4}, tmp_path / "diary").demonstrate(tasks, ExpertFlaws(action_noise=0.1)))
     assert [demo.task for demo in played] == tasks
     for demo in played:
         assert demo.success and demo.instruction == SPEC.tasks[demo.task.task_id].instruction
@@ -255,7 +256,7 @@ def test_the_experts_play_in_the_order_of_the_tasks(pools, tmp_path):
         )
         np.testing.assert_array_equal(demo.actions, [[1.0, demo.task.init_state]] * len(demo.actions))
         assert demo.proprio[-1, 0] != round(float(demo.proprio[-1, 0])), "executed with noise, noted without"
-    (alone,) = pools(1).demonstrate(tasks[3:4], 0.1)
+    (alone,) = pools(1).demonstrate(tasks[3:4], ExpertFlaws(action_noise=0.1))
     np.testing.assert_array_equal(alone.proprio, played[3].proprio)
 
 
@@ -264,7 +265,7 @@ def test_an_expert_that_always_fails_is_an_error(pools, tmp_path):
     with pytest.raises(
         VlarlError, match="can't be played: the environment raised ArithmeticError: the joints exploded"
     ):
-        list(pool.demonstrate([task()], 0.0, retries=1))
+        list(pool.demonstrate([task()], ExpertFlaws(), retries=1))
 
 
 def test_workers_end_when_their_trainer_is_killed(tmp_path):
@@ -295,3 +296,13 @@ def test_workers_end_when_their_trainer_is_killed(tmp_path):
     while any(alive(pid) for pid in pids) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not any(alive(pid) for pid in pids), "an idle one and a hanging one"
+
+
+def test_the_time_that_simulators_work_is_counted(pools):
+    pool = pools(2)
+    pool.reset([0, 1], [task(), task()])
+    before = pool.busy_s
+    began = time.monotonic()
+    pool.step_chunk([0], ones(1, 2))
+    assert 0 < pool.busy_s - before <= time.monotonic() - began
+    assert pool.num_cores == len(os.sched_getaffinity(0))

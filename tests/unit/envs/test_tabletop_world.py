@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from vlarl.envs.base import ExpertFlaws
 from vlarl.envs.tabletop import geometry as geo
-from vlarl.envs.tabletop.expert import IMPERFECT, PERFECT, ExpertFlaws, ScriptedExpert
+from vlarl.envs.tabletop.expert import IMPERFECT, PERFECT, ScriptedExpert
 from vlarl.envs.tabletop.objects import GRIP, KIND_IDS, RADIUS, Grip
 from vlarl.envs.tabletop.scenes import GoalType
 from vlarl.envs.tabletop.tasks import FIRST_FRESH_STATE, NUM_FIXED_STATES, SUITES, initial_state

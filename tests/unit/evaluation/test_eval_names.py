@@ -30,4 +30,4 @@ def test_hyphens_and_underscores_are_alike():
 
 
 def test_a_suite_in_any_spelling():
-    assert _parser().parse_known_args(["x", "--suite", "LIBERO-Long"])[0].suite == "libero_10"
+    assert _parser().parse_known_args(["x", "--suite", "LIBERO-Long"])[0].suite == ("libero_10",)

@@ -74,10 +74,10 @@ def test_a_gym_run_brings_its_environment(checkpoint):
         eval_request(path, {}, states_per_task=5, trust=True)
 
 
-def test_a_supervised_run_has_a_policy_and_no_suite(checkpoint):
+def test_a_supervised_run_has_a_policy_and_the_suite_that_was_demonstrated(checkpoint):
     path = checkpoint(text="policy:\n  path: init:tiny-oft\n  actions: l1\ndemos:\n  suites: [tabletop_goal]\n")
     request = eval_request(path, {})
-    assert request.policy.actions == "l1" and request.env == EnvConfig(protocol="benchmark")
+    assert request.policy.actions == "l1" and request.env == EnvConfig(suite="tabletop_goal", protocol="benchmark")
     tasks = tuple(range(10))
     assert request.training == TrainingData(
         (TrainedOn(by="finetune", suite="tabletop_goal", task_ids=tasks, states=()),)

@@ -224,6 +224,37 @@ def test_a_request_that_is_refused_closes_its_pool_and_makes_no_folder(checkpoin
         evaluate(checkpoint, out=tmp_path)
 
 
+def test_the_folder_that_workers_of_an_evaluation_do_not_see_is_named_by_its_own_option(checkpoint, monkeypatch):
+    class Cluster:
+        def __init__(self, config, logs, num_threads, trace, folder):
+            raise UsageError(folder.refusal("engine-0", logs.parent))
+
+    monkeypatch.setattr("vlarl.run.cluster.Cluster", Cluster)
+    with pytest.raises(UsageError, match=r"^--out: engine-0 runs on .* set --out to a folder that they all mount"):
+        run_evaluation(eval_request(checkpoint, {"distributed.backend": "ray", "env.num_envs": 2}, states_per_task=1))
+
+
+@pytest.mark.parametrize("before", ["nothing", "the parent", "a file beside it"])
+def test_an_evaluation_on_a_cluster_that_is_refused_leaves_no_folder(checkpoint, tmp_path, monkeypatch, before):
+    """Its workers have written their logs by then."""
+
+    def launch(config, num_slots, logs):
+        logs.mkdir(parents=True)
+        (logs / "engine-0.log").write_text("it started")
+        raise UsageError("--out: engine 0 does not see the folder")
+
+    monkeypatch.setattr("vlarl.run.cluster.launch_evaluation", launch)
+    given = {"distributed.backend": "ray", "env.num_envs": 2}
+    if before != "nothing":
+        (tmp_path / "both").mkdir()
+    if before == "a file beside it":
+        (tmp_path / "both" / "notes").touch()
+    with pytest.raises(UsageError, match="engine 0 does not see"):
+        run_evaluation(eval_request(checkpoint, given, states_per_task=1), tmp_path / "both" / "A")
+    left = {"nothing": [], "the parent": ["both"], "a file beside it": ["both", "both/notes"]}[before]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == left
+
+
 @pytest.mark.parametrize(("trained", "seen"), [("disjoint", 0), ("benchmark", 2)])
 def test_states_that_the_run_trained_on_are_counted(checkpoint, tmp_path, trained, seen):
     run = tmp_path / "runs" / "first"

@@ -8,14 +8,14 @@ import pytest
 from fakes.worker_envs import SPEC
 
 from vlarl.config.finetune import DemoConfig
-from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.config.schema import DistributedConfig, EnvConfig, GymConfig
 from vlarl.config.source.load import load_config
 from vlarl.data.demos import SimulatorSource
 from vlarl.errors import UsageError
 from vlarl.evaluation import run as evaluation
 from vlarl.evaluation.request import eval_request
 from vlarl.observability import capacity
-from vlarl.observability.capacity import check_memory_for_config, check_memory_for_envs, fitting_envs
+from vlarl.observability.capacity import READER_MIB, check_memory_for_config, check_memory_for_envs, fitting_envs
 from vlarl.observability.machine import available_memory
 from vlarl.run import parts
 
@@ -96,6 +96,26 @@ def test_more_processes_than_fit_are_refused_with_the_number_that_fits(six_gib):
         check_memory_for_envs("libero_spatial", 64)
     check_memory_for_envs("tabletop_spatial", 10**6)  # no process each
     check_memory_for_envs("gym", 10**6)  # of unknown size
+
+
+def test_workers_of_a_cluster_also_hold_the_policy_that_reads_their_observations(six_gib, monkeypatch):
+    assert fitting_envs("libero_spatial", READER_MIB) == 6 * 1024 // (600 + 363) == 6
+    check_memory_for_envs("libero_spatial", 6, reader_mib=READER_MIB)
+    message = r"env.num_envs = 7: .* take 7 GiB of memory, 0.9 GiB each, .* set env.num_envs to 6 or less"
+    with pytest.raises(UsageError, match=message):
+        check_memory_for_envs("libero_spatial", 7, reader_mib=READER_MIB)
+    monkeypatch.setattr(capacity, "available_cores", lambda: 16)
+    assert parts.num_envs(EnvConfig(suite="libero_spatial"), GymConfig(), READER_MIB) == 6
+
+
+def test_an_evaluation_counts_what_its_workers_hold(six_gib):
+    request = eval_request("builtin:tiny-oft", {"env.suite": "libero_spatial", "env.num_envs": 8}, states_per_task=5)
+    assert evaluation._pool_size(request) == 8
+    on_ray = replace(request, distributed=DistributedConfig(backend="ray"))
+    with pytest.raises(UsageError, match="set env.num_envs to 6 or less"):
+        evaluation._pool_size(on_ray)
+    elsewhere = replace(request, distributed=DistributedConfig(backend="ray", address="auto"))
+    assert evaluation._pool_size(elsewhere) == 8, "it has memory of its own"
 
 
 def test_a_cluster_elsewhere_has_memory_of_its_own(six_gib):

@@ -220,3 +220,17 @@ def test_failures_in_an_evaluation_are_a_fraction_of_all_its_episodes_in_whateve
     assert [episode.reward_error is not None for episode in scored] == [True] * 12 + [False] * 12
     with pytest.raises(RewardFailureError, match="the reward failed on 13 of 24 episodes"):
         reward.score(episodes(1)[0])
+
+
+def test_failures_of_episodes_that_come_a_few_at_a_time_are_a_fraction_of_as_many_as_an_update_has(episodes):
+    """12 of 24 may fail; 13 may not, whether they come first or last."""
+    for failing, is_refused in ((range(12), False), (range(12, 24), False), (range(13), True), (range(11, 24), True)):
+        inner = Scripted({n: ValueError("no") for n in failing})
+        reward = SafeReward(inner, retries=0).judged_over(24)
+        judged = [reward.score_all(episodes(24)[first : first + 3]) for first in range(0, 21, 3)]
+        assert len(judged) == 7
+        if is_refused:
+            with pytest.raises(RewardFailureError, match="the reward failed on 13 of 24 episodes"):
+                reward.score_all(episodes(24)[21:])
+        else:
+            reward.score_all(episodes(24)[21:])

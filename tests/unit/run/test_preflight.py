@@ -1,5 +1,6 @@
 """What is refused before a run is made or announced; `--dry-run` says the same as the run would."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -180,3 +181,13 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError):
         refuse_unready(load_config("tabletop_cluster"))
+
+
+def test_a_dashboard_that_is_not_installed_is_refused_with_the_command(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "aiohttp_cors" else found(name))
+    config = load_config("tabletop_grpo", {"distributed.backend": "ray", "distributed.dashboard": True})
+    with pytest.raises(
+        UsageError, match=r"Ray is installed without its dashboard; run: pip install 'ray\[default\]==\d"
+    ):
+        refuse_unready(config)

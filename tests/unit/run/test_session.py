@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 from fakes.eval_records import episode
 
+from vlarl import loop
 from vlarl.callbacks import Callbacks, EpisodeRecord
 from vlarl.config.schema import Config
-from vlarl.errors import ClusterError, DivergedError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.errors import (
+    ClusterError,
+    DivergedError,
+    LearnersLostError,
+    RowsLostError,
+    UsageError,
+    VlarlError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from vlarl.interrupt import Interrupted
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.trace import NoTrace
@@ -78,7 +88,8 @@ class Run:
 
     def collect(self, *trajectories: Trajectory) -> None:
         iteration = self.session.start_iteration()
-        self.session.record_rollout(Rollout(iteration, trajectories, (), {}, {"dealt": iteration}, {}, {}))
+        env_steps = sum(t.length for t in trajectories)
+        self.session.record_rollout(Rollout(iteration, trajectories, (), {}, {"dealt": iteration}, {}, {}, env_steps))
 
     def update(self) -> None:
         self.session.start_update()
@@ -155,12 +166,12 @@ def test_returns_of_episodes_that_could_not_be_run_or_scored_do_not_make_a_polic
     good, bad = trajectory([[1.0]]), trajectory([[0.5]])
     with Run(tmp_path).session as session:
         run_store = session.store
-        session.record_rollout(Rollout(1, (bad,), (), {}, {}, {}, {}))
+        session.record_rollout(Rollout(1, (bad,), (), {}, {}, {}, {}, 1))
         assert session.state.ema_return == 0.5 and run_store.policies == ["best_return"]
         unscored = (replace(good, status="crashed"), replace(good, status="reward_failed"))
-        session.record_rollout(Rollout(2, unscored, (), {}, {}, {}, {}))
+        session.record_rollout(Rollout(2, unscored, (), {}, {}, {}, {}, 1))
         assert session.state.ema_return == 0.5 and run_store.policies == ["best_return"]
-        session.record_rollout(Rollout(3, (good, replace(bad, status="crashed")), (), {}, {}, {}, {}))
+        session.record_rollout(Rollout(3, (good, replace(bad, status="crashed")), (), {}, {}, {}, {}, 1))
         assert run_store.policies == ["best_return", "best_return"]
         assert session.state.episodes == 5, "they were run, all the same"
 
@@ -170,7 +181,7 @@ def test_the_best_policy_says_how_often_it_was_updated_apart_from_the_critics_wa
     with run.session as session:
         for version, updates in ((1, 0), (3, 1)):
             run.learner.version = version
-            session.record_rollout(Rollout(version + 1, (trajectory([[float(version)]]),), (), {}, {}, {}, {}))
+            session.record_rollout(Rollout(version + 1, (trajectory([[float(version)]]),), (), {}, {}, {}, {}, 1))
             assert (run.store.metadata["training_step"], run.store.metadata["policy_updates"]) == (version, updates)
 
 
@@ -244,6 +255,121 @@ def test_lost_learners_are_not_asked_to_save(tmp_path, kind):
     raised = fail(run, behind, work)
     assert "can't save" in str(raised) and "newest checkpoint is of iteration 5" in str(raised)
     assert [name for name, _, _ in run.store.saved] == ["step_000005"]
+
+
+TWO_LEARNERS = {"distributed": {"backend": "ray", "learners_per_node": (2,), "restarts": 3}}
+ONE_LEARNER = {"distributed": {"backend": "ray", "restarts": 3}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "worker", "sections", "is_restarted"),
+    [
+        (WorkerLostError, "learner 1", TWO_LEARNERS, True),
+        (WorkerFailedError, "learner 1", TWO_LEARNERS, True),  # it waited for the one that is lost
+        (WorkerLostError, "learner 0", ONE_LEARNER, True),
+        (WorkerFailedError, "learner 0", ONE_LEARNER, False),
+        (WorkerLostError, "engine 0", TWO_LEARNERS, False),
+    ],
+)
+def test_lost_learners_may_be_started_again(tmp_path, capsys, kind, worker, sections, is_restarted):
+    run = Run(tmp_path, **sections)
+    run.session.restart = 2
+    lost = VlarlError("the evaluation failed")
+    lost.__cause__ = kind(f"{worker} died", worker)
+    raised = fail(run, lost, lambda: run.iterate(6))
+    assert isinstance(raised, LearnersLostError) == is_restarted
+    assert (run.status()["state"] == "failed") != is_restarted
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"{worker} was lost: the learners are started again from the newest checkpoint (restart 2 of 3)" in shown
+    ) == (is_restarted)
+
+
+def test_observations_that_learners_miss_start_them_again(tmp_path, capsys):
+    run = Run(tmp_path, **ONE_LEARNER)
+    run.session.restart = 1
+    raised = fail(
+        run, RowsLostError("processed observations are lost with their machine", "ab12"), lambda: run.iterate(6)
+    )
+    assert isinstance(raised, LearnersLostError) and "observations are lost" in str(raised)
+    assert "a part of the rollout was lost: the learners are started again" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("sections", "in_update", "saved"),
+    [
+        (ONE_LEARNER, False, ["step_000005", "step_000006"]),
+        (ONE_LEARNER, True, ["step_000005"]),  # weights of no iteration
+        (TWO_LEARNERS, False, ["step_000005"]),  # one waits for the other, which missed the observations
+    ],
+)
+@pytest.mark.parametrize("restart", [0, 1])
+def test_learners_that_miss_observations_save_first_if_they_can(tmp_path, sections, in_update, saved, restart):
+    run = Run(tmp_path, **sections)
+    run.session.restart = restart
+
+    def work():
+        run.iterate(6)
+        if in_update:
+            run.collect()
+            run.session.start_update()
+
+    raised = fail(run, RowsLostError("processed observations are lost with their machine", "ab12"), work)
+    assert [name for name, _, _ in run.store.saved] == saved
+    assert isinstance(raised, LearnersLostError) == (restart > 0)
+    if not restart:
+        assert f"The newest checkpoint is of iteration {len(saved) + 4}" in str(raised)
+
+
+def test_a_restart_is_not_lost_over_a_checkpoint_that_can_not_be_written(tmp_path):
+    run = Run(tmp_path, **ONE_LEARNER)
+    run.session.restart = 1
+
+    def work():
+        run.iterate(6)
+        run.store.error = OSError("the disk is full")
+
+    assert isinstance(fail(run, RowsLostError("observations are lost", "ab12"), work), LearnersLostError)
+
+
+def test_learners_that_can_not_be_started_again_end_the_run_with_both_reasons(tmp_path):
+    run = Run(tmp_path, **TWO_LEARNERS)
+    run.session.restart = 1
+    lost = fail(run, WorkerLostError("learner 1 died", "learner 1"), lambda: run.iterate(6))
+    with pytest.raises(ClusterError) as ended, run.session.restarting(lost):
+        raise UsageError("distributed: 2 learners take 2 CPUs; 1 CPU missing.")
+    for words in (
+        "learner 1 died",
+        "could not be started again: distributed: 2 learners",
+        "of iteration 5",
+        "--resume",
+    ):
+        assert words in str(ended.value)
+    assert run.status()["state"] == "failed" and "1 CPU missing" in str(run.status()["message"])
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_learners_are_started_again_as_often_as_configured(tmp_path, monkeypatch, restarts):
+    opened, numbers = [], []
+    config = Config.model_validate({"distributed": {"backend": "ray", "restarts": restarts}})
+
+    def open_run(config, resume, checkpoint, callbacks):
+        opened.append((resume, checkpoint))
+        return None, Run(tmp_path / str(len(opened)), **TWO_LEARNERS).session
+
+    def run(parts, session):
+        numbers.append(session.restart)
+        raise LearnersLostError("learner 0 died") if session.restart else ClusterError("learner 0 died for good")
+
+    monkeypatch.setattr(loop, "open_run", open_run)
+    monkeypatch.setattr(loop, "run", run)
+    with pytest.raises(ClusterError, match="for good"):
+        loop.train(config, Path("mine"), Path("chosen"))
+    assert numbers == [*range(1, restarts + 1), 0]
+    assert opened == [
+        (Path("mine"), Path("chosen")),
+        *((tmp_path / str(n) / "run", None) for n in range(1, restarts + 1)),
+    ]
 
 
 def test_a_policy_that_diverged_is_not_saved(tmp_path):

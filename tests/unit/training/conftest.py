@@ -42,7 +42,7 @@ def learner_batch() -> Callable[[Learner, Sequence[Trajectory]], TrainBatch]:
             advantages, returns, old_values = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
             estimates.append(Estimate(advantages, returns if learner.algorithm.needs_critic else None))
             values.append(torch.from_numpy(old_values))
-        batch = with_estimates(build_batch(episodes), episodes, estimates, level)
+        batch = with_estimates(build_batch(episodes), episodes, estimates, level).to("cpu")  # with its inputs joined
         return replace(batch, old_values=torch.cat(values)) if learner.algorithm.needs_critic else batch
 
     return make

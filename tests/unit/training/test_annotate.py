@@ -142,7 +142,7 @@ def test_log_probs_and_entropies_are_those_of_the_policy_in_the_order_of_the_row
                 assert torch.equal(found.entropy[micro], evaluation.entropy)
                 seen += micro.tolist()
         for row in range(len(batch)):
-            alone = batch.rows(torch.tensor([row]))
+            alone = batch.rows(torch.tensor([row])).to("cpu")
             evaluation = policy.evaluate(alone.inputs, alone.decisions, temperature)
             torch.testing.assert_close(found.logprobs[row], evaluation.logprobs[0], atol=1e-4, rtol=0)
             torch.testing.assert_close(found.entropy[row], evaluation.entropy[0], atol=1e-4, rtol=0)
@@ -164,7 +164,7 @@ def test_values_are_those_of_the_critic_in_the_order_of_the_rows(policy, act, co
     found = learner.annotate(batch, 1)
     assert len(found.values.unique()) == len(batch)
     for row in range(len(batch)):
-        value_judge(network, batch.rows(torch.tensor([row])).inputs).check(found.values[row : row + 1])
+        value_judge(network, batch.rows(torch.tensor([row])).to("cpu").inputs).check(found.values[row : row + 1])
 
 
 @pytest.mark.parametrize("kind", ["head", "separate"])

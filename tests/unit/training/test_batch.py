@@ -9,6 +9,7 @@ from fakes.decisions import engine_logprobs, taken_ids
 
 from vlarl.algorithms.base import Estimate
 from vlarl.config.schema import OptimConfig
+from vlarl.decisions import Row
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.annotate import Annotations
 from vlarl.training.batch import (
@@ -33,7 +34,7 @@ def policy():
 
 def read_by(policy, episode):
     """The episode with the inputs that the policy reads."""
-    read = tuple(replace(t, inputs=policy.process([t.observation])) for t in episode.transitions)
+    read = tuple(replace(t, inputs=Row(policy.process([t.observation]), 0)) for t in episode.transitions)
     return replace(episode, transitions=read)
 
 
@@ -52,7 +53,7 @@ def test_rows_keep_their_order_and_tokens_past_the_end_are_masked(policy, trajec
     np.testing.assert_array_equal(ids, np.stack([taken_ids(t) for t in taken]))
     np.testing.assert_array_equal(logprobs, np.stack([engine_logprobs(t) for t in taken]))
     alone = policy.process([taken[1].observation])
-    row = batch.inputs.rows(torch.tensor([1]))
+    row = batch.inputs.rows(torch.tensor([1])).to("cpu")
     assert torch.equal(row.input_ids, alone.input_ids) and torch.equal(row.pixels, alone.pixels)
     assert torch.equal(row.proprio, alone.proprio)
 
@@ -72,7 +73,7 @@ def test_estimates_become_columns_in_the_order_of_the_rows(trajectory):
 
 def test_the_version_that_sampled_stays_with_each_row(trajectory):
     first, second = trajectory([[0], [0]]), trajectory([[0]], seed=1)
-    newer = tuple(replace(t, decision=t.decision.of_version(4)) for t in second.transitions)
+    newer = tuple(replace(t, decided=Row(t.decision.of_version(4), 0)) for t in second.transitions)
     assert build_batch([first, replace(second, transitions=newer)]).decisions.version.tolist() == [0, 0, 4]
 
 
@@ -170,7 +171,7 @@ def test_the_mean_of_a_trajectory_counts_its_executed_tokens():
 
 def test_sorting_by_length_saves_padding_and_loses_no_row(policy, trajectory):
     episodes = [trajectory([[0] * 3] * 5, seed=seed) for seed in range(8)]  # prompts of three lengths in turn
-    batch = build_batch([read_by(policy, episode) for episode in episodes])
+    batch = build_batch([read_by(policy, episode) for episode in episodes]).to("cpu")
     lengths = batch.inputs.lengths
     assert torch.equal(lengths, batch.inputs.attention_mask.sum(dim=1))
     rows = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
@@ -227,7 +228,7 @@ def test_pieces_of_a_budget_are_as_large_as_they_can_be_and_lose_no_row(packed):
 
 
 def test_annotations_become_columns(trajectory, configure):
-    batch = build_batch([trajectory([[0] * 3] * 2)])
+    batch = build_batch([trajectory([[0] * 3] * 2)]).to("cpu")
     engine = batch.decisions.engine_logprobs
     found = Annotations(engine + 1, engine + 2, torch.tensor([[3.0], [4.0]]), engine - 1)
     annotated = found.onto(batch, configure())
@@ -249,7 +250,7 @@ def test_of_an_uncounted_row_nothing_counts(three_episodes):
 
 def test_rows_of_a_batch_are_chosen_and_moved_as_inputs_do_it_themselves(policy, trajectory):
     """Prompts lose the columns that none of the rows uses, and whether they are ragged is found on the host."""
-    batch = build_batch([read_by(policy, trajectory([[0] * 3] * 3))])
+    batch = replace(b := build_batch([read_by(policy, trajectory([[0] * 3] * 3))]), inputs=b.inputs.joined())
     lengths = batch.inputs.lengths
     shortest = int(lengths.argmin())
     row = batch.rows(torch.tensor([shortest])).to("cpu")
@@ -273,5 +274,5 @@ def test_a_pinned_batch_is_the_same_batch(three_episodes, monkeypatch):
     for name in ("engine_logprobs", "mask", "step", "version"):
         assert torch.equal(getattr(copied.decisions, name), getattr(batch.decisions, name)), name
     assert torch.equal(copied.decisions.sample.ids, batch.decisions.sample.ids)
-    assert torch.equal(copied.inputs.pixels, batch.inputs.pixels)
+    assert torch.equal(copied.inputs.pixels, batch.inputs.joined().pixels)
     assert copied.ref_logprobs is None and copied.sequence_log_ratio is None

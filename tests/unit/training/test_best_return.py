@@ -1,6 +1,7 @@
 """The policy with the best training returns: averages by hand, and simulated runs whose best policy is known."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,13 @@ def test_each_task_has_its_own_average_and_they_count_alike():
     BestReturn(alpha=0.5, min_delta=0.0, patience=0).improved(state, [*episodes(1, 0, task=3), episode(1, 4)], 1)
     assert state.best_returns == pytest.approx({"3": 1 / 3, "4": 1.0})
     assert state.ema_return == pytest.approx(2 / 3)
+
+
+def test_tasks_of_several_suites_have_averages_of_their_own():
+    state, other = TrainerState(), episode(1, 3)
+    other = replace(other, task=replace(other.task, suite="tabletop_goal"))
+    BestReturn(alpha=0.5, min_delta=0.0, patience=0, several_suites=True).improved(state, [episode(0, 3), other], 1)
+    assert state.best_returns == {"tabletop_spatial/3": 0.0, "tabletop_goal/3": 1.0}
 
 
 def test_an_improvement_smaller_than_min_delta_is_none():

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,23 @@ def test_each_decision_is_scored_once_before_the_first_step_however_few_there_ar
     annotated_update(learner, batch, 1)
     assert sum(rows for rows, with_gradient in seen if not with_gradient) == len(batch) == 2
     assert sum(rows for rows, with_gradient in seen if with_gradient) == 4, "two epochs"
+
+
+def test_a_rank_reads_the_rows_of_its_own_microbatches_in_all_epochs(act, policy_batch, configure, build):
+    """One microbatch a minibatch, so that rank 0 has all of them and rank 1 none; of two each, both have half."""
+    from vlarl.policies.tiny import init_tiny
+
+    policy = init_tiny("parallel", seed=3)
+    batch = policy_batch(policy, act(policy, lengths=(4, 4)))
+    whole = build(policy, configure(optim={"minibatches": 2, "microbatch_size": 4}, algorithm={"epochs": 3}))
+    halves = build(policy, configure(optim={"minibatches": 2, "microbatch_size": 2}, algorithm={"epochs": 1}))
+    found = {}
+    for rank in range(2):
+        whole.ranks = halves.ranks = SimpleNamespace(rank=rank, world_size=2)
+        found[rank] = whole.own_rows(batch, 1).tolist(), halves.own_rows(batch, 1).tolist()
+    assert sorted(found[0][0]) == sorted(list(range(8)) * 3) and found[1][0] == []
+    assert len(found[0][1]) == len(found[1][1]) == 4
+    assert sorted(found[0][1] + found[1][1]) == list(range(8))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.6])

@@ -18,7 +18,7 @@ from vlarl.config.rules.env import check_cameras, check_env, check_gym, check_pr
 from vlarl.config.rules.finetune import check_demos, check_fresh_images, check_warmup
 from vlarl.config.rules.learning import check_critic, check_ema, check_ptx, check_updates
 from vlarl.config.rules.reward import check_reward
-from vlarl.config.rules.sampling import check_curriculum, check_dynamic_sampling, check_texts
+from vlarl.config.rules.sampling import check_curriculum, check_dynamic_sampling, check_segments, check_texts
 from vlarl.config.run_checkpoints import misspelt_builtin
 from vlarl.config.schema import AlgorithmConfig, Config, PolicyConfig
 
@@ -89,6 +89,26 @@ def _trained_weights(config: Config | FinetuneConfig) -> Problems:
     if not config.lora.target_modules:
         remedy = "names no layer; use all-linear, or suffixes of names such as q_proj"
         yield Problem("lora.target_modules = []", remedy, ("lora.target_modules",))
+
+
+def _flow(config: Config) -> Problems:
+    """Noise of a flow policy that no denoising step can have."""
+    policy = config.policy
+    if policy.flow_noise == "cps" and policy.flow_level > 1:
+        remedy = "Flow-CPS replaces at most all of the noise; set it to 1 or less"
+        yield Problem(f"policy.flow_level = {policy.flow_level:g}", remedy, ("policy.flow_level", "policy.flow_noise"))
+    if policy.flow_std[0] >= policy.flow_std[1]:
+        remedy = "the first bound must be below the second"
+        yield Problem(f"policy.flow_std = {shown(policy.flow_std)}", remedy, ("policy.flow_std",))
+    if policy.flow_steps is not None:
+        choices = policy.flow_steps - (policy.flow_noise == "cps")  # whose last step has no noise
+        if choices < 1:
+            remedy = "the last step of Flow-CPS has no noise; take 2 steps or more"
+            yield Problem("policy.flow_steps = 1", remedy, ("policy.flow_steps", "policy.flow_noise"))
+        elif policy.flow_stochastic_step is not None and policy.flow_stochastic_step >= choices:
+            remedy = f"steps that can be stochastic are 0 to {choices - 1}; choose one of them"
+            subject = f"policy.flow_stochastic_step = {policy.flow_stochastic_step}"
+            yield Problem(subject, remedy, ("policy.flow_stochastic_step", "policy.flow_steps"))
 
 
 def _dropout(config: Config) -> Problems:
@@ -233,7 +253,7 @@ def _minibatches(config: Config) -> Problems:
     groups, size, parts = config.rollout.num_groups, config.rollout.group_size, config.optim.minibatches
     gathered = config.optim.rollouts_per_update
     episodes = groups * size * gathered
-    if episodes % parts:
+    if episodes % parts and config.rollout.num_steps is None:
         fitting = [n for n in range(1, min(episodes, 10_000) + 1) if episodes % n == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - parts))[:3])
         when = "per iteration" if gathered == 1 else "per update"
@@ -280,6 +300,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     _policy_name,
     _decoder,
     _trained_weights,
+    _flow,
     _dropout,
     _regression,
     check_reward,
@@ -295,6 +316,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_ptx,
     check_curriculum,
     check_dynamic_sampling,
+    check_segments,
     lambda config: check_texts(config.rollout),
     check_distributed,
 )

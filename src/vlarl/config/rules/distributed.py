@@ -26,6 +26,12 @@ NEEDS_RAY = (
 """Options that one process can't use, unless they have their default."""
 
 ADDRESS = re.compile(r"auto|(\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)
+SET_OTHERWISE = {
+    "OMP_NUM_THREADS": "run.num_threads sets it",
+    "CUDA_VISIBLE_DEVICES": "Ray sets it for each worker by its GPU fraction",
+}
 ROUNDING = 1e-6  # of GPU fractions that add up to 1
 
 
@@ -90,22 +96,22 @@ def _sharding(config: Config) -> Problems:
 
 
 def _quantized(config: Config) -> Problems:
-    """A quantised base can't leave the process that loaded it."""
-    distributed = config.distributed
+    """Each learner and each torch engine quantises the base as it loads it, and adapters travel alone; packed weights
+    can be neither sharded nor given to vLLM."""
     if config.policy.quantize is None:
         return
-    reasons = {
-        "distributed.backend": distributed.backend == "ray",
-        "distributed.sharding": distributed.sharding != "none",
-        "vllm.num_engines": config.vllm.num_engines > 0,
-    }
-    path = next((path for path, is_reason in reasons.items() if is_reason), None)
-    if path is not None:
+    if config.distributed.sharding != "none":
         remedy = (
-            "a quantised base can be neither sharded nor sent to engines; set policy.quantize to null (policy.dtype "
-            "bfloat16 halves it too), or train in one process: distributed.backend local"
+            "packed weights can't be sharded; set distributed.sharding to none, so that each learner has the whole "
+            "base, or policy.quantize to null"
         )
-        yield _clash(config, remedy, "policy.quantize", path)
+        yield _clash(config, remedy, "policy.quantize", "distributed.sharding")
+    if config.vllm.num_engines:
+        remedy = (
+            "vLLM would run the base in full precision, and its log-probs would not be the learner's; use the torch "
+            "engines (vllm.num_engines 0), or set policy.quantize to null"
+        )
+        yield _clash(config, remedy, "policy.quantize", "vllm.num_engines")
 
 
 def _vllm_policy(config: Config) -> Problems:
@@ -178,6 +184,33 @@ def _sync(config: Config) -> Problems:
         yield _clash(config, remedy, *paths)
 
 
+def _gpu_sync(config: Config) -> Problems:
+    """nccl and ipc send weights from a learner's GPU; each rank of nccl has a GPU of its own."""
+    d, backend = config.distributed, config.vllm.sync_backend
+    if config.vllm.num_engines == 0 or backend == "object_store":
+        return
+    if d.cpu_offload:
+        remedy = (
+            f"offloaded weights are in the host's memory, and {backend} sends from GPUs; set vllm.sync_backend to "
+            "object_store, or distributed.cpu_offload to false"
+        )
+        yield _clash(config, remedy, "vllm.sync_backend", "distributed.cpu_offload")
+    if backend != "nccl" or d.colocate or config.vllm.tensor_parallel_size > 1:
+        return  # refused, or on whole GPUs
+    if config.vllm.num_engines > 1 and d.engine_gpus <= 0.5:
+        remedy = (
+            "two engines could share one GPU, which can't be two ranks of nccl; make distributed.engine_gpus more than "
+            "half of a GPU, or set vllm.sync_backend to object_store"
+        )
+        yield _clash(config, remedy, "vllm.sync_backend", "distributed.engine_gpus", "vllm.num_engines")
+    elif d.learner_gpus + d.engine_gpus <= 1 + ROUNDING:
+        remedy = (
+            "a learner and an engine could share one GPU, which can't be two ranks of nccl; make the sum more than 1, "
+            "or set distributed.colocate and vllm.sync_backend to ipc"
+        )
+        yield _clash(config, remedy, "vllm.sync_backend", "distributed.learner_gpus", "distributed.engine_gpus")
+
+
 def _tensor_parallel(config: Config) -> Problems:
     """An engine over several GPUs does not share them."""
     size, sharing = "vllm.tensor_parallel_size", {"distributed.colocate": config.distributed.colocate}
@@ -212,6 +245,22 @@ def _gpu_fractions(config: Config) -> Problems:
             "many engines or fewer"
         )
         yield _clash(config, remedy, path, "distributed.colocate", "distributed.learners_per_node", num_shown=2)
+
+
+def _variables(config: Config) -> Problems:
+    """Environment variables of workers have names, are not secret, and don't contradict other options."""
+    for name in config.distributed.env_vars:
+        path = "distributed.env_vars"
+        if not VARIABLE.fullmatch(name):
+            yield Problem(f"{path}: {name!r}", "it is not the name of an environment variable; rename it", (path,))
+        elif SECRET.search(name):
+            remedy = (
+                "it looks like a secret, and the option is saved in config.yaml and shown by Ray; set the variable in "
+                "the shell that starts the run, or on every machine where `ray start` is called"
+            )
+            yield Problem(f"{path}: {name}", remedy, (path,))
+        elif name in SET_OTHERWISE:
+            yield Problem(f"{path}: {name}", f"{SET_OTHERWISE[name]}; leave it out", (path,))
 
 
 def _devices(config: Config) -> Problems:
@@ -278,8 +327,10 @@ RULES: tuple[Callable[[Config], Problems], ...] = (
     _vllm_policy,
     _engine_options,
     _sync,
+    _gpu_sync,
     _tensor_parallel,
     _gpu_fractions,
+    _variables,
     _devices,
     _workers,
     _asynchronous,

@@ -18,9 +18,10 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import EXPERTS, GROUP_METHODS, GYM, PROMPTS, is_prompts
 from vlarl.config.rules.reward import NAMED_BY, READ_BY, used_kinds, used_rewards
 from vlarl.config.run_checkpoints import ADAPTER
-from vlarl.config.schema import Config, TextConfig
+from vlarl.config.schema import Config, FlowConfig, TextConfig
 from vlarl.config.suites import suite_facts
 from vlarl.config.training_data import local_folder
+from vlarl.json_files import read_object
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
@@ -71,6 +72,7 @@ OF_ROBOTS = (
     "policy.heads_device",
     "algorithm.action_reconstruction_coef",
 )
+OF_FLOWS = ("policy.train_backbone", *(f"policy.{name}" for name in FlowConfig.model_fields))
 CRITIC = (
     "critic.*",
     "algorithm.gae_level",
@@ -118,6 +120,21 @@ def _is_adapter(path: str) -> bool:
     return folder is not None and (folder / ADAPTER).is_file()
 
 
+def _may_be_flow(path: str) -> bool:
+    """Whether a policy may be a flow policy: on the hub, that is not known before the download."""
+    folder = local_folder(path)
+    if folder is None:
+        return not _is_builtin(path)
+    if _is_adapter(path) and not (folder / "config.json").is_file():
+        return True
+    return read_object(folder / "config.json").get("type") == "smolvla"
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a policy is a whole checkpoint, as far as that is known before a download."""
+    return _is_builtin(path) or (local_folder(path) is not None and not _is_adapter(path))
+
+
 def _of_reward(option: str, readers: tuple[str, ...]) -> Condition[Config]:
     return Condition(
         (f"reward.{option}",),
@@ -142,6 +159,12 @@ MODEL: tuple[Condition[Any], ...] = (
         ("policy.path",),
         lambda c: not _is_builtin(c.policy.path),
         "without an adapter as policy.path",
+    ),
+    Condition(
+        OF_FLOWS,
+        ("policy.path",),
+        lambda c: _may_be_flow(c.policy.path),
+        "without a flow policy such as SmolVLA as policy.path",
     ),
     Condition(
         FRESH_ADAPTER,
@@ -197,6 +220,15 @@ TRAIN: tuple[Condition[Config], ...] = (
     Condition(
         ("env.assets",), ("env.suite",), lambda c: c.env.suite.startswith("libero_"), "without a suite of LIBERO"
     ),
+    Condition(
+        ("checkpoint.merge",),
+        ("lora.enabled", "lora.adapter", "policy.path"),
+        lambda c: c.lora.enabled or c.lora.adapter is not None or not _is_whole(c.policy.path),
+        "without adapters (lora.enabled): the final checkpoint is whole already",
+    ),
+    Condition(
+        ("env.suite_tasks",), ("env.suites",), lambda c: bool(c.env.suites), "without several suites (env.suites)"
+    ),
     Condition(("gym.*",), ("env.suite",), lambda c: c.env.suite == GYM, "without env.suite gym"),
     Condition(("prompts.*",), ("env.suite",), lambda c: c.env.suite == PROMPTS, "without env.suite prompts"),
     Condition(
@@ -230,6 +262,24 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: c.algorithm.name == "ppo" or c.policy.actions != "tokens",
         "without a critic (algorithm.name ppo) or a regression head (policy.actions hybrid)",
     ),
+    Condition(
+        ("policy.flow_level",),
+        ("policy.flow_noise",),
+        lambda c: c.policy.flow_noise != "noise",
+        "with policy.flow_noise noise, whose std is learned between the bounds of policy.flow_std",
+    ),
+    Condition(
+        ("policy.flow_std",),
+        ("policy.flow_noise",),
+        lambda c: c.policy.flow_noise == "noise",
+        "without policy.flow_noise noise",
+    ),
+    Condition(
+        ("policy.flow_critic",),
+        ("algorithm.name",),
+        lambda c: c.algorithm.name == "ppo",
+        "without a critic (algorithm.name ppo)",
+    ),
     *MODEL,
     # rollout, curriculum
     Condition(
@@ -243,6 +293,12 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("algorithm.name",),
         lambda c: c.algorithm.name in GROUP_METHODS,
         f"without a method that compares groups (algorithm.name {', '.join(GROUP_METHODS)})",
+    ),
+    Condition(
+        ("rollout.num_groups",),
+        ("rollout.num_steps",),
+        lambda c: c.rollout.num_steps is None,
+        "with rollout.num_steps: an iteration has that many steps in each of env.num_envs environments",
     ),
     Condition(("rollout.max_refills",), ("rollout.refill",), lambda c: c.rollout.refill, "without rollout.refill true"),
     Condition(
@@ -357,6 +413,18 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: is_prompts(c.env.suite),
         "without a suite of prompts (env.suite prompts, prompts_arithmetic, prompts_shapes)",
     ),
+    Condition(
+        ("eval.interval",),
+        ("eval.interval_steps",),
+        lambda c: c.eval.interval_steps is None,
+        "with eval.interval_steps, which counts environment steps instead of iterations",
+    ),
+    Condition(
+        ("checkpoint.interval",),
+        ("checkpoint.interval_steps",),
+        lambda c: c.checkpoint.interval_steps is None,
+        "with checkpoint.interval_steps, which counts environment steps instead of iterations",
+    ),
     Condition(("eval.use_ema",), ("ema.beta",), lambda c: c.ema.beta is not None, "without ema.beta"),
     Condition(
         ("checkpoint.best_return_*",),
@@ -399,7 +467,24 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: not _in_processes(c),
         "with a suite whose simulators are one worker each; env.num_envs is their count",
     ),
-    Condition((*GPU_FRACTIONS, "vllm.gpu_memory_utilization"), ("run.device",), _on_gpus, "without a GPU (run.device)"),
+    Condition(
+        (*GPU_FRACTIONS, "vllm.gpu_memory_utilization", "vllm.sleep"),
+        ("run.device",),
+        _on_gpus,
+        "without a GPU (run.device)",
+    ),
+    Condition(
+        ("vllm.sleep",),
+        ("distributed.colocate",),
+        lambda c: c.distributed.colocate,
+        "without distributed.colocate true: engines on GPUs of their own take no memory from the learners",
+    ),
+    Condition(
+        ("vllm.sleep",),
+        ("distributed.asynchronous",),
+        lambda c: not c.distributed.asynchronous,
+        "with distributed.asynchronous true, where engines act during updates",
+    ),
     Condition(
         ("distributed.reward_gpus",),
         ("distributed.num_reward_workers",),
@@ -424,15 +509,21 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: c.distributed.address is None,
         "with distributed.address: a running cluster has its own object store",
     ),
+    Condition(
+        ("distributed.dashboard",),
+        ("distributed.address",),
+        lambda c: c.distributed.address is None,
+        "with distributed.address: `ray start` has started its dashboard or not",
+    ),
 )
 
 ALWAYS_TRAIN = _paths(
     {
         "run": "name root seed device num_threads iterations total_env_steps",
-        "env": "suite task_ids num_envs protocol lockstep",
+        "env": "suite suites task_ids num_envs protocol lockstep",
         "policy": "path dtype quantize attention gradient_checkpointing freeze",
         "lora": "enabled adapter",
-        "rollout": "num_groups group_size temperature",
+        "rollout": "group_size num_steps temperature",
         "curriculum": "mode persist",
         "reward": "source models urls retries fallback max_failure_rate",
         "algorithm": (
@@ -447,11 +538,25 @@ ALWAYS_TRAIN = _paths(
             "rollouts_per_update sort_by_length"
         ),
         "ema": "beta",
-        "eval": "interval states_per_task temperature",
-        "checkpoint": "interval keep max_total_gib best_return",
+        "eval": "interval_steps states_per_task temperature",
+        "checkpoint": "interval_steps keep max_total_gib best_return",
         "logging": "tensorboard wandb report trace",
         "distributed": "backend",
     }
+)
+
+
+RECORDED = (
+    "demos.mapping",
+    "demos.mixture",
+    "demos.mixture_weights",
+    "demos.split",
+    "demos.holdout",
+    "demos.views",
+    "demos.missing_views",
+    "demos.noops",
+    "demos.unlabeled",
+    "demos.damaged",
 )
 
 
@@ -459,8 +564,8 @@ def _uses_experts(config: FinetuneConfig) -> bool:
     return config.demos.path is None
 
 
-def _uses_tabletop_experts(config: FinetuneConfig) -> bool:
-    return _uses_experts(config) and any(suite.startswith("tabletop_") for suite in config.demos.suites)
+def _uses_fallible_experts(config: FinetuneConfig) -> bool:
+    return _uses_experts(config) and any(suite.startswith(("tabletop_", "libero_")) for suite in config.demos.suites)
 
 
 def _uses_simulator_experts(config: FinetuneConfig) -> bool:
@@ -492,16 +597,46 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         "with demos.path, whose recorded episodes are imitated as they are",
     ),
     Condition(
+        ("demos.dataset_name", "demos.gripper"),
+        ("demos.path",),
+        lambda c: not _uses_experts(c),
+        "without demos.path, a LeRobot folder",
+    ),
+    Condition(
+        ("demos.dataset_name",),
+        ("demos.mixture",),
+        lambda c: not c.demos.mixture,
+        "with demos.mixture, whose datasets have names of their own",
+    ),
+    Condition(
+        ("demos.gripper",),
+        ("demos.mapping",),
+        lambda c: c.demos.mapping is None,
+        "with demos.mapping, which says what the gripper means",
+    ),
+    Condition(
         ("demos.image_size",),
         ("demos.path", "policy.path"),
         lambda c: _uses_experts(c) or _is_fresh(c),
         "with demos.path, whose recorded images have a fixed size",
     ),
     Condition(
+        RECORDED,
+        ("demos.path",),
+        lambda c: not _uses_experts(c),
+        "without recorded episodes (demos.path)",
+    ),
+    Condition(
+        ("demos.mixture_weights",),
+        ("demos.mixture",),
+        lambda c: bool(c.demos.mixture),
+        "without several datasets (demos.mixture)",
+    ),
+    Condition(
         ("demos.close_high", "demos.release_early"),
         ("demos.suites", "demos.path"),
-        _uses_tabletop_experts,
-        "without demonstrations of the tabletop (demos.suites)",
+        _uses_fallible_experts,
+        "without demonstrations of the tabletop or of LIBERO (demos.suites)",
     ),
     Condition(
         ("demos.hesitation",),

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from vlarl.config.callables import is_given
 from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, PROMPTS, TEXT_REWARDS, SuiteFacts, is_prompts
 from vlarl.config.problems import Problem, as_module, shown, unknown
-from vlarl.config.schema import Config
-from vlarl.config.suites import suite_facts
+from vlarl.config.schema import Config, EnvConfig
+from vlarl.config.suites import each_suite, suite_facts, suites_of
 
 Problems = Iterator[Problem]
 
 LISTED = 10  # tasks that a message lists
+
+UNITED = ("tabletop", "libero", "metaworld")
+"""Kinds of suites of which a run may have several: all of a kind have the same robot, views and initial states."""
 
 
 def check_suite(suite: str, option: str = "env.suite") -> Problems:
@@ -40,11 +43,43 @@ def check_task_ids(
         yield Problem(subject, f"no task {_and(beyond)}; the suite has tasks 0 to {facts.num_tasks - 1}", (option,))
 
 
+def check_suites(env: EnvConfig) -> Problems:
+    """Several suites are named in one option, each once, and one policy can run them all."""
+    if not env.suites:
+        return
+    option, subject = ("env.suites",), f"env.suites = {shown(env.suites)}"
+    if env.suite != env.suites[0]:
+        remedy = "name the suites in env.suites only; leave env.suite out"
+        yield Problem(f"env.suite = {shown(env.suite)} with {subject}", remedy, ("env.suite", *option))
+    if len(set(env.suites)) < len(env.suites):
+        yield Problem(subject, "a suite is given twice; name each once", option)
+    kinds = {suite.partition("_")[0] for suite in env.suites}
+    if len(env.suites) > 1 and not kinds <= set(UNITED):
+        remedy = "data of several files is one suite: name them in prompts.path, with prompts.weights"
+        if GYM in env.suites:
+            remedy = "one Gymnasium environment can have several tasks (gym.instructions, gym.task_option)"
+        yield Problem(subject, f"prompts and Gymnasium environments run one suite at a time; {remedy}", option)
+    elif len(kinds) > 1:
+        message = (
+            f"the suites are of different robots ({', '.join(sorted(kinds))}), whose images, states and actions "
+            "differ, and a run trains one policy; choose suites of one kind, such as two of libero_*"
+        )
+        yield Problem(subject, message, option)
+    for suite in env.suite_tasks:
+        if suite not in env.suites:
+            remedy = f"it is not one of env.suites ({', '.join(env.suites)})"
+            yield Problem(f"env.suite_tasks.{suite}", remedy, ("env.suite_tasks", *option))
+
+
 def check_env(config: Config) -> Problems:
-    """The suite and its tasks exist, with enough initial states and the needed reward."""
+    """The suites and their tasks exist, with enough initial states and the needed reward."""
     env, facts = config.env, suite_facts(config.env, config.gym)
-    yield from check_suite(env.suite)
-    yield from check_task_ids(env.task_ids, facts)
+    for suite in suites_of(env):
+        yield from check_suite(suite, "env.suites" if env.suites else "env.suite")
+    yield from check_suites(env)
+    for one in each_suite(env):
+        named = f"env.suite_tasks.{one.suite}" if one.suite in env.suite_tasks else "env.task_ids"
+        yield from check_task_ids(one.task_ids, suite_facts(one, config.gym), named)
     if facts is None:
         return
     states = config.eval.states_per_task

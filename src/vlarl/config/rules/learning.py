@@ -63,6 +63,15 @@ def check_ema(config: Config) -> Problems:
 def check_ptx(config: Config) -> Problems:
     """Scripted experts are those of a robot's suite."""
     suite = config.env.suite
+    is_even = suite.startswith("tabletop_") and not config.env.suite_tasks
+    if config.ptx.path == EXPERTS and len(config.env.suites) > 1 and not is_even:
+        subject = f"ptx.path = {shown(EXPERTS)} with env.suites = {shown(config.env.suites)}"
+        remedy = (
+            "experts play several suites of the tabletop only, and the same tasks of each; record the others with "
+            "`vlarl data record` and name the folder"
+        )
+        yield Problem(subject, remedy, ("ptx.path", "env.suites"))
+        return
     if config.ptx.path != EXPERTS or not (is_prompts(suite) or suite == GYM):
         return
     what = "a file of prompts with responses" if is_prompts(suite) else "the folder of an RLDS dataset"

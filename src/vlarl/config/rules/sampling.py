@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vlarl.config.known import GROUP_METHODS
+from vlarl.config.known import GROUP_METHODS, is_prompts
 from vlarl.config.problems import Problem, shown
+from vlarl.config.rules.reward import used_rewards
 from vlarl.config.schema import Config, TextConfig
-from vlarl.config.suites import suite_facts
+from vlarl.config.suites import num_configured_tasks
 
 Problems = Iterator[Problem]
 
@@ -29,10 +30,9 @@ def check_curriculum(config: Config) -> Problems:
 
 def _weights(config: Config, weights: tuple[float, ...]) -> Problems:
     subject = f"curriculum.weights = {shown(weights)}"
-    facts = suite_facts(config.env, config.gym)
-    if facts is None:
+    num_tasks = num_configured_tasks(config.env, config.gym)
+    if num_tasks is None:
         return
-    num_tasks = facts.num_tasks if config.env.task_ids is None else len(config.env.task_ids)
     if config.curriculum.mode == "uniform":
         remedy = "uniform sampling reads no weights; set curriculum.mode to weighted or adaptive"
         yield Problem(f"{subject} with curriculum.mode = 'uniform'", remedy, ("curriculum.weights", "curriculum.mode"))
@@ -68,6 +68,42 @@ def check_dynamic_sampling(config: Config) -> Problems:
             )
             subject = f"rollout.accuracy_bounds = {shown(rollout.accuracy_bounds)}"
             yield Problem(subject, remedy, ("rollout.accuracy_bounds", "rollout.group_size"))
+
+
+STEP_REWARDS = ("sparse", "dense", "shaped", "rules")
+"""Rewards that score a segment as they score that part of a whole episode."""
+
+
+def check_segments(config: Config) -> Problems:
+    """Segments of episodes are learned from with a critic alone, and nothing may look at whole episodes."""
+    num_steps = config.rollout.num_steps
+    if num_steps is None:
+        return
+    given, path = f"rollout.num_steps = {num_steps}", "rollout.num_steps"
+    name, size = config.algorithm.name, config.rollout.group_size
+    if name != "ppo":
+        remedy = (
+            "the rest of an episode that has not ended is known by a critic's value alone, which only ppo has; set "
+            "algorithm.name to ppo, or leave rollout.num_steps out, so that episodes run to their end"
+        )
+        yield Problem(f"{given} with algorithm.name = '{name}'", remedy, (path, "algorithm.name"))
+    elif size > 1:
+        remedy = "segments are not compared in groups; set rollout.group_size to 1"
+        yield Problem(f"{given} with rollout.group_size = {size}", remedy, (path, "rollout.group_size"))
+    if is_prompts(config.env.suite):
+        remedy = "a prompt is an episode of one step; leave rollout.num_steps out, and set rollout.num_groups"
+        yield Problem(f"{given} with env.suite = {shown(config.env.suite)}", remedy, (path, "env.suite"))
+        return
+    for reward in (reward for reward in used_rewards(config.reward) if reward not in (*STEP_REWARDS, "combined")):
+        remedy = (
+            "it scores whole episodes, and a segment may end before its episode does; use "
+            f"{', '.join(STEP_REWARDS)} or a combination of them, or leave rollout.num_steps out"
+        )
+        option = "reward.source" if reward == config.reward.source else "reward.sources"
+        yield Problem(f"{given} with the reward {shown(reward)}", remedy, (path, option))
+    if config.distributed.asynchronous:
+        remedy = "segments are collected in turn with the update; set distributed.asynchronous to false"
+        yield Problem(f"{given} with distributed.asynchronous = true", remedy, (path, "distributed.asynchronous"))
 
 
 def check_texts(texts: TextConfig) -> Problems:

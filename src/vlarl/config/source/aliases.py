@@ -85,7 +85,6 @@ ALIASES: dict[str, str] = {
     "log_dir": "run.root",
     "device": "run.device",
     "training_device": "run.device",
-    "local_rollout_batch_size": "rollout.num_groups",
     "rollout_batch_size": "rollout.num_groups",
     "n_samples_per_prompt": "rollout.group_size",
     "prompt_data": "prompts.path",
@@ -101,6 +100,8 @@ ALIASES: dict[str, str] = {
     "min_new_tokens": "rollout.min_tokens",
     "top_p": "rollout.top_p",
     "stop_strings": "rollout.stop",
+    "num_steps": "rollout.num_steps",
+    "n_steps": "rollout.num_steps",
     "rollout_temperature": "rollout.temperature",
     "temperature": "rollout.temperature",
     "micro_rollout_batch_size": "rollout.batch_size",
@@ -256,6 +257,7 @@ TRANSLATED: dict[str, Translation] = {
     "wandb_mode": to.WANDB_MODE,
     "scale_rewards": to.SCALE_REWARDS,
     "top_k": to.TOP_K,
+    "local_rollout_batch_size": to.ROLLOUT_SIZE,
     "loss_type": to.LOSS_TYPE,
     "normalize_advantage": to.switch("algorithm.normalize_advantages", "batch", "none"),
     "use_kl_loss": to.switch("kl.place", "loss", "reward"),
@@ -275,13 +277,14 @@ TRANSLATED: dict[str, Translation] = {
 }
 """Names that set options to a translated value, or several options at once."""
 
-EPISODES = "an iteration has --rollout.num_groups x --rollout.group_size episodes, and each episode runs to its end"
+EPISODES = (
+    "an iteration has --rollout.num_groups x --rollout.group_size episodes, each of which runs to its end, or with PPO "
+    "--rollout.num_steps steps in each of --env.num_envs environments"
+)
 PASSES = "a minibatch is split into passes of --optim.microbatch_size decisions, whose gradients add up"
 
 NEEDLESS: dict[str, str] = {
     "world_size": "it follows from --distributed.learners_per_node",
-    "num_steps": EPISODES,
-    "n_steps": EPISODES,
     "gradient_accumulation_steps": PASSES,
     "grad_accum": PASSES,
     "grad_accum_steps": PASSES,
@@ -346,7 +349,7 @@ ELSEWHERE: dict[str, str] = {
     "dataset_name": "prompts are --env.suite prompts with --prompts.path (.jsonl, .parquet, a saved dataset); a "
     "robot's tasks are --env.suite and --env.task_ids",
     "static_mixture": "to train on some tasks of the suite more often, set --curriculum.mode weighted and "
-    "--curriculum.weights, one for each task; mixtures of datasets are not supported",
+    "--curriculum.weights, one for each task; `vlarl finetune --demos.mixture` samples several datasets",
     "process_reward_model": "set --reward.source model with --reward.model and --reward.scoring steps, and an "
     "algorithm that credits single decisions (ppo, reinforce, reinforce_pp); serve a model that is neither a "
     "classifier, CLIP nor a language model behind --reward.url with --reward.source remote",

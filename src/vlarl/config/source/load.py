@@ -190,6 +190,8 @@ def _merged(defaults: Tree, file: Mapping[str, object], flags: Mapping[str, obje
             merged[section] = {**below, name: value.of(below.get(name)) if isinstance(value, PairItem) else value}
     given = {path.removeprefix("run."): value for path, value in flags.items() if path.startswith("run.")}
     _set_length(merged, [file.get("run"), given])
+    given = {path.removeprefix("env."): value for path, value in flags.items() if path.startswith("env.")}
+    _set_suites(merged, [file.get("env"), given])
     return merged
 
 
@@ -207,6 +209,21 @@ def _set_length(merged: Tree, layers: Sequence[object]) -> None:
         if isinstance(layer, dict):
             run = {**run, **{name: layer[name] for name in lengths if name in layer}}
     merged["run"] = run
+
+
+def _set_suites(merged: Tree, layers: Sequence[object]) -> None:
+    """One suite that a layer names replaces several in the layers below it, and several replace one."""
+    env = merged.get("env")
+    if not isinstance(env, dict) or "suites" not in env:
+        return
+    for layer in (layer for layer in layers if isinstance(layer, dict)):
+        several = layer.get("suites")
+        if "suite" in layer and "suites" not in layer:
+            env = {**env, "suites": (), "suite_tasks": layer.get("suite_tasks", {})}
+        elif "suite" not in layer and isinstance(several, list | tuple) and several:
+            env = {**env, "suite": several[0], "suite_tasks": layer.get("suite_tasks", {})}
+        env = {**env, **{name: layer[name] for name in ("suite", "suites", "suite_tasks") if name in layer}}
+    merged["env"] = env
 
 
 def _respelled(data: Tree, schema: type[Config] | type[FinetuneConfig]) -> Tree:

@@ -42,7 +42,7 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 """Values that vlarl does not have, and their counterparts (docs/algorithms.md)."""
 
-SUITE_OPTIONS = ("env.suite", "demos.suites")
+SUITE_OPTIONS = ("env.suite", "env.suites", "demos.suites")
 
 
 def suite_name(text: str) -> str:

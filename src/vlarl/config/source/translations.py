@@ -104,6 +104,11 @@ def _flag(paths: tuple[str, ...], values: Callable[[bool], Values]) -> Translati
     return Translation(paths, read, is_flag=True)
 
 
+def _rollout_size(value: object, current: Mapping[str, object]) -> Values:
+    """What a rollout has side by side: environments, where it is counted in their steps, else groups."""
+    return {"env.num_envs" if "rollout.num_steps" in current else "rollout.num_groups": value}
+
+
 def _gpu(path: str) -> Translation:
     """The index of a GPU as a device."""
 
@@ -293,3 +298,4 @@ LOWER_BOUND = part_of_pair("rollout.accuracy_bounds", 0, (0.0, 1.0))
 UPPER_BOUND = part_of_pair("rollout.accuracy_bounds", 1, (0.0, 1.0))
 ENV_TYPE = Translation(("env.suite",), _env_type)
 TOP_K = Translation(("rollout.top_k",), lambda value, _: {"rollout.top_k": 0 if value in (-1, *OFF) else value})
+ROLLOUT_SIZE = Translation(("rollout.num_groups", "env.num_envs"), _rollout_size)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from vlarl.config.schema import EnvConfig
-from vlarl.config.suites import cameras_of
-from vlarl.envs.base import Expert, SingleEnv, SuiteSpec
+from vlarl.config.suites import cameras_of, suites_of
+from vlarl.envs.base import Expert, SingleEnv, SuiteSpec, united
 from vlarl.envs.libero.assets import find_assets
 from vlarl.envs.libero.suites import libero_spec, package_folder
 from vlarl.envs.libero.versions import KNOWN_GOOD_MUJOCO, mujoco_problem
@@ -68,7 +68,7 @@ def libero_factory(config: EnvConfig, image_size: int, reward: Literal["sparse",
     """The factory of a configured suite; anything missing on this machine is refused here, before a run starts."""
     if reward == "dense":
         raise UsageError(f"reward: {config.suite} rewards success only; choose another reward than dense.")
-    spec = libero_spec(config.suite, config.max_steps)
+    spec = united([libero_spec(suite, config.max_steps) for suite in suites_of(config)])
     assets, mujoco = find_installed(config)
     if problem := mujoco_problem(mujoco):
         _log.warning("MuJoCo %s: %s", mujoco, problem)

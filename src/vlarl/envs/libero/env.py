@@ -16,7 +16,7 @@ from vlarl.envs.libero.physics import Float64Array, Physics
 from vlarl.envs.libero.render import Renderer
 from vlarl.envs.libero.suites import initial_states, problem_file
 from vlarl.errors import UsageError
-from vlarl.types import FloatArray, Observation, Task, UInt8Array
+from vlarl.types import FloatArray, Observation, Task, TaskKey, UInt8Array
 
 CAMERAS = {"agent": "agentview", "wrist": "robot0_eye_in_hand"}
 VIDEO_SIZE = 256
@@ -47,7 +47,8 @@ class LiberoEnv:
         self._renderer = Renderer(max(image_size, VIDEO_SIZE), exact_pixels)
         self._physics: Physics | None = None
         self._scenes = SceneReader()
-        self._task_id = -1
+        self._loaded: TaskKey | None = None
+        self._instruction = ""
 
     @property
     def simulator(self) -> Any:
@@ -56,14 +57,14 @@ class LiberoEnv:
 
     def reset(self, task: Task) -> None:
         """Start the task's episode and let objects come to rest."""
-        if task.suite != self._spec.name:
-            raise ValueError(f"this environment runs {self._spec.name}, but the task is of {task.suite}")
-        num_tasks, num_states = len(self._spec.tasks), len(self._spec.benchmark_states)
+        suite = self._spec.of(task.suite)
+        num_tasks, num_states = len(suite.tasks), len(suite.benchmark_states)
         if not (0 <= task.task_id < num_tasks and 0 <= task.init_state < num_states):
             raise ValueError(
                 f"{task.suite} has {num_tasks} tasks of {num_states} initial states, and no {task.episode_id}"
             )
-        physics = self._load(task.task_id)
+        physics = self._load(task.suite, task.task_id)
+        self._instruction = suite.tasks[task.task_id].instruction
         physics.reset(furniture_seed(task), self._states[task.init_state])
         for _ in range(NUM_SETTLE_STEPS):
             physics.step(SETTLE_ACTION)
@@ -76,8 +77,7 @@ class LiberoEnv:
     def observe(self) -> Observation:
         """The current images and proprio; renders the policy's cameras."""
         images = np.stack([self._render(camera, self._image_size) for camera in self._cameras])
-        instruction = self._spec.tasks[self._task_id].instruction
-        return Observation(images, proprio(*self._running().proprio()), instruction)
+        return Observation(images, proprio(*self._running().proprio()), self._instruction)
 
     def frame(self) -> UInt8Array:
         """An image [H, W, 3] for videos, from the agent's camera."""
@@ -98,17 +98,17 @@ class LiberoEnv:
             raise RuntimeError("no episode runs: reset the environment first")
         return self._physics
 
-    def _load(self, task_id: int) -> Physics:
-        if self._physics is None or self._task_id != task_id:
+    def _load(self, suite: str, task_id: int) -> Physics:
+        if self._physics is None or self._loaded != (suite, task_id):
             self._physics = None
             gc.collect()  # LIBERO's objects have reference cycles
             try:
-                self._physics = Physics(problem_file(self._spec.name, task_id), self._scenes)
+                self._physics = Physics(problem_file(suite, task_id), self._scenes)
             except FileNotFoundError as error:
                 missing = f"LIBERO's assets are incomplete: there is no {error.filename}, which task {task_id} needs."
                 raise UsageError(f"{missing} {how_to_get(self._assets)}") from error
-            self._states = initial_states(self._spec.name, task_id)
-            self._task_id = task_id
+            self._states = initial_states(suite, task_id)
+            self._loaded = (suite, task_id)
         return self._physics
 
 

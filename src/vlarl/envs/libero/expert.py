@@ -2,6 +2,11 @@
 
     unmet goal ── fetch: rise, over the object, down, close ── bring: lift, over the target, lower, open ── repeat
 
+A demonstration that fails on purpose follows the same path up to one decision, and stops after its mistake:
+
+    over the object:         go down       | close the gripper here (closes_high), act as if it held the object
+    carrying to the target:  keep carrying | open the gripper here (releases_early)
+
 The script is a generator of waypoints. It reads the scene whenever it plans the next ones, so an object that slipped
 is fetched again. Motion is proportional control towards the waypoint.
 """
@@ -9,11 +14,12 @@ is fetched again. Motion is proportional control towards the waypoint.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from vlarl.envs.base import Mistakes
 from vlarl.envs.libero.env import LiberoEnv
 from vlarl.envs.libero.grasping import (
     FINGER_TIP,
@@ -44,11 +50,13 @@ STEP, TURN = 0.05, 0.5  # metres and radians of a full action in robosuite's OSC
 GAIN = 3.0  # the controller lags: commanding more than the remaining distance gets there sooner
 AHEAD = 2.0  # steps over which the gripper's motion is extrapolated, against overshooting
 HOVER = 0.05  # above a grasp, where the gripper lines up
-CLEARANCE = 0.025  # above any obstacle
+CLEARANCE = 0.04  # above any obstacle; a bowl that is lifted less can take along the ramekin that it stands in
 MARGIN = 0.08  # to either side of the path
 TILTED = 0.1  # radians; less is left alone
 SLIPPED = 0.03  # metres that an object has moved in the hand
 RESTING = 0.01  # metres a second of a finger
+EARLY = 0.12  # metres from the target: where a flawed demonstrator lets go
+NO_MISTAKES = Mistakes(False, False, 0)
 
 
 def supports(suite: str, task_id: int) -> bool:
@@ -81,10 +89,21 @@ class LiberoExpert:
         self._goals = _placements(self._simulator)
         self._scene = Scene(self._simulator)
         self._turn = 0.0
+        self._finished = False
         self._before = self._gripper()
+        self.err(NO_MISTAKES)
+
+    def err(self, mistakes: Mistakes) -> None:
+        """Make these mistakes in the episode that was planned by `reset`, and stand still after the first."""
+        self._mistakes = mistakes
         self._script = self._play()
         self._waypoint = next(self._script)
         self._age = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether it stands still for the rest of the episode."""
+        return self._finished
 
     def act(self) -> FloatArray:
         """The next action [7]."""
@@ -109,16 +128,44 @@ class LiberoExpert:
         return bool((arrived and turned and gripped) or self._age >= goal.patience)
 
     def _play(self) -> Iterator[Waypoint]:
+        failed: dict[str, list[Grasp]] = {}  # grasps of an object that did not bring it to its target
         while True:
             unmet = [goal for goal in self._goals if not self._simulator._eval_predicate(goal)]
-            _, obj, target = unmet[0] if unmet else self._goals[0]
+            goal = unmet[0] if unmet else self._goals[0]
+            _, obj, target = goal
             shift = (self._target_position(target) - self._position(obj))[:2]
-            grasp = plan_grasp(self._scene, obj, self._gripper(), shift) if unmet else None
+            tried = failed.setdefault(obj, [])
+            grasp = plan_grasp(self._scene, obj, self._gripper(), shift, tried) if unmet else None
             if grasp is None:  # nothing is left to do, or no grasp fits
                 yield self._towards(self._gripper(), OPEN, near=0.0, patience=20)
+            elif self._mistakes and goal == self._goals[self._mistakes.goal % len(self._goals)]:
+                yield from self._fail(obj, target, grasp)
             else:
                 yield from self._fetch(obj, grasp)
                 yield from self._bring(obj, target)
+                tried.append(grasp)
+
+    def _fail(self, obj: str, target: str, grasp: Grasp) -> Iterator[Waypoint]:
+        """Close the gripper above the object, or release it on the way, and give up."""
+        high = self._mistakes.closes_high
+        yield from self._fetch(obj, replace(grasp, position=grasp.position + [0, 0, HOVER * high]))
+        held, overhang = self._held(obj), self._overhang(obj)
+        goal = self._target_position(target) - held
+        rise, hover = self._heights(obj, goal[:2], held[:2], overhang)
+        yield self._towards(_at(self._gripper(), rise), CLOSED, near=0.05, level=0.015)
+        if high:
+            yield self._towards(_at(goal, hover), CLOSED)
+            yield self._towards(_at(goal, hover - HOVER), CLOSED, patience=20)
+        else:
+            way = goal[:2] - self._gripper()[:2]
+            length = float(np.linalg.norm(way))
+            fraction = max(1 - EARLY / max(length, 1e-6), 0.4)
+            on_the_way = self._gripper()[:2] + fraction * way
+            yield self._towards(_at(on_the_way, rise + fraction * (hover - rise)), CLOSED, near=0.02)
+        yield self._towards(self._gripper(), OPEN, near=0.0, patience=6)
+        self._finished = True
+        while True:
+            yield self._towards(self._gripper(), OPEN, near=0.0)
 
     def _fetch(self, obj: str, grasp: Grasp) -> Iterator[Waypoint]:
         """Rise, go over the object, down around it, close."""

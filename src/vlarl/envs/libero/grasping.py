@@ -8,6 +8,7 @@ bowl is grasped by its rim and a box across its narrow side, without rules for b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ GOOD_DEPTH = 0.018  # of the object's top above the grip site; more holds no bet
 
 TURNS = np.arange(-75, 91, 15)  # degrees of the wrist; the hand is symmetric under 180
 SHIFT_ALONG, SHIFT_ACROSS = (-0.08, 0.08), 0.03  # of the hand from the middle of the object
+
+ALIKE, ALIKE_TURN = 0.015, np.radians(20)  # nearer grasps are alike
+REPEATED = 10.0  # cost of a grasp like one that has failed
 
 CELL = 0.005  # of the grids
 REACH = 0.20  # of the map around an object
@@ -141,15 +145,23 @@ def resting_surface(chart: Map, at: Float64Array) -> float:
     return float(chart.others[chart.cells(at + base)].max())
 
 
-def plan_grasp(scene: Scene, name: str, gripper: Float64Array, shift: Float64Array) -> Grasp | None:
+def plan_grasp(
+    scene: Scene, name: str, gripper: Float64Array, shift: Float64Array, failed: Sequence[Grasp] = ()
+) -> Grasp | None:
     """The cheapest grasp of an object that is to be moved by `shift` [2], for a gripper at this position [3].
 
-    None if the hand fits nowhere.
+    Grasps like those that have `failed` are avoided, if there are others. None if the hand fits nowhere.
     """
     corners = scene.object_boxes(name).corners()
     middle = (corners.min(axis=0) + corners.max(axis=0))[:2] / 2
     transfer = _Transfer(
-        corners, middle, shift, gripper, here=Map(scene, name, middle), there=Map(scene, name, middle + shift)
+        corners,
+        middle,
+        shift,
+        gripper,
+        here=Map(scene, name, middle),
+        there=Map(scene, name, middle + shift),
+        failed=tuple(failed),
     )
     cost, grasp = min((transfer.best_at_turn(turn) for turn in np.radians(TURNS)), key=lambda choice: choice[0])
     return grasp if np.isfinite(cost) else None
@@ -165,6 +177,7 @@ class _Transfer:
     gripper: Float64Array  # [3]
     here: Map
     there: Map
+    failed: tuple[Grasp, ...]
 
     def best_at_turn(self, turn: float) -> tuple[float, Grasp]:
         """The cheapest grasp at this turn of the wrist, and its cost."""
@@ -188,10 +201,19 @@ class _Transfer:
             + np.ptp(self.corners[:, :2] @ direction)
             / 0.02  # the width of the object: avoids grasping a box diagonally
             + abs(turn)
+            + self._repeated(at, turn) * REPEATED
         )
         cost = np.where((depth > 0) & ~blocked, cost, np.inf)
         choice = int(cost.argmin())
         return float(cost[choice]), Grasp(np.append(at[choice], heights[choice]), turn)
+
+    def _repeated(self, at: Float64Array, turn: float) -> Float64Array:
+        """[S] how many grasps like this one have failed."""
+        alike = [each for each in self.failed if abs(each.turn - turn) < ALIKE_TURN]
+        counts: Float64Array = np.zeros(len(at))
+        for each in alike:
+            counts += np.linalg.norm(at - each.position[:2], axis=1) < ALIKE
+        return counts
 
     def _drop(self, at: Float64Array, heights: Float64Array, turn: float) -> Float64Array:
         """[S] how far the object would fall when released at the target, because the hand fits no lower there."""

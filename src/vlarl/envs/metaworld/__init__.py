@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlarl.config.schema import Camera, EnvConfig
-from vlarl.config.suites import cameras_of
-from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec
+from vlarl.config.suites import cameras_of, suites_of
+from vlarl.envs.base import RewardMode, SingleEnv, SuiteSpec, united
 from vlarl.envs.metaworld.suites import metaworld_spec
 from vlarl.envs.mujoco import render_backend, render_variables
 from vlarl.errors import MissingExtraError
@@ -59,7 +59,7 @@ def metaworld_factory(config: EnvConfig, image_size: int, reward: RewardMode) ->
     """The factory of the configured suite; refuses if Meta-World is not installed."""
     refuse_not_installed()
     return MetaWorldFactory(
-        metaworld_spec(config.suite, config.max_steps),
+        united([metaworld_spec(suite, config.max_steps) for suite in suites_of(config)]),
         cameras_of(config),
         image_size,
         reward,

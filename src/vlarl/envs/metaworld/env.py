@@ -28,7 +28,7 @@ MAX_REWARD = 10.0
 
 
 class MetaWorldEnv:
-    """One environment of a suite, which can run any of its tasks."""
+    """One environment, which can run any task of its suites."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class MetaWorldEnv:
 
     def reset(self, task: Task) -> None:
         """Start the task's episode, which its initial state determines."""
-        self._name = METAWORLD_TASKS[self._spec.name][task.task_id]
-        self._instruction = self._spec.tasks[task.task_id].instruction
+        self._name = METAWORLD_TASKS[task.suite][task.task_id]
+        self._instruction = self._spec.of(task.suite).tasks[task.task_id].instruction
         self._state = self._load(self._name).start(task.init_state)
 
     def step(self, action: FloatArray) -> StepOutcome:

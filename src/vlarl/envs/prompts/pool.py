@@ -38,7 +38,7 @@ class PromptPool(LockstepPool):
             except PromptError as problem:
                 if self.source.on_error == "stop":
                     raise
-                observation, error = self._observation(Prompt(({"role": "user", "content": ""},))), str(problem)
+                observation, error = Observation.of_prompt(Prompt(({"role": "user", "content": ""},))), str(problem)
             frames = (self.frame(slot),) if slot in record and error is None else ()
             self._outcomes.append((slot, started(observation, frames, error)))
 
@@ -49,14 +49,10 @@ class PromptPool(LockstepPool):
             if task.suite != self.spec.name:
                 raise ValueError(f"this pool has prompts of {self.spec.name}, but the task is of {task.suite}")
             self._shown[slot] = None
-            observation = self._observation(self._prompt(task.task_id, task.init_state))
+            observation = Observation.of_prompt(self._prompt(task.task_id, task.init_state))
             self._shown[slot] = observation
             shown.append(observation)
         return shown
-
-    def _observation(self, prompt: Prompt) -> Observation:
-        proprio = np.zeros(self.spec.proprio_dim, np.float32)
-        return Observation(np.zeros((0, 1, 1, 3), np.uint8), proprio, prompt.text, prompt)
 
     def step_chunk(
         self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
@@ -72,7 +68,7 @@ class PromptPool(LockstepPool):
             solution = find_solution(shown.prompt.columns)
             success = solution is not None and matches(text, solution, self.source.match)
             # A last observation is kept with its episode, and nothing follows it: its pixels would only take memory.
-            last = self._observation(shown.prompt.without_images())
+            last = Observation.of_prompt(shown.prompt.without_images())
             frames = (self.frame(slot),) if slot in record else ()
             outcomes.append(ChunkOutcome(np.array([success], np.float32), 1, True, False, success, last, frames))
             self._shown[slot] = None

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vlarl.config.schema import PromptsConfig, PtxConfig
 from vlarl.envs.prompts.files import Row, as_json, open_rows
 from vlarl.envs.prompts.media import MediaError
@@ -46,7 +44,7 @@ class PromptedResponses:
             prompt = row.decoded(self._file.folder, self._prompts.video_frames)
         except MediaError as error:
             raise self._refused(index, error) from error
-        return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(0, np.float32), prompt.text, prompt), text
+        return Observation.of_prompt(prompt), text
 
     def _parsed(self, index: int) -> tuple[ParsedRow, str]:
         row = self._file.row(index)

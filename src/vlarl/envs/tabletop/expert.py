@@ -11,10 +11,9 @@ so an imitator gives probability to both, and reinforcement learning can choose 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from vlarl.envs.base import ExpertFlaws
 from vlarl.envs.tabletop import geometry as geo
 from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
 from vlarl.envs.tabletop.objects import GRASP_HEIGHT, RADIUS
@@ -32,15 +31,6 @@ LATEST_DISTANCE = 0.115
 EARLY_EXTENSION = 0.03  # of a drawer
 BASKET_OFFSET = 0.022  # objects in one basket are placed side by side
 OPEN, CLOSE = -1.0, 1.0
-
-
-@dataclass(frozen=True)
-class ExpertFlaws:
-    """How often a demonstration fails, and how noisy its motions are."""
-
-    close_high: float = 0.0  # probability of closing the gripper too high above the object
-    release_early: float = 0.0  # probability of letting go too early
-    action_noise: float = 0.0  # std of the Gaussian noise on executed motions
 
 
 PERFECT = ExpertFlaws()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vlarl.envs.base import Actions, LockstepPool, RewardMode, as_chunks
+from vlarl.envs.base import Actions, LockstepPool, RewardMode, as_chunks, united
 from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
 from vlarl.envs.tabletop.render import Camera, Renderer
 from vlarl.envs.tabletop.tasks import get_suite, initial_state
@@ -18,14 +18,14 @@ ACTION_DIM = 7
 
 
 class TabletopPool(LockstepPool):
-    """`num_envs` tables of one suite.
+    """`num_envs` tables, each of which runs any task of the suites.
 
     The sparse reward is 1 at success. The dense one is the change of progress towards the goals.
     """
 
     def __init__(
         self,
-        suite: str,
+        suites: str | Sequence[str],
         num_envs: int,
         image_size: int = 64,
         cameras: Sequence[Camera] = ("agent",),
@@ -38,9 +38,10 @@ class TabletopPool(LockstepPool):
         if reward not in ("sparse", "dense"):
             raise ValueError(f"reward must be 'sparse' or 'dense', not {reward!r}")
         super().__init__()
-        known = get_suite(suite)
-        self.suite = known if max_steps is None else replace(known, max_steps=max_steps)
-        self.spec = self.suite.spec
+        known = [get_suite(suite) for suite in ([suites] if isinstance(suites, str) else suites)]
+        limited = [suite if max_steps is None else replace(suite, max_steps=max_steps) for suite in known]
+        self.spec = united([suite.spec for suite in limited])
+        self._limits = {suite.name: suite.max_steps for suite in limited}
         self.num_envs = num_envs
         self.world = TabletopWorld(num_envs)
         self._renderers = [Renderer(self.world, camera, image_size) for camera in cameras]
@@ -49,6 +50,7 @@ class TabletopPool(LockstepPool):
         self._instructions = [""] * num_envs
         self._running = np.zeros(num_envs, dtype=np.bool_)
         self._num_steps = np.zeros(num_envs, dtype=np.int64)
+        self._max_steps = np.zeros(num_envs, dtype=np.int64)  # of each slot's episode
 
     def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
         """Start each task in its slot and return the first observations."""
@@ -58,10 +60,10 @@ class TabletopPool(LockstepPool):
     def start(self, slots: Sequence[int], tasks: Sequence[Task]) -> None:
         """Reset without rendering, for callers that render by themselves."""
         for slot, task in zip(slots, tasks, strict=True):
-            if task.suite != self.suite.name:
-                raise ValueError(f"this pool runs {self.suite.name}, but the task is of {task.suite}")
+            suite = self.spec.of(task.suite)
             self.world.reset(slot, initial_state(task.suite, task.task_id, task.init_state))
-            self._instructions[slot] = self.suite.tasks[task.task_id].instruction
+            self._instructions[slot] = suite.tasks[task.task_id].instruction
+            self._max_steps[slot] = self._limits[task.suite]
             self._running[slot] = True
             self._num_steps[slot] = 0
 
@@ -108,7 +110,7 @@ class TabletopPool(LockstepPool):
         self.world.step(rows, actions)
         self._num_steps[rows] += 1
         success = self.world.succeeded(rows)
-        truncated = ~success & (self._num_steps[rows] >= self.suite.max_steps)
+        truncated = ~success & (self._num_steps[rows] >= self._max_steps[rows])
         self._running[rows] = ~(success | truncated)
         now = self.world.progress(rows) if self._dense else success.astype(np.float64)
         rewards: Float64Array = now - before

@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from vlarl.observability.significance import wilson_interval
 Series = list[tuple[float, float]]  # iteration, value
 
 _CURRICULUM = re.compile(r"curriculum/task_(\d+)_probability")
-_VIDEO = re.compile(r"iter_(\d+)_task(\d+)_state(\d+)_(success|failure)\.mp4")
+_VIDEO = re.compile(r"iter_(\d+)_(?:(\w+)_)?task(\d+)_state(\d+)_(success|failure)\.mp4")
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,15 @@ class Evaluation:
         tasks = sorted({int(e["task_id"]) for e in self.episodes})
         return {task: _score(e for e in self.episodes if int(e["task_id"]) == task) for task in tasks}
 
-    def outcomes(self) -> dict[tuple[int, int], bool]:
-        """(task, initial state) -> success."""
-        return {(int(e["task_id"]), int(e["init_state"])): bool(e["success"]) for e in self.episodes}
+    def outcomes(self) -> dict[tuple[str, int, int], bool]:
+        """(suite, task, initial state) -> success."""
+        return {
+            (str(e.get("suite")), int(e["task_id"]), int(e["init_state"])): bool(e["success"]) for e in self.episodes
+        }
+
+    def of_suite(self, suite: str) -> Evaluation:
+        """The episodes of one of several suites."""
+        return replace(self, episodes=tuple(e for e in self.episodes if e.get("suite") == suite))
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Video:
     task_id: int
     init_state: int
     success: bool
+    suite: str = ""  # where the run has several
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,46 @@ class RunData:
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Evaluation, ...]
     videos: tuple[Video, ...]
-    training_episodes: Mapping[int, int]  # task_id -> episodes of training
+    training_episodes: Mapping[tuple[str, int], int]  # suite and task_id -> episodes of training
     training: TrainingData | None  # what the run and its base were trained on; None: not known
     samples: tuple[Sample, ...] = ()  # prompts and responses; none of a robot
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """The suites that the run was on."""
+        several = self.option("env", "suites")
+        if isinstance(several, list) and len(several) > 1:
+            return tuple(str(suite) for suite in several)
+        return (str(self.option("env", "suite")),)
+
+    def states(self, evaluation: Evaluation) -> dict[str, list[tuple[int, int]]]:
+        """(task, initial state) of the episodes of an evaluation, by suite."""
+        several = len(self.suites) > 1
+        parts = {suite: evaluation.of_suite(suite) if several else evaluation for suite in self.suites}
+        return {suite: [(task, state) for _, task, state in part.outcomes()] for suite, part in parts.items()}
+
+    def by_suite(self) -> dict[str, RunData]:
+        """The run as each suite saw it; the whole run where it had one suite."""
+        if len(self.suites) == 1:
+            return {self.suites[0]: self}
+        return {suite: self._of_suite(suite) for suite in self.suites}
+
+    def _of_suite(self, suite: str) -> RunData:
+        evaluations = (evaluation.of_suite(suite) for evaluation in self.evaluations)
+        prefix = f"curriculum/{suite}/"
+        return replace(
+            self,
+            evaluations=tuple(evaluation for evaluation in evaluations if evaluation.episodes),
+            videos=tuple(video for video in self.videos if video.suite == suite),
+            training_episodes={key: count for key, count in self.training_episodes.items() if key[0] == suite},
+            metrics=tuple(
+                {name.replace(prefix, "curriculum/", 1): value for name, value in row.items()} for row in self.metrics
+            ),
+        )
+
+    def num_trained(self, task: int) -> int:
+        """Episodes of training of a task, of one suite."""
+        return sum(count for (_, task_id), count in self.training_episodes.items() if task_id == task)
 
     @property
     def is_of_prompts(self) -> bool:
@@ -169,15 +213,14 @@ class RunData:
     def seen(self) -> SeenStates:
         """Whether the run or its base was trained on the initial states of its newest evaluation."""
         evaluation = self.last or self.first
-        suite, protocol = str(self.option("env", "suite")), self.option("env", "protocol")
-        episodes = evaluation.outcomes() if evaluation is not None else ()
-        return seen_by_run(self.training, suite, self.option("gym", "env"), protocol, episodes)
+        episodes = self.states(evaluation) if evaluation is not None else dict.fromkeys(self.suites, ())
+        return seen_by_run(self.training, self.option("gym", "env"), self.option("env", "protocol"), episodes)
 
     def video_pairs(self) -> list[tuple[Video | None, Video | None]]:
         """Videos of the same task and initial state before training and at the end."""
         last = max((v.iteration for v in self.videos), default=0)
-        before = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == 0}
-        after = {(v.task_id, v.init_state): v for v in self.videos if v.iteration == last and last > 0}
+        before = {(v.suite, v.task_id, v.init_state): v for v in self.videos if v.iteration == 0}
+        after = {(v.suite, v.task_id, v.init_state): v for v in self.videos if v.iteration == last and last > 0}
         return [(before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
 
 
@@ -229,9 +272,9 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
-def _training_episodes(path: Path) -> dict[int, int]:
+def _training_episodes(path: Path) -> dict[tuple[str, int], int]:
     rows = (row for row in read_jsonl(path) if row.get("phase") == "rollout" and _is_count(row.get("task_id")))
-    return dict(Counter(int(row["task_id"]) for row in rows))
+    return dict(Counter((str(row.get("suite")), int(row["task_id"])) for row in rows))
 
 
 def newest_training_data(checkpoints: Path) -> TrainingData | None:
@@ -255,7 +298,9 @@ def _time_written(path: Path) -> float:
 
 def _videos(folder: Path) -> tuple[Video, ...]:
     matches = ((path, _VIDEO.fullmatch(path.name)) for path in sorted(folder.glob("*.mp4")))
-    return tuple(Video(path, int(m[1]), int(m[2]), int(m[3]), m[4] == "success") for path, m in matches if m)
+    return tuple(
+        Video(path, int(m[1]), int(m[3]), int(m[4]), m[5] == "success", m[2] or "") for path, m in matches if m
+    )
 
 
 def _score(episodes: Iterable[Mapping[str, Any]]) -> Score:

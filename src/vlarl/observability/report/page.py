@@ -211,7 +211,7 @@ def _facts(data: RunData) -> str:
     facts = {
         "Iterations": f"{data.iteration}" + (f" of {planned}" if planned else ""),
         "Duration": "" if data.seconds is None else duration_in_words(data.seconds),
-        "Tasks": data.option("env", "suite"),
+        "Tasks": ", ".join(data.suites) if data.option("env", "suite") else None,
         "Policy": data.option("policy", "path"),
         "Algorithm": str(data.option("algorithm", "name") or "").upper(),
         "Seed": data.option("run", "seed"),

@@ -90,21 +90,19 @@ def reward_curve(data: RunData, width: int = 960, height: int = 320) -> str:
 
 
 def tasks(data: RunData) -> str:
-    """Success of each task before and after."""
-    before = data.first.per_task() if data.first else {}
-    after = data.last.per_task() if data.last else {}
-    if not before and not after:
+    """Success of each task before and after, suite by suite."""
+    evaluated = data.first or data.last
+    if evaluated is None or not evaluated.episodes:
         return ""
-    instructions = data.instructions
-    if data.is_of_prompts and len(before.keys() | after.keys()) == 1:
+    if data.is_of_prompts and len({task for each in (data.first, data.last) if each for task in each.per_task()}) == 1:
         return ""  # the user's data are one task, whose figures are those at the top
+    suites = data.by_suite()
     rows = "".join(
-        f'<tr><td class="id">{task}</td><td>{escape(instructions.get(task, f"task {task}"))}</td>'
-        f'<td class="bars">{_bar("before", before.get(task))}{_bar("after", after.get(task))}</td>'
-        f'<td class="num">{_change(before.get(task), after.get(task))}</td></tr>'
-        for task in sorted(before.keys() | after.keys())
+        (_suite_row(suite, own) if len(suites) > 1 else "") + _task_rows(own) for suite, own in suites.items()
     )
-    lead = "Grey: before training; coloured: after." if after else "Before training; there is no later evaluation yet."
+    lead = (
+        "Grey: before training; coloured: after." if data.last else "Before training; there is no later evaluation yet."
+    )
     name = data.words.instruction.capitalize()
     return _section(
         "Tasks",
@@ -115,8 +113,37 @@ def tasks(data: RunData) -> str:
     )
 
 
+def _suite_row(suite: str, data: RunData) -> str:
+    """The success of a whole suite, above its tasks."""
+    before, after = (each.score if each else None for each in (data.first, data.last))
+    return (
+        f'<tr><td class="id"></td><td><b>{escape(suite)}</b></td>'
+        f'<td class="bars">{_bar("before", before)}{_bar("after", after)}</td>'
+        f'<td class="num">{_change(before, after)}</td></tr>'
+    )
+
+
+def _task_rows(data: RunData) -> str:
+    """The success of each task of a suite."""
+    before = data.first.per_task() if data.first else {}
+    after = data.last.per_task() if data.last else {}
+    instructions = data.instructions
+    return "".join(
+        f'<tr><td class="id">{task}</td><td>{escape(instructions.get(task, f"task {task}"))}</td>'
+        f'<td class="bars">{_bar("before", before.get(task))}{_bar("after", after.get(task))}</td>'
+        f'<td class="num">{_change(before.get(task), after.get(task))}</td></tr>'
+        for task in sorted(before.keys() | after.keys())
+    )
+
+
 def curriculum(data: RunData) -> str:
     """How well each task went in training and how often it was sampled; empty for uniform sampling."""
+    suites = data.by_suite()
+    return "".join(_curriculum(own, f": {suite}" if len(suites) > 1 else "") for suite, own in suites.items())
+
+
+def _curriculum(data: RunData, of: str) -> str:
+    """The curriculum of a suite, which the title names with `of`."""
     known = data.curriculum_tasks
     mode = str(data.option("curriculum", "mode") or "uniform")
     if not known or mode == "uniform":
@@ -125,7 +152,7 @@ def curriculum(data: RunData) -> str:
     names = {task: escape(instructions.get(task, f"task {task}")) for task in known}
     rows = "".join(
         f'<tr><td class="id">{task}</td><td>{names[task]}</td><td class="bars">{_final_values(data, task)}</td>'
-        f'<td class="num" data-name="episodes">{data.training_episodes.get(task, 0)}</td></tr>'
+        f'<td class="num" data-name="episodes">{data.num_trained(task)}</td></tr>'
         for task in known
     )
     charts = "".join(
@@ -142,7 +169,7 @@ def curriculum(data: RunData) -> str:
         '<span><i class="train"></i>fraction of the groups</span></p>'
     )
     return _section(
-        "Curriculum",
+        f"Curriculum{escape(of)}",
         lead,
         f'{legend}<div class="scroll"><table><thead><tr><th></th><th>{data.words.instruction.capitalize()}</th>'
         "<th>At the end</th>"
@@ -177,7 +204,7 @@ def _videos(data: RunData) -> str:
     pairs = data.video_pairs()
     if not pairs:
         return _section("Episodes", "No video was recorded (<code>eval.videos</code>).", "")
-    instructions, used, left_out = data.instructions, 0, 0
+    suites, used, left_out = data.by_suite(), 0, 0
     cards: list[str] = []
     for before, after in pairs:
         size = sum(v.path.stat().st_size for v in (before, after) if v)
@@ -187,9 +214,11 @@ def _videos(data: RunData) -> str:
         used += size
         video = before or after
         assert video is not None
+        instructions = suites.get(video.suite, data).instructions
         title = escape(instructions.get(video.task_id, f"task {video.task_id}"))
+        suite = escape(f"{video.suite} " if video.suite else "")
         cards.append(
-            f'<div class="pair"><p>{title} <span>task {video.task_id}, state {video.init_state}</span></p>'
+            f'<div class="pair"><p>{title} <span>{suite}task {video.task_id}, state {video.init_state}</span></p>'
             f'<div class="sides">{_side("before", before)}{_side("after", after)}</div></div>'
         )
     more = f" {left_out} more are in <code>videos/</code>." if left_out else ""

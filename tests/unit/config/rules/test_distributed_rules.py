@@ -22,9 +22,13 @@ WHOLE_GPUS = (
 )
 UNREAD = "only vLLM engines read it, and there are none; set vllm.num_engines, or leave it out"
 UNSHARDED = "it needs sharded weights; set distributed.sharding to full or hybrid, or leave it out"
-QUANTIZED = (
-    "a quantised base can be neither sharded nor sent to engines; set policy.quantize to null (policy.dtype bfloat16 "
-    "halves it too), or train in one process: distributed.backend local"
+PACKED = (
+    "packed weights can't be sharded; set distributed.sharding to none, so that each learner has the whole base, or "
+    "policy.quantize to null"
+)
+UNPACKED = (
+    "vLLM would run the base in full precision, and its log-probs would not be the learner's; use the torch engines "
+    "(vllm.num_engines 0), or set policy.quantize to null"
 )
 LORA_4_BIT = {"policy.quantize": 4, "lora.enabled": True}
 OWN_CLASS = "vLLM's own class supports only the original OpenVLA-7B, with one image and no proprio; set vllm.model_class to vlarl"
@@ -94,9 +98,14 @@ CASES = [
         {"distributed.sharding": "hybrid"},
     ),
     (
-        RAY | LORA_4_BIT,
-        f"policy.quantize = 4 with distributed.backend = 'ray': {QUANTIZED}",
-        {"distributed.backend": "local"},
+        SHARDED | LORA_4_BIT,
+        f"policy.quantize = 4 with distributed.sharding = 'full': {PACKED}",
+        {"distributed.sharding": "none"},
+    ),
+    (
+        VLLM | FOLDER | LORA_4_BIT,
+        f"policy.quantize = 4 with vllm.num_engines = 2: {UNPACKED}",
+        {"vllm.num_engines": 0},
     ),
     (
         VLLM | {"policy.path": "builtin:tiny-oft"},
@@ -314,6 +323,7 @@ def test_all_that_is_wrong_is_said_at_once():
         "vllm.num_engines = 1",
         "distributed.sharding = 'full'",
         "policy.quantize = 4 with distributed.sharding = 'full'",
+        "policy.quantize = 4 with vllm.num_engines = 1",
         "policy.path = 'builtin:tiny-oft' with vllm.num_engines = 1",
     ]
 

@@ -112,7 +112,10 @@ def test_an_option_without_effect_is_refused_by_name(overrides, words):
     ("overrides", "words"),
     [
         ({"demos.hesitation": 0.5}, "without demonstrations in a simulator"),
-        ({"demos.suites": ["metaworld_mt10"], "demos.close_high": 0.1}, "without demonstrations of the tabletop"),
+        (
+            {"demos.suites": ["metaworld_mt10"], "demos.close_high": 0.1},
+            "without demonstrations of the tabletop or of LIBERO",
+        ),
         ({"demos.path": "x", "demos.action_noise": 0.2}, "with demos.path"),
         ({"policy.center_crop": True}, "with fresh weights"),
         ({"lora.dropout": 0.1}, "without lora.enabled true"),

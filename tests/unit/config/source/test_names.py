@@ -186,7 +186,6 @@ def test_half_of_a_pair_leaves_the_other_half_as_the_file_has_it(tmp_path, sourc
         ("--static_mixture a", "--curriculum.mode weighted"),
         ("--batch_size 8", "--optim.minibatches"),
         ("--max_steps 100", "--run.total_env_steps; --env.max_steps is the time limit of an episode"),
-        ("--num_steps 64", "--num_steps is not needed: an iteration has --rollout.num_groups"),
         ("actor_rollout_ref.actor.anything=1", "docs/coming-from.md"),
         ("--demos.path x", "--demos.path: unknown option; it is one of `vlarl finetune`"),
         ("--episodes 5", "--run.total_env_steps; evaluations have --eval.states_per_task episodes per task"),
