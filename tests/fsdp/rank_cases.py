@@ -5,6 +5,7 @@ Every process builds a case from the same files and seeds, so that ranks are tol
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import pickle
 import socket
@@ -240,6 +241,7 @@ def in_ranks(world_size: int, work: Work, folder: Path) -> list[Any]:
 
 
 def _be_rank(rank: int, world_size: int, port: int, work: Work, folder: Path) -> None:
+    faulthandler.enable()  # a rank that gloo aborts says where it was
     torch.set_num_threads(1)
     ranks = ProcessGroup.join(rank, world_size, "127.0.0.1", port, CPU, DEADLINE)
     try:
