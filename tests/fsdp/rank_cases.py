@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import os
 import pickle
 import socket
 import time
@@ -244,8 +245,8 @@ def _be_rank(rank: int, world_size: int, port: int, work: Work, folder: Path) ->
     faulthandler.enable()  # a rank that gloo aborts says where it was
     torch.set_num_threads(1)
     ranks = ProcessGroup.join(rank, world_size, "127.0.0.1", port, CPU, DEADLINE)
-    try:
-        (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(work(ranks, folder)))
-        ranks.any(False)  # a rank that leaves while another still works can end that one: gloo aborts the process
-    finally:
-        ranks.leave()
+    (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(work(ranks, folder)))
+    ranks.any(False)  # a rank that leaves while another still works can end that one: gloo aborts the process
+    # Not by the interpreter's own end: gloo's threads may still release tensors, for which Python is gone by then, and
+    # abort the process (pytorch issue 190489).
+    os._exit(0)

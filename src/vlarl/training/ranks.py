@@ -84,10 +84,6 @@ class ProcessGroup:
         )
         return cls()
 
-    def leave(self) -> None:
-        """Leave the group; no collective call is possible afterwards."""
-        dist.destroy_process_group()
-
     def gather(self, own: Result) -> list[Result]:
         """The values of all ranks, in the order of ranks, on every rank; they are pickled."""
         everything: list[Result | None] = [None] * self.world_size
