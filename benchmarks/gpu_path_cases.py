@@ -272,10 +272,11 @@ def _logprobs(policy: OpenVLAPolicy, inputs: Any, decisions: Decisions) -> torch
 
 
 def _compared(policy: OpenVLAPolicy, decisions: Decisions, dtype: str, inputs: Any = None) -> dict[str, float]:
-    """The engine's log-probs against the learner's in float32, beside the error of the learner in the engine's type."""
+    """The engine's log-probs against the learner's in a wider type, beside the learner's own error in the engine's."""
     inputs = inputs if inputs is not None else _inputs(policy)
-    exact = _logprobs(policy, inputs, decisions)
-    with _in_dtype(policy, DTYPES[dtype] if dtype != "float32" else torch.float64):
+    with _in_dtype(policy, torch.float64 if dtype == "float32" else torch.float32):
+        exact = _logprobs(policy, inputs, decisions)
+    with _in_dtype(policy, DTYPES[dtype]):
         plain = _logprobs(policy, inputs, decisions)
     found = decisions.engine_logprobs
     own, floor = _rms(plain - exact), 16 * torch.finfo(torch.float32).eps

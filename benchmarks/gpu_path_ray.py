@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,12 @@ from typing import Any
 from gpu_paths import case
 
 RUN = {
-    "run.iterations": 4, "run.device": "cuda", "rollout.num_groups": 16, "rollout.group_size": 1, "env.num_envs": 16,
+    "run.iterations": 4, "rollout.num_groups": 16, "rollout.group_size": 1, "env.num_envs": 16,
     "env.lockstep": "true", "checkpoint.interval": 1, "eval.interval": 0, "eval.states_per_task": 1, "eval.videos": 0,
     "logging.tensorboard": "false", "logging.report": "false",
     "distributed.learners_per_node": "[1]", "distributed.sharding": "none", "distributed.colocate": "true",
     "distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4, "distributed.restarts": 1,
-    "distributed.timeout_s": 120, "distributed.worker_cpus": 1,
+    "distributed.timeout_s": 120, "distributed.worker_cpus": 0.25,
 }  # fmt: skip
 
 
@@ -34,7 +35,12 @@ def ray_run(folder: Path, device: str, options: dict[str, Any]) -> dict[str, Any
     for name in ("calm", "disturbed"):
         started = time.perf_counter()
         run = folder / f"{kind}-{name}"
-        output = _train(run, RUN | options | {"run.root": folder, "run.name": run.name}, disturb=name == "disturbed")
+        shutil.rmtree(run, ignore_errors=True)
+        output = _train(
+            run,
+            RUN | options | {"run.device": device, "run.root": folder, "run.name": run.name},
+            disturb=name == "disturbed",
+        )
         found[f"{name}_s"] = round(time.perf_counter() - started, 1)
         rows[name] = _rows(run)
         found[f"{name}_iterations"] = len(rows[name])
