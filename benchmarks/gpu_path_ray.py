@@ -20,9 +20,9 @@ RUN = {
     "env.lockstep": "true", "checkpoint.interval": 1, "eval.interval": 0, "eval.states_per_task": 1, "eval.videos": 0,
     "logging.tensorboard": "false", "logging.report": "false",
     "distributed.learners_per_node": "[1]", "distributed.sharding": "none", "distributed.colocate": "true",
-    "distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4, "distributed.restarts": 1,
-    "distributed.timeout_s": 120, "distributed.worker_cpus": 0.25,
+    "distributed.restarts": 1, "distributed.timeout_s": 120, "distributed.worker_cpus": 0.25,
 }  # fmt: skip
+SHARED_GPU = {"distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4}
 
 
 @case("ray_torch", 240, options={"vllm.num_engines": 0})
@@ -36,9 +36,10 @@ def ray_run(folder: Path, device: str, options: dict[str, Any]) -> dict[str, Any
         started = time.perf_counter()
         run = folder / f"{kind}-{name}"
         shutil.rmtree(run, ignore_errors=True)
+        own = {"run.device": device, "run.root": folder, "run.name": run.name}
         output = _train(
             run,
-            RUN | options | {"run.device": device, "run.root": folder, "run.name": run.name},
+            RUN | (SHARED_GPU if device == "cuda" else {}) | options | own,
             disturb=name == "disturbed",
         )
         found[f"{name}_s"] = round(time.perf_counter() - started, 1)
