@@ -19,10 +19,10 @@ RUN = {
     "run.iterations": 4, "rollout.num_groups": 16, "rollout.group_size": 1, "env.num_envs": 16,
     "env.lockstep": "true", "checkpoint.interval": 1, "eval.interval": 0, "eval.states_per_task": 1, "eval.videos": 0,
     "logging.tensorboard": "false", "logging.report": "false",
-    "distributed.learners_per_node": "[1]", "distributed.sharding": "none", "distributed.colocate": "true",
+    "distributed.learners_per_node": "[1]", "distributed.sharding": "none",
     "distributed.restarts": 1, "distributed.timeout_s": 120, "distributed.worker_cpus": 0.25,
 }  # fmt: skip
-SHARED_GPU = {"distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4}
+SHARED_GPU = {"distributed.colocate": "true", "distributed.learner_gpus": 0.6, "distributed.engine_gpus": 0.4}
 
 
 @case("ray_torch", 240, options={"vllm.num_engines": 0})
