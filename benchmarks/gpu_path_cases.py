@@ -130,6 +130,7 @@ def _ignored(done: int, planned: int) -> None:
     del done, planned
 
 
+@torch.no_grad()
 def _gap(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
     """The norm of the difference of all weights."""
     assert list(found) == list(expected)
