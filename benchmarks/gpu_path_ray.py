@@ -43,15 +43,15 @@ def ray_run(folder: Path, device: str, options: dict[str, Any]) -> dict[str, Any
             disturb=name == "disturbed",
         )
         found[f"{name}_s"] = round(time.perf_counter() - started, 1)
-        rows[name] = _rows(run)
+        rows[name] = trained_rows(run)
         found[f"{name}_iterations"] = len(rows[name])
+        found[f"{name}_sync_s"] = [json.loads(line).get("sync/seconds") for line in (run / "metrics.jsonl").open()]
         found["restarted"] = "are started again from the newest checkpoint" in " ".join(output.split())
-    pairs = [(a[key], b[key]) for a, b in zip(rows["calm"], rows["disturbed"], strict=True) for key in a if key in b]
-    found["largest_difference"] = max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs if a == a)
+    pairs = [(key, a[key], b[key]) for a, b in zip(*rows.values(), strict=True) for key in a if key in b]
+    differences = {key: abs(a - b) / max(1.0, abs(a)) for key, a, b in pairs if a == a}
+    found["largest_difference"] = max((size, key) for key, size in differences.items())
     last = rows["calm"][-1]
-    found |= {
-        key: value for key, value in last.items() if "mismatch" in key or "ratio" in key or key.startswith("sync/")
-    }
+    found |= {key: value for key, value in last.items() if "mismatch" in key or "ratio" in key or key == "sync/bytes"}
     complete = found["calm_iterations"] == found["disturbed_iterations"] == RUN["run.iterations"]
     return {"passed": bool(complete and found["restarted"])} | found
 
@@ -64,7 +64,7 @@ def _train(run: Path, options: Mapping[str, Any], disturb: bool) -> str:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(0.05)
-            if disturb and len(_rows(run)) >= 2:
+            if disturb and len(trained_rows(run)) >= 2:
                 os.kill(json.loads((run / "logs" / "workers.json").read_text())["learner 0"]["pid"], signal.SIGKILL)
                 disturb = False
         output.seek(0)
@@ -74,9 +74,20 @@ def _train(run: Path, options: Mapping[str, Any], disturb: bool) -> str:
     return text
 
 
-def _rows(run: Path) -> list[dict[str, float]]:
+def trained_rows(run: Path) -> list[dict[str, float]]:
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
-    timed = ("time", "perf/", "rollout/collection_time", "rollout/env_steps_per_s", "memory")
+    timed = (
+        "time",
+        "perf/",
+        "rollout/collection_time",
+        "rollout/env_steps_per_s",
+        "sync/seconds",
+        "sync/commit_seconds",
+    )
     rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return [{k: v for k, v in row.items() if not k.startswith(timed) and isinstance(v, int | float)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(timed) and isinstance(value, int | float)}
+        for row in rows
+        if row["iteration"] > 0  # the evaluation before training
+    ]

@@ -56,8 +56,10 @@ def test_a_case_that_fails_or_hangs_is_reported_and_costs_the_others_nothing(tmp
 
 
 def test_rows_of_a_run_leave_out_what_the_clock_says(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "time/rollout": 2.0, "train/loss": 0.5}\n{"iteration": 2')
-    assert gpu_path_ray._rows(tmp_path) == [{"iteration": 1, "train/loss": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"iteration": 0}\n{"iteration": 1, "time/rollout": 2.0, "train/loss": 0.5}\n{"iteration": 2'
+    )
+    assert gpu_path_ray.trained_rows(tmp_path) == [{"iteration": 1, "train/loss": 0.5}]
 
 
 @pytest.mark.parametrize("name", gpu_paths.TOY)
