@@ -15,6 +15,7 @@ import gpu_paths  # noqa: E402
 from vlarl.weights.sender import WeightSender  # noqa: E402
 
 
+@pytest.mark.slow
 def test_log_probs_are_the_learners_after_each_of_three_syncs(tmp_path):
     result = gpu_path_cases.sync(tmp_path, "cpu", "torch", "object_store")
     assert result["passed"]
@@ -24,6 +25,7 @@ def test_log_probs_are_the_learners_after_each_of_three_syncs(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_weights_that_did_not_arrive_are_noticed(tmp_path, monkeypatch):
     """The engine is given the version of the new weights and none of them but the first."""
     real = WeightSender._send_buckets
@@ -40,12 +42,14 @@ def test_weights_that_did_not_arrive_are_noticed(tmp_path, monkeypatch):
     assert not gpu_path_cases.sync(tmp_path, "cpu", "torch", "object_store")["passed"]
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_make_the_updates_of_one_process(tmp_path):
     result = gpu_path_cases.learners(tmp_path, "cpu", "full")
     assert result["passed"] and "gloo" in result["backend"]
     assert result["weights_differ_by"] <= result["allowed"] < result["an_update_moves_them_by"] / 10
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_or_hangs_is_reported_and_costs_the_others_nothing(tmp_path):
     failed = gpu_paths.run_case("no_such_case", tmp_path, 60.0, toy=True)
     assert failed["state"] == "failed" and "exit code 2" in failed["problem"] and "no_such_case" in failed["output"]
