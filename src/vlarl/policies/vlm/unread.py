@@ -34,7 +34,9 @@ def unread_model(empty: PreTrainedModel, folder: Path, auto: Any) -> PreTrainedM
         return None
     attention = empty.config._attn_implementation
     with no_init_weights():  # memory that is never written to, and buffers with their values
-        made: PreTrainedModel = auto.from_config(empty.config, dtype=empty.dtype, attn_implementation=attention)
+        made: PreTrainedModel = auto.from_config(
+            empty.config, dtype=empty.dtype, attn_implementation=attention, trust_remote_code=False
+        )
     made.tie_weights()
     made.generation_config = empty.generation_config
     fills = _shared_names(made)
