@@ -236,4 +236,4 @@ def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
     (early, error), (large, small_error) = found[movement.EARLY], found[movement.LARGE]
     assert error < 0.1, "enough updates to tell"
     assert early + 3 * error >= 0.95
-    assert small_error < 0.01 and 0.95 <= large <= 1.05
+    assert small_error < 0.015 and 0.97 <= large <= 1.03

@@ -23,8 +23,8 @@ import adapter_rounding  # noqa: E402
 MODEL = "builtin:tiny-openvla"
 LORA = {"enabled": True, "rank": adapter_rounding.LORA.rank}
 EARLY = adapter_rounding.LEARNING_RATE
-LARGE = 100 * EARLY  # of updates that no rounding hides
-UPDATES = {EARLY: 12, LARGE: 2}  # by their learning rate
+LARGE = 20 * EARLY  # of updates that no rounding hides, and that are not yet so large that log-probs saturate
+UPDATES = {EARLY: 12, LARGE: 3}  # by their learning rate
 ROWS = 64  # of each update
 
 Adapters = dict[str, torch.Tensor]
