@@ -206,7 +206,7 @@ class TrainedRank(Rank):
 def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
     """At least 0.95, within three standard errors, of what four optimizer steps move the log-probs by in float32; a small
     part of it would be left if the adapters were folded into bfloat16 weights, or added to outputs that are rounded
-    already. Of larger updates, where rounding matters little, at least 0.95 without allowance."""
+    already. Of larger updates, where rounding matters little, at least 0.97 without allowance."""
     options = {"policy.path": movement.MODEL, "policy.dtype": "bfloat16", "lora.enabled": True}
     options |= {"lora.rank": movement.LORA["rank"], "distributed.backend": "ray", "distributed.timeout_s": 60.0}
     if engine == "vllm":
