@@ -17,6 +17,7 @@ from vlarl.config.schema import (
     PositiveInt,
     RunFolderConfig,
     Section,
+    SinksConfig,
     Size,
     UnitInterval,
 )
@@ -100,6 +101,9 @@ class FinetuneOptimConfig(Section):
     """Optimizer steps."""
     batch_size: Many = 1024
     """Samples per step."""
+    microbatch_size: Many | None = None
+    """Samples per forward and backward pass, whose gradients add up to those of the batch: fewer need less memory. By
+    default the whole batch is one pass."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate, after a linear warm-up and before a cosine decay."""
     warmup_steps: NonNegativeInt = 500
@@ -111,9 +115,10 @@ class FinetuneOptimConfig(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     """Run the forward pass in this precision, with weights in float32; none: no autocast."""
     log_interval: PositiveInt = 100
-    """Optimizer steps between rows of metrics.jsonl, and between checkpoints."""
+    """Optimizer steps between rows of metrics.jsonl."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the saved weights."""
+    """Precision of the policy in checkpoints. A run resumes from weights that are not rounded, which a checkpoint has
+    beside it."""
 
 
 class FinetunePolicyConfig(ModelConfig):
@@ -126,6 +131,19 @@ class FinetunePolicyConfig(ModelConfig):
     """What is trained: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error (l1)."""
 
 
+class FinetuneCheckpointConfig(Section):
+    """Which checkpoints are saved and kept."""
+
+    interval: NonNegativeInt = 1000
+    """Optimizer steps between checkpoints that a run resumes from; another one follows the last step. 0: none, only the
+    final policy is saved."""
+    keep: PositiveInt = 1
+    """Checkpoints of steps that are kept, the newest ones."""
+    max_total_gib: PositiveFloat | None = None
+    """GiB that all checkpoints of the run may take together: the oldest ones of steps are removed until they fit; the
+    newest one always stays. By default there is no limit."""
+
+
 class FinetuneConfig(Section):
     """A supervised run: demonstrations in, checkpoint out."""
 
@@ -134,3 +152,5 @@ class FinetuneConfig(Section):
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
+    checkpoint: FinetuneCheckpointConfig = FinetuneCheckpointConfig()
+    logging: SinksConfig = SinksConfig()

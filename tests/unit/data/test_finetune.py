@@ -23,7 +23,7 @@ from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.supervised import DemoRows
 from vlarl.policies.tiny import init_tiny
-from vlarl.training.sft import DemoBatch, imitate, imitation_loss
+from vlarl.training.sft import DemoBatch, Imitation, imitate, imitation_loss
 
 
 def recipe(root: Path, name: str, path: str = "init:tiny-oft", **run: int) -> FinetuneConfig:
@@ -194,7 +194,7 @@ def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> t
     rows: list[dict] = []
     sampler = MixtureSampler([len(demos)], [1.0], 0)
     batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu"), sampler), bad)
-    imitate(policy, batches, config.optim, lambda step, row: rows.append(row))
+    imitate(Imitation(policy, config.optim), batches, lambda step, row: rows.append(row))
     return policy, rows
 
 

@@ -15,7 +15,7 @@ from vlarl.data.demo_set import DemoSet
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.decisions import TensorRows
 from vlarl.policies.supervised import SupervisedPolicy
-from vlarl.training.sft import DemoBatch, imitate
+from vlarl.training.sft import DemoBatch, Imitation, imitate
 from vlarl.types import FloatArray, UInt8Array
 
 COMMANDS = np.float32([[0.0, -0.5], [0.0, 0.75]])  # [task, D] no motion and a gripper, as past an episode's end
@@ -80,7 +80,7 @@ def trained(seed: int) -> tuple[FlowPolicy, float, float]:
     ).optim
     demos = demonstrations()
     batches = DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], seed))
-    first, last = imitate(policy, batches, optim, lambda step, row: None)
+    first, last = imitate(Imitation(policy, optim), batches, lambda step, row: None)
     return policy, first, last
 
 
@@ -113,5 +113,5 @@ def test_batches_follow_each_other():
     policy = FlowPolicy()
     optim = FinetuneConfig.model_validate({"optim": {"steps": 3, "batch_size": 4, "warmup_steps": 0}}).optim
     batches = Recorded(DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], 0)))
-    imitate(policy, batches, optim, lambda step, row: None)
+    imitate(Imitation(policy, optim), batches, lambda step, row: None)
     assert batches.read == [(0, 4), (4, 4), (8, 4)]

@@ -644,6 +644,13 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         _uses_simulator_experts,
         "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
     ),
+    Condition(
+        ("checkpoint.keep", "checkpoint.max_total_gib"),
+        ("checkpoint.interval",),
+        lambda c: c.checkpoint.interval > 0,
+        "without checkpoints that a run resumes from (checkpoint.interval)",
+    ),
+    Condition(("logging.wandb_*",), ("logging.wandb",), lambda c: c.logging.wandb, "without logging.wandb true"),
 )
 
 ALWAYS_FINETUNE = _paths(
@@ -652,6 +659,9 @@ ALWAYS_FINETUNE = _paths(
         "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
         "lora": "enabled adapter",
         "demos": "path only_successful",
-        "optim": "steps batch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval save_dtype",
+        "optim": "steps batch_size microbatch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval "
+        "save_dtype",
+        "checkpoint": "interval",
+        "logging": "tensorboard wandb report",
     }
 )
