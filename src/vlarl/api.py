@@ -187,7 +187,7 @@ def finetune(
     """Make a base policy from demonstrations, as `vlarl finetune` does.
 
     `source` is a preset, a YAML file or a configuration; without one it is the preset tabletop_base. `resume` names a
-    run that goes on from its newest checkpoint, or a checkpoint in it.
+    run to resume from its newest checkpoint, or a checkpoint in it.
 
     >>> import vlarl
     >>> summary = vlarl.finetune("tabletop_base", {"optim.steps": 200, "optim.warmup_steps": 20})  # doctest: +SKIP

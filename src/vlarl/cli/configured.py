@@ -1,4 +1,4 @@
-"""The commands that take a configuration: `vlarl train` and `vlarl finetune`."""
+"""The commands that take a configuration, and `vlarl train`, which is one of them; finetune.py has the other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vlarl.cli.resume import named_checkpoint, nothing_left_to_imitate, refuse_damaged
+from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines, with_suite_note
 from vlarl.cli.runs import find_run
-from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
+from vlarl.config.derive import default_run_name, derive, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import is_prompts
@@ -34,10 +34,9 @@ from vlarl.config.trust import refuse_untrusted
 from vlarl.config.words import plural, words_of
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
+from vlarl.run.preflight import refuse_early, refuse_missing
 
 if TYPE_CHECKING:
-    from vlarl.data.finetune import FinetuneSummary
     from vlarl.run.session import RunSummary
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
@@ -95,17 +94,11 @@ def _loop(config: Config, resume: Path | None, checkpoint: Path | None = None) -
     return train(config, resume=resume, checkpoint=checkpoint)
 
 
-def _supervised(config: FinetuneConfig, resume: Path | None, checkpoint: Path | None) -> FinetuneSummary:
-    from vlarl.data.finetune import finetune
-
-    return finetune(config, resume, checkpoint)
-
-
 def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and the paths of the results."""
-    request = _parse(arguments, Config, trains=True)
+    request = parse_request(arguments, Config, trains=True)
     if request.wants_help:
-        print(_help("train", DEFAULT_PRESET))
+        print(help_page("train", DEFAULT_PRESET))
         return 0
     run_dir: Path | None = None
     start: Start | None = None
@@ -121,17 +114,17 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
                 return 0
         refuse_without_callables(config, run_dir)
     else:
-        _refuse_from(request)
+        refuse_from(request)
         start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
         start = with_suite_note(start, config, request.flags.values)
     if request.dry_run:
         refuse_early(config, is_new=run_dir is None)
         head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
-        _print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
+        print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
     if start is not None:
-        config = _named(config, start)
+        config = with_name(config, start)
     refuse_missing(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
@@ -144,61 +137,13 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     return 130 if summary.interrupted else 0
 
 
-def finetune(
-    arguments: Sequence[str],
-    run_training: Callable[[FinetuneConfig, Path | None, Path | None], FinetuneSummary] = _supervised,
-) -> int:
-    """`vlarl finetune`: make a base policy from demonstrations."""
-    request = _parse(arguments, FinetuneConfig, trains=False)
-    if request.wants_help:
-        print(_help("finetune", FINETUNE_PRESET))
-        return 0
-    run_dir: Path | None = None
-    checkpoint: Path | None = None
-    start: Start | None = None
-    if request.resume is not None:
-        config, run_dir, checkpoint = resumed_run(request, FinetuneConfig)
-        message = nothing_left_to_imitate(run_dir, checkpoint, config, list(request.flags.spelled.values()))
-        if message is not None and not request.dry_run:
-            print(message)
-            return 0
-    else:
-        _refuse_from(request)
-        is_named = request.source is not None
-        start = start_of(request.source, {}) if is_named else Start(FINETUNE_PRESET, "which is the default")
-        config = load_config(start.source, request.flags, schema=FinetuneConfig)
-    if request.dry_run:
-        refuse_early(config, is_new=run_dir is None)
-        head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
-        _print_dry_run(config, head, derived_lines(derive_finetune(config)))
-        return 0
-    if start is not None:
-        config = _named(config, start)
-    refuse_missing(config, is_new=run_dir is None)
-    folder = run_dir or Path(config.run.root) / str(config.run.name)
-    print("\n".join(opening_lines(config, folder, start)), flush=True)
-    refuse_unready(config, is_new=run_dir is None)
-    summary = run_training(config, run_dir, checkpoint)
-    lines = [
-        f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
-        f"demonstrations that succeed: {summary.demo_success:.1%}",
-        f"checkpoint: {brief(summary.checkpoint)}",
-    ]
-    if summary.report is not None:
-        lines.append(f"report: {brief(summary.report)}")
-    if summary.interrupted:
-        lines.append(f"interrupted and saved; resume with: {resume_command(summary.run_dir)}")
-    print("\n".join(lines))
-    log_lines(RunDirectory(summary.run_dir), lines)
-    return 130 if summary.interrupted else 0
-
-
-def _refuse_from(request: Request) -> None:
+def refuse_from(request: Request) -> None:
+    """Refuse `--from` without the run that it belongs to."""
     if request.start is not None:
         raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
 
 
-def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
+def parse_request(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Parse the command's own flags; the rest are options of the configuration and at most one preset or file."""
     own: dict[str, Any] = {}  # fields of the request
     switches = dict.fromkeys(DRY_RUN, "dry_run") | ({"--trust": "trust", "--detach": "detach"} if trains else {})
@@ -273,7 +218,7 @@ def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) ->
     return detach([*same, f"--run.name={name}"], Path(config.run.root) / name, is_new=True)
 
 
-def _named(config: AnyConfig, start: Start) -> AnyConfig:
+def with_name(config: AnyConfig, start: Start) -> AnyConfig:
     """The configuration with a default name for its run, if it has none."""
     if config.run.name is not None:
         return config
@@ -281,7 +226,8 @@ def _named(config: AnyConfig, start: Start) -> AnyConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+def print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+    """Print the resolved configuration, with what follows from it."""
     print("\n".join(f"# {line}" for line in head))
     print(to_yaml(briefly(config)))
     print("# derived")
@@ -335,7 +281,8 @@ def _seen(run: Path, config: Config) -> SeenStates:
     return seen_by_run(training, config.gym.env, config.env.protocol, episodes)
 
 
-def _help(command: str, default_preset: str) -> str:
+def help_page(command: str, default_preset: str) -> str:
+    """What `--help` prints."""
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)

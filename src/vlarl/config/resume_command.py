@@ -46,8 +46,9 @@ def resume_command(run: Path, options: Mapping[str, object] | None = None, start
 
 def is_supervised(run: Path) -> bool:
     """Whether a run is one of `vlarl finetune`: its configuration has the section `demos`."""
+    file = run / "config.yaml"
     try:
-        return b"\ndemos:" in b"\n" + (run / "config.yaml").read_bytes()
+        return file.is_file() and b"\ndemos:" in b"\n" + file.read_bytes()
     except OSError:
         return False
 

@@ -59,7 +59,7 @@ class FinetuneSummary:
 def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Path | None = None) -> FinetuneSummary:
     """Collect demonstrations, imitate them, and save a checkpoint in the run directory.
 
-    `resume` is the folder of a run that goes on, from its newest checkpoint or the given one.
+    `resume` is the folder of a run to resume, from its newest checkpoint or the given one.
     """
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:

@@ -101,7 +101,7 @@ class FinetuneRun:
         self.progress.training(step, self._row)
 
     def after_step(self) -> bool:
-        """Write the row and the checkpoint that are due; whether training goes on."""
+        """Write the row and the checkpoint that are due; whether training continues."""
         step, config = self._step, self.config
         if self._row:
             self._metrics.log(step, self._row)

@@ -1,7 +1,7 @@
 """Checkpoints of supervised training, from which it resumes to the bit.
 
 A checkpoint is the policy in its original layout and the chosen precision, as everywhere, and beside it what training
-goes on from: trainer.safetensors (the trained weights as they are, optimizer state, random states) and trainer.json
+resumes from: trainer.safetensors (the trained weights as they are, optimizer state, random states) and trainer.json
 (counters). The policy that a run resumes with is made as in the beginning, and then gets these weights.
 """
 
