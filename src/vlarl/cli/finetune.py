@@ -76,6 +76,9 @@ def finetune(
         f"demonstrations that succeed: {summary.demo_success:.1%}",
         f"checkpoint: {brief(summary.checkpoint)}",
     ]
+    if summary.best_l1 is not None:
+        best = brief(summary.checkpoint.parent / "best_validation")
+        lines.append(f"lowest L1 on held-out episodes: {summary.best_l1:.4f}, after step {summary.best_step}: {best}")
     if summary.report is not None:
         lines.append(f"report: {brief(summary.report)}")
     if summary.interrupted:

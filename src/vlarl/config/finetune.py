@@ -55,8 +55,8 @@ class DemoConfig(Section):
     split: str = "train"
     """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
     holdout: BelowOne = 0.0
-    """Fraction of the recorded episodes that is not trained on. A hash of an episode decides, so that it stays held out
-    when others are added."""
+    """Fraction of the recorded episodes that is not trained on, but validated on (section validation). A hash of an
+    episode decides, so that it stays held out when others are added."""
     views: tuple[Literal["primary", "wrist", "secondary"], ...] | None = None
     """Views of recorded episodes that the policy reads, in its order; by default the first policy.num_images of
     primary, wrist and secondary."""
@@ -131,6 +131,17 @@ class FinetunePolicyConfig(ModelConfig):
     """What is trained: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error (l1)."""
 
 
+class ValidationConfig(Section):
+    """How the policy is measured on the recorded episodes that are held out (demos.holdout)."""
+
+    interval: PositiveInt = 500
+    """Optimizer steps between validations; another one follows the last step."""
+    samples: Many = 1024
+    """Decisions of each dataset that a validation takes, evenly spaced over the held-out episodes."""
+    patience: PositiveInt | None = None
+    """Validations in a row without a new lowest val/l1 after which training ends. By default it never ends early."""
+
+
 class FinetuneCheckpointConfig(Section):
     """Which checkpoints are saved and kept."""
 
@@ -152,5 +163,6 @@ class FinetuneConfig(Section):
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
+    validation: ValidationConfig = ValidationConfig()
     checkpoint: FinetuneCheckpointConfig = FinetuneCheckpointConfig()
     logging: SinksConfig = SinksConfig()

@@ -25,6 +25,7 @@ from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
 from vlarl.data.finetune_run import FinetuneRun
+from vlarl.data.held_out import build_validation
 from vlarl.data.mixtures import MixtureSampler, table
 from vlarl.data.recorded_demos import RecordedSource
 from vlarl.data.rlds.writer import STATISTICS
@@ -54,6 +55,8 @@ class FinetuneSummary:
     demo_success: float  # fraction of demonstrations that reached their goal
     report: Path | None = None
     interrupted: bool = False
+    best_step: int | None = None  # the step with the lowest error on held-out episodes; None without validation
+    best_l1: float | None = None
 
 
 def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Path | None = None) -> FinetuneSummary:
@@ -87,9 +90,11 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         names = [part.name for part in demos]
         sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
         imitation = Imitation(policy, config.optim)
+        validation = build_validation(config, policy, sources, list(sampler.weights), run.progress.note)
         batches = DemoBatches(demos, policy, device, sampler)
-        run.begin(imitation, sampler, names)
-        imitate(imitation, batches, run.log, run.after_step)
+        run.begin(imitation, sampler, names, validation)
+        if not run.is_over:
+            imitate(imitation, batches, run.log, run.after_step)
         for line in table(sampler.drawn(names, imitation.state.iteration * config.optim.batch_size)):
             run.progress.note(line)
         run.finish()
@@ -104,6 +109,8 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         demo_success,
         None if run.interrupted else run.report(),
         run.interrupted,
+        None if state.best is None else state.best_step,
+        state.best,
     )
 
 

@@ -26,11 +26,15 @@ from vlarl.observability.sinks import open_sinks
 from vlarl.policies.load import DTYPES
 from vlarl.training.checkpoint import CheckpointStore, read_counters
 from vlarl.training.rewind import resume_lines, set_later_aside
-from vlarl.training.sft import Imitation
+from vlarl.training.sft import Imitation, ImitationState
 from vlarl.training.sft_checkpoint import refuse_diverged, restore_imitation, save_imitation
 from vlarl.training.state import TrainerState
+from vlarl.training.validation import WATCHED, Validation, is_best, is_exhausted
 
 log = logging.getLogger(__name__)
+
+BEST = "best_validation"  # checkpoint of the policy with the lowest error on held-out episodes
+ACCURACY = "val/token_accuracy"
 
 
 class FinetuneRun:
@@ -71,10 +75,12 @@ class FinetuneRun:
             self._stack = stack.pop_all()
         return self
 
-    def begin(self, imitation: Imitation, sampler: MixtureSampler, names: list[str]) -> None:
+    def begin(
+        self, imitation: Imitation, sampler: MixtureSampler, names: list[str], validation: Validation | None
+    ) -> None:
         """Restore the state of the checkpoint, if there is one, and open the metrics."""
         self._frames = dict(zip(names, sampler.sizes, strict=True))
-        self._sampler, self._names = sampler, names
+        self._sampler, self._names, self._validation = sampler, names, validation
         if self._checkpoint is not None:
             restore_imitation(self._store, self._checkpoint, imitation, self._frames, self.config.run.seed)
         if not self._is_new:
@@ -101,19 +107,40 @@ class FinetuneRun:
         self.progress.training(step, self._row)
 
     def after_step(self) -> bool:
-        """Write the row and the checkpoint that are due; whether training continues."""
-        step, config = self._step, self.config
+        """Validate, write the row and save what is due; whether training continues."""
+        assert self._imitation is not None
+        step, config, state = self._step, self.config, self._imitation.state
+        is_last = step == config.optim.steps
+        if self._validation is not None and (step % config.validation.interval == 0 or is_last):
+            self._validate(self._validation, state)
+        is_last = is_last or is_exhausted(state, config.validation.patience)
         if self._row:
             self._metrics.log(step, self._row)
             self._row = {}
             self._write_status("running")
-        is_last = step == config.optim.steps
         interval = config.checkpoint.interval
         if interval and (step % interval == 0 or is_last):
             self._save()
         if not is_last:
             self._guard.check()
-        return True
+        elif step < config.optim.steps:
+            self.progress.note(f"stopped: the last {config.validation.patience} validations had no lower {WATCHED}")
+        return not is_last
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train: an earlier session has stopped by validation."""
+        assert self._imitation is not None
+        return is_exhausted(self._imitation.state, self.config.validation.patience)
+
+    def _validate(self, validation: Validation, state: ImitationState) -> None:
+        row = validation.measure()
+        self._row |= row
+        accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
+        self.progress.note(f"validation after step {self._step}: L1 {row[WATCHED]:.4f}{accuracy}")
+        if is_best(state, row[WATCHED]):
+            note = {"training_step": self._step, **row}
+            self._store.save_policy(BEST, validation.policy, note, self._dtype)
 
     def finish(self) -> Path:
         """Write the final policy; returns its folder."""

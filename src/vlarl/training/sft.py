@@ -58,6 +58,9 @@ class ImitationState:
     norms: list[float] = field(default_factory=list)
     first_loss: float | None = None  # of the first row
     last_loss: float | None = None  # of the newest one
+    best: float | None = None  # lowest val/l1 so far
+    best_step: int = 0  # the step that it was measured after
+    validations_since_best: int = 0
 
 
 class Imitation:

@@ -98,12 +98,14 @@ def _state(counters: dict[str, object]) -> ImitationState:
         values = getattr(state, name)
         if not isinstance(values, list) or not all(map(_is_number, values)):
             raise ValueError(f"{name} in {COUNTERS} is {str(values)[:40]!r}, which must be a list of numbers")
-    for name in ("first_loss", "last_loss"):
+    for name in ("first_loss", "last_loss", "best"):
         value = getattr(state, name)
         if value is not None and not _is_number(value):
             raise ValueError(f"{name} in {COUNTERS} is {str(value)[:40]!r}, which must be a number")
-    if state.iteration < 0:
-        raise ValueError(f"iteration in {COUNTERS} is {state.iteration}, which must be 0 or more")
+    for name in ("iteration", "best_step", "validations_since_best"):
+        count = getattr(state, name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{name} in {COUNTERS} is {str(count)[:40]!r}, which must be a whole number of 0 or more")
     return state
 
 

@@ -645,6 +645,12 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
     ),
     Condition(
+        ("validation.*",),
+        ("demos.holdout",),
+        lambda c: c.demos.holdout > 0,
+        "without held-out episodes (demos.holdout)",
+    ),
+    Condition(
         ("checkpoint.keep", "checkpoint.max_total_gib"),
         ("checkpoint.interval",),
         lambda c: c.checkpoint.interval > 0,
