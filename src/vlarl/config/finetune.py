@@ -94,6 +94,24 @@ class DemoConfig(Section):
     """Processes that run the experts; by default one per core, as far as the memory allows."""
 
 
+class AugmentConfig(Section):
+    """Random changes of training images, those of OpenVLA: a crop that is resized back, then colours."""
+
+    enabled: bool = False
+    """Change the images, each sample by random numbers that follow from run.seed and its index. Checkpoints that are
+    trained with crops are then used with policy.center_crop."""
+    crop_area: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of the image's area that the crop keeps; 1: no crop."""
+    brightness: UnitInterval = 0.2
+    """Largest change of the brightness, of values between 0 and 1."""
+    contrast: BelowOne = 0.2
+    """Largest change of the factor of the contrast: 0.2 gives factors between 0.8 and 1.2."""
+    saturation: BelowOne = 0.2
+    """Largest change of the factor of the saturation."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Largest turn of the hue, as a fraction of the whole circle."""
+
+
 class FinetuneOptimConfig(Section):
     """Supervised training."""
 
@@ -162,6 +180,7 @@ class FinetuneConfig(Section):
     policy: FinetunePolicyConfig = FinetunePolicyConfig()
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
+    augment: AugmentConfig = AugmentConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: FinetuneCheckpointConfig = FinetuneCheckpointConfig()

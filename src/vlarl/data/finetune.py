@@ -21,6 +21,7 @@ from vlarl.config.paths import located
 from vlarl.config.run_checkpoints import FINAL, PERIODIC
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
+from vlarl.data.augmentation import AugmentedBatches
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
@@ -41,7 +42,7 @@ from vlarl.policies.fresh import FRESH
 from vlarl.policies.load import load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.policies.tiny import IMAGE_SIZE, init_tiny, unit_statistics
-from vlarl.training.sft import Imitation, imitate
+from vlarl.training.sft import Batches, Imitation, imitate
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,9 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
         imitation = Imitation(policy, config.optim)
         validation = build_validation(config, policy, sources, list(sampler.weights), run.progress.note)
-        batches = DemoBatches(demos, policy, device, sampler)
+        batches: Batches = DemoBatches(demos, policy, device, sampler)
+        if config.augment.enabled:
+            batches = AugmentedBatches(batches, config.augment, config.run.seed)
         run.begin(imitation, sampler, names, validation)
         if not run.is_over:
             imitate(imitation, batches, run.log, run.after_step)

@@ -28,9 +28,7 @@ class ImitationErrors:
     """How far what the policy would do is from what was demonstrated, for each decision of a batch."""
 
     l1: torch.Tensor  # [B] mean absolute difference of the normalised actions
-    token_accuracy: (
-        torch.Tensor | None
-    )  # [B] fraction of the action tokens that are the demonstrated ones; None: no tokens
+    token_accuracy: torch.Tensor | None  # [B] fraction of the action tokens that are right; None for other policies
 
 
 class SupervisedPolicy(Policy):

@@ -60,6 +60,7 @@ def lora_flags(root: Path, name: str) -> list[str]:
         *("--demos.task_ids", "0", "--optim.steps", "7", "--optim.batch_size", "6", "--optim.microbatch_size", "4"),
         *("--optim.warmup_steps", "1", "--optim.log_interval", "2", "--optim.autocast", "none", "--optim.lr", "1e-2"),
         *("--checkpoint.interval", "100", "--no-logging.tensorboard", "--no-logging.report"),
+        "--augment.enabled",
     ]
 
 

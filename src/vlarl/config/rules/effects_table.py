@@ -645,6 +645,12 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
     ),
     Condition(
+        ("augment.crop_area", "augment.brightness", "augment.contrast", "augment.saturation", "augment.hue"),
+        ("augment.enabled",),
+        lambda c: c.augment.enabled,
+        "without augment.enabled true",
+    ),
+    Condition(
         ("validation.*",),
         ("demos.holdout",),
         lambda c: c.demos.holdout > 0,
@@ -667,6 +673,7 @@ ALWAYS_FINETUNE = _paths(
         "demos": "path only_successful",
         "optim": "steps batch_size microbatch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval "
         "save_dtype",
+        "augment": "enabled",
         "checkpoint": "interval",
         "logging": "tensorboard wandb report",
     }

@@ -18,6 +18,7 @@ ALIASES: dict[str, str] = {
     "save_freq": "checkpoint.interval",
     "save_interval": "checkpoint.interval",
     "micro_batch_size": "optim.microbatch_size",
+    "image_aug": "augment.enabled",
     "eval_steps": "validation.interval",
     "eval_freq": "validation.interval",
     "val_interval": "validation.interval",
