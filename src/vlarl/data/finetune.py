@@ -79,7 +79,7 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         if resume is None:
             directory = RunDirectory.create(config.run.root, name)
             lock = stack.enter_context(directory.claim())
-        directory.write_config(to_yaml(located(config)))
+            directory.write_config(to_yaml(located(config)))
         begun = FinetuneRun(config, directory, lock, resume is None, checkpoint)
         stack.pop_all()  # the run holds the lock
     with begun as run:

@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import IO
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.paths import brief
+from vlarl.config.paths import brief, located
 from vlarl.config.resume_command import resume_command
 from vlarl.config.run_checkpoints import FINAL, PERIODIC
 from vlarl.config.secrets import public
+from vlarl.config.source.load import to_yaml
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.errors import DivergedError, UsageError, VlarlError, excerpt
 from vlarl.interrupt import Interrupted, InterruptGuard
+from vlarl.observability.files import write_atomically
 from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
@@ -60,6 +62,7 @@ class FinetuneRun:
         self._frames: Mapping[str, int] = {}
         self.progress = Progress(config.optim.steps, start=self._begun)
         self.interrupted = False
+        self._status_before = ""  # of a run that is resumed
         self._stack = ExitStack()
 
     @property
@@ -71,6 +74,8 @@ class FinetuneRun:
             stack.enter_context(self._lock)
             stack.enter_context(self.directory.log_to_file())
             stack.enter_context(self.progress)
+            if self.directory.status_file.is_file():
+                self._status_before = self.directory.status_file.read_text(encoding="utf-8")
             self._write_status("running")
             self._stack = stack.pop_all()
         return self
@@ -89,6 +94,7 @@ class FinetuneRun:
                 state = TrainerState(iteration=self._begun)
                 later = set_later_aside(self.directory.checkpoints, self._checkpoint, state)
             self.directory.truncate_after(self._begun)
+            self.directory.write_config(to_yaml(located(self.config)))
             for line in resume_lines(self._checkpoint, self._begun, later, "step"):
                 self.progress.note(line)
         self._imitation = imitation
@@ -182,7 +188,10 @@ class FinetuneRun:
         self._saved = self._step
 
     def _fail(self, error: BaseException) -> None:
-        """Say that the run failed, and add to the error how the run resumes."""
+        """Say that the run failed, and how it resumes; a resume that is refused changes nothing."""
+        if self._status_before and self._imitation is None and isinstance(error, UsageError):
+            write_atomically(self.directory.status_file, self._status_before)
+            return
         log.error("the run failed", exc_info=error)
         command = resume_command(self.directory.path)
         remedy = f"There is no checkpoint yet: `{command}` starts again at step 1."

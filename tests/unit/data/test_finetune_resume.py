@@ -149,6 +149,7 @@ def test_other_demonstrations_are_refused(killed, capsys, tmp_path):
     run = killed / "runs" / "whole"
     counters = run / "checkpoints" / "step_000013" / "trainer.json"
     saved = counters.read_text()
+    before = (run / "config.yaml").read_text(), (run / "status.json").read_text()
     changed = json.loads(saved)
     changed["frames"]["viola"] += 1
     try:
@@ -156,6 +157,7 @@ def test_other_demonstrations_are_refused(killed, capsys, tmp_path):
         assert main(["finetune", "--resume", str(run), "--optim.steps", "20"]) == 2
     finally:
         counters.write_text(saved)
+    assert before == ((run / "config.yaml").read_text(), (run / "status.json").read_text()), "it was only refused"
     message = capsys.readouterr().err
     assert "the demonstrations have changed" in message and "frames of viola" in message
 
