@@ -12,7 +12,7 @@ from vlarl.images.augment import NUM_UNIFORMS, Strength, augment
 from vlarl.training.sft import Batches, DemoBatch
 from vlarl.types import FloatArray
 
-BLOCK = 1024  # samples whose numbers are generated at once
+BLOCK = 1024  # samples whose values are generated at once
 
 _AUGMENTATION = 11  # keeps these seeds different from those of mixtures.py and rollout/tasks.py
 

@@ -2,9 +2,9 @@
 
     crop and resize ─► brightness ─► contrast ─► saturation ─► hue        values are clipped to [0, 1] after each
 
-What is random comes from the caller: one row of uniform numbers for each image, so that an image is changed in the same
-way wherever and whenever it is computed. TensorFlow's pipeline takes the crop's two offsets from one number, which puts
-all crops on a diagonal; here they are independent.
+What is random comes from the caller: one row of uniform values for each image, so that an image is changed in the same
+way wherever and whenever it is computed. The original takes the crop's two offsets from one value, which puts all crops
+on a diagonal; here they are independent.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def column(values: torch.Tensor) -> torch.Tensor:
 def crop(images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, area: float) -> torch.Tensor:
     """A part of each image [N, H, W, 3], resized back to the whole, bilinearly and with aligned corners.
 
-    `top` and `left` [N] in [0, 1) say where it lies in the room that the crop leaves.
+    `top` and `left` [N] in [0, 1) say how far into what the crop leaves out it lies.
     """
     side = area**0.5
     _, height, width, _ = images.shape

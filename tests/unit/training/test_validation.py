@@ -89,6 +89,11 @@ def test_means_over_datasets_have_their_weights_and_passes_do_not_matter(demos):
     row = Validation(policy, parts, optim(), seed=0).measure()
     for name in ("loss", "l1", "token_accuracy"):
         assert row[f"val/{name}"] == pytest.approx(0.75 * row[f"val/few/{name}"] + 0.25 * row[f"val/many/{name}"])
+        assert row[f"val/few/{name}"] != row[f"val/many/{name}"]
+        alone = Validation(policy, parts[1:], optim(), seed=0).measure()
+        assert alone == pytest.approx(
+            {f"val/{key}": row[f"val/many/{key}"] for key in ("loss", "l1", "token_accuracy")}
+        )
     split = Validation(policy, parts, optim(microbatch_size=2), seed=0).measure()
     assert split == pytest.approx(row, rel=1e-4)
 
