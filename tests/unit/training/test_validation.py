@@ -40,7 +40,11 @@ def inputs_of(batch: DemoBatch) -> OpenVLAInputs:
 def test_accuracy_and_error_are_those_of_the_most_likely_tokens(demos, decoder):
     policy = init_tiny(decoder, seed=2)
     batch = held_out_batch(demos, policy, 5)
+    with torch.no_grad():  # what it would do first becomes what was demonstrated, so that some of it is right
+        likely = policy.score(inputs_of(batch), batch.rows.token_ids).logits.argmax(-1) + policy.codec.first_id
+    batch.rows.token_ids[0] = likely[0]
     row = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=0).measure()
+    assert row["val/token_accuracy"] >= 1 / 5 / likely.shape[1]
     with torch.no_grad():
         logits = policy.score(inputs_of(batch), batch.rows.token_ids).logits.double().numpy()
     ids = logits.argmax(-1) + policy.codec.first_id
@@ -89,7 +93,7 @@ def test_means_over_datasets_have_their_weights_and_passes_do_not_matter(demos):
     row = Validation(policy, parts, optim(), seed=0).measure()
     for name in ("loss", "l1", "token_accuracy"):
         assert row[f"val/{name}"] == pytest.approx(0.75 * row[f"val/few/{name}"] + 0.25 * row[f"val/many/{name}"])
-        assert row[f"val/few/{name}"] != row[f"val/many/{name}"]
+        assert row[f"val/few/{name}"] != row[f"val/many/{name}"] or name == "token_accuracy"  # 0 of a fresh policy
         alone = Validation(policy, parts[1:], optim(), seed=0).measure()
         assert alone == pytest.approx(
             {f"val/{key}": row[f"val/many/{key}"] for key in ("loss", "l1", "token_accuracy")}
