@@ -55,8 +55,8 @@ class DemoConfig(Section):
     split: str = "train"
     """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
     holdout: BelowOne = 0.0
-    """Fraction of the recorded episodes that is not trained on, but validated on (section validation). A hash of an
-    episode decides, so that it stays held out when others are added."""
+    """Fraction of the episodes that is not trained on, but validated on (section validation). A hash of an episode
+    decides, so that it stays held out when others are added."""
     views: tuple[Literal["primary", "wrist", "secondary"], ...] | None = None
     """Views of recorded episodes that the policy reads, in its order; by default the first policy.num_images of
     primary, wrist and secondary."""
@@ -150,7 +150,7 @@ class FinetunePolicyConfig(ModelConfig):
 
 
 class ValidationConfig(Section):
-    """How the policy is measured on the recorded episodes that are held out (demos.holdout)."""
+    """How the policy is measured on the episodes that are held out (demos.holdout)."""
 
     interval: PositiveInt = 500
     """Optimizer steps between validations; another one follows the last step."""

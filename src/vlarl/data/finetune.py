@@ -26,7 +26,7 @@ from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
 from vlarl.data.finetune_run import FinetuneRun
-from vlarl.data.held_out import build_validation
+from vlarl.data.held_out import build_validation, split_played
 from vlarl.data.mixtures import MixtureSampler, table
 from vlarl.data.recorded_demos import RecordedSource
 from vlarl.data.rlds.writer import STATISTICS
@@ -83,7 +83,8 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         begun = FinetuneRun(config, directory, lock, resume is None, checkpoint)
         stack.pop_all()  # the run holds the lock
     with begun as run:
-        demos, demo_success = collect_demos(sources, run.progress.note)
+        collected, demo_success = collect_demos(sources, run.progress.note)
+        demos, held_out = split_played(collected, sources, config.demos.holdout)
         statistics = {part.name: demo_statistics(part) for part in demos}
         for name, values in statistics.items():
             policy.add_statistics(name, values)
@@ -91,7 +92,7 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         names = [part.name for part in demos]
         sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
         imitation = Imitation(policy, config.optim)
-        validation = build_validation(config, policy, sources, list(sampler.weights), run.progress.note)
+        validation = build_validation(config, policy, sources, held_out, list(sampler.weights), run.progress.note)
         batches: Batches = DemoBatches(demos, policy, device, sampler)
         if config.augment.enabled:
             batches = AugmentedBatches(batches, config.augment, config.run.seed)
@@ -101,9 +102,8 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         for line in table(sampler.drawn(names, imitation.state.iteration * config.optim.batch_size)):
             run.progress.note(line)
         run.finish()
-    state, folder = imitation.state, FINAL
-    if run.interrupted:
-        folder = f"{PERIODIC}{state.iteration:06d}"
+    state = imitation.state
+    folder = f"{PERIODIC}{state.iteration:06d}" if run.interrupted else FINAL
     return FinetuneSummary(
         directory.path,
         directory.checkpoints / folder,

@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fakes.three_schemas import three_schemas
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.data.finetune import finetune
-from vlarl.data.held_out import held_out_batch
+from vlarl.data.held_out import held_out_batch, split_played
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
 from vlarl.errors import UsageError
@@ -24,7 +25,7 @@ from vlarl.training.validation import HeldOut, Validation, is_best, is_exhausted
 
 @pytest.fixture(scope="module")
 def demos():
-    return generate_demos(["tabletop_spatial"], 1, seed=0, flaws=IMPERFECT, image_size=56, task_ids=[0, 1])
+    return generate_demos(["tabletop_spatial"], 3, seed=0, flaws=IMPERFECT, image_size=56, task_ids=[0, 1])
 
 
 def optim(**values: object):
@@ -173,3 +174,41 @@ def test_patience_without_a_held_out_episode_is_refused(tmp_path):
 def test_without_patience_a_run_trains_without_validation(tmp_path, capsys):
     summary = finetune(recorded(tmp_path, demos={"holdout": 1e-9}))
     assert summary.best_step is None and "holds out none of its episodes" in capsys.readouterr().out
+
+
+def test_demonstrations_of_experts_are_held_out_too(tmp_path, capsys):
+    config = FinetuneConfig.model_validate(
+        {
+            "run": {"root": str(tmp_path), "name": "played", "num_threads": 1, "device": "cpu"},
+            "demos": {"suites": ("tabletop_spatial",), "episodes_per_task": 2, "num_workers": 1, "holdout": 0.3},
+            "optim": {"steps": 2, "batch_size": 4, "warmup_steps": 0, "log_interval": 2},
+            "validation": {"samples": 10},
+            "logging": {"tensorboard": False, "report": False},
+        }
+    )
+    summary = finetune(config)
+    (row,) = [json.loads(line) for line in (summary.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {"val/loss", "val/l1", "val/token_accuracy", "train/loss"} <= row.keys()
+    assert "tabletop: validated on 10 decisions of" in capsys.readouterr().out
+
+
+def test_an_episode_is_trained_on_or_held_out_whole(demos):
+    source = SimpleNamespace(name="tabletop")
+    (kept,), held_out = split_played([demos], [source], 0.4)
+    out = held_out["tabletop"]
+    assert 0 < len(out.success) < len(demos.success)
+    ends = np.cumsum(demos.episode_lengths)
+    episodes = {
+        demos.actions[end - length : end].tobytes() for end, length in zip(ends, demos.episode_lengths, strict=True)
+    }
+    found = []
+    for part in (kept, out):
+        ends = np.cumsum(part.episode_lengths)
+        assert ends[-1] == len(part) == len(part.images) == len(part.proprio)
+        found.append({part.actions[e - n : e].tobytes() for e, n in zip(ends, part.episode_lengths, strict=True)})
+    assert found[0] | found[1] == episodes and not found[0] & found[1]
+    (fewer,), _ = split_played([kept], [source], 0.4)
+    assert len(fewer.success) == len(kept.success), "what is trained on stays trained on when others are gone"
+    assert split_played([demos], [source], 0.0) == ([demos], {})
+    with pytest.raises(UsageError, match="leaves no demonstration of tabletop to train on"):
+        split_played([demos], [source], 1.0)

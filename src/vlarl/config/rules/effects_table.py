@@ -551,7 +551,6 @@ RECORDED = (
     "demos.mixture",
     "demos.mixture_weights",
     "demos.split",
-    "demos.holdout",
     "demos.views",
     "demos.missing_views",
     "demos.noops",
@@ -670,7 +669,7 @@ ALWAYS_FINETUNE = _paths(
         "run": "name root seed device num_threads",
         "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
         "lora": "enabled adapter",
-        "demos": "path only_successful",
+        "demos": "path only_successful holdout",
         "optim": "steps batch_size microbatch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval "
         "save_dtype",
         "augment": "enabled",

@@ -43,7 +43,7 @@ _LENGTH = "set the length of training with --optim.steps; a step reads --optim.b
 _ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
 _NO_EVALUATION = (
-    "`vlarl finetune` plays no episodes; `vlarl eval RUN` does, and --demos.holdout validates on recorded ones"
+    "`vlarl finetune` plays no episodes; `vlarl eval RUN` does, and --demos.holdout validates on demonstrations"
 )
 _DOWNLOAD = "download it with `hf download NAME --repo-type dataset --local-dir DIR`, and set --demos.path DIR"
 _PASSES = "a batch of --optim.batch_size samples is split into passes of --optim.microbatch_size"
