@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import vlarl
 from vlarl.cli import main
 from vlarl.data.batches import DemoBatches
+from vlarl.errors import VlarlError
 from vlarl.policies.tiny import init_tiny
 from vlarl.training.sft import DemoBatch
 
@@ -24,6 +25,7 @@ KILLED = """
 import os, signal, sys
 from vlarl.cli import main
 from vlarl.data.batches import DemoBatches
+from vlarl.errors import VlarlError
 
 read = DemoBatches.batch
 
@@ -184,3 +186,50 @@ def test_ctrl_c_saves_and_adapters_with_dropout_resume_to_the_bit(tmp_path, monk
     summary = vlarl.finetune(resume=run)
     assert summary.checkpoint == run / "checkpoints" / "final"
     assert_equal_runs(tmp_path / "runs" / "whole", run)
+
+
+def test_an_earlier_checkpoint_leads_to_the_same_run(killed, capsys):
+    """Later ones are set aside, the best one of later steps and the final one, too."""
+    assert main([*mixture_flags(killed, "again"), "--checkpoint.keep", "9"]) == 0
+    run = killed / "runs" / "again"
+    assert main(["finetune", "--resume", str(run), "--from", "step_000004"]) == 0
+    checkpoints = run / "checkpoints"
+    aside = {path.name for path in (checkpoints / "set_aside").iterdir()}
+    assert aside == {"step_000008", "step_000012", "step_000013", "best_validation", "final"}
+    assert "resuming from checkpoint step_000004, after step 4" in capsys.readouterr().out
+    assert rows(run) == rows(killed / "runs" / "whole")
+    ours, theirs = (
+        load_file(folder / "model.safetensors")
+        for folder in (checkpoints / "final", checkpoints / "set_aside" / "final")
+    )
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+@pytest.mark.parametrize(
+    ("failing", "remedy"),
+    [
+        (
+            7,
+            "The newest checkpoint is of step 4, in {run}/checkpoints: resume from it with `vlarl finetune --resume {run}`",
+        ),
+        (2, "There is no checkpoint yet: `vlarl finetune --resume {run}` starts again at step 1."),
+    ],
+)
+def test_a_run_that_fails_says_how_it_resumes(killed, monkeypatch, capsys, failing, remedy):
+    read = DemoBatches.batch
+
+    def batch(self: DemoBatches, first: int, size: int) -> DemoBatch:
+        if first == (failing - 1) * size:
+            raise VlarlError("the disk is gone")
+        return read(self, first, size)
+
+    run = killed / "runs" / f"failed{failing}"
+    with monkeypatch.context() as patch:
+        patch.setattr(DemoBatches, "batch", batch)
+        assert main(mixture_flags(killed, run.name)) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: the disk is gone") and remedy.format(run=run) in message
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "failed" and "the disk is gone" in status["message"]
+    assert main(["finetune", "--resume", str(run)]) == 0
+    assert_equal_runs(killed / "runs" / "whole", run)
