@@ -52,6 +52,9 @@ def test_the_loss_falls_clearly_from_that_of_a_uniform_guess(runs):
     assert rows[-1]["train/loss"] == summary.last_loss and rows[0]["train/loss"] == summary.first_loss
     assert json.loads((summary.run_dir / "status.json").read_text())["state"] == "finished"
     assert 0 < summary.demo_success < 1
+    assert any((summary.run_dir / "tensorboard").iterdir()) and (summary.run_dir / "report.html").is_file()
+    checkpoints = {path.name for path in (summary.run_dir / "checkpoints").iterdir()}
+    assert checkpoints == {"final", "step_000016"}  # and no validation without held-out episodes
 
 
 def test_one_seed_one_model(runs):
