@@ -89,7 +89,7 @@ def train(
             raise UsageError(f"resume = {named!r}: give the name or folder of a run, or a checkpoint in it")
         if source is not None:
             raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
-        config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust))
+        config, folder, checkpoint = resumed_run(Request(None, flags, resume=str(resume), trust=trust), Config)
         refuse_without_callables(config, folder)
     else:
         config = load_config(Config() if source is None and env is not None else source, flags, trust=trust)
@@ -178,19 +178,32 @@ def compare(
 
 
 @explained
-def finetune(source: str | Path | FinetuneConfig | None = None, overrides: Overrides = ()) -> FinetuneSummary:
+def finetune(
+    source: str | Path | FinetuneConfig | None = None,
+    overrides: Overrides = (),
+    *,
+    resume: str | Path | None = None,
+) -> FinetuneSummary:
     """Make a base policy from demonstrations, as `vlarl finetune` does.
 
-    `source` is a preset, a YAML file or a configuration; without one it is the preset tabletop_base.
+    `source` is a preset, a YAML file or a configuration; without one it is the preset tabletop_base. `resume` names a
+    run to resume from its newest checkpoint, or a checkpoint in it.
 
     >>> import vlarl
     >>> summary = vlarl.finetune("tabletop_base", {"optim.steps": 200, "optim.warmup_steps": 20})  # doctest: +SKIP
     >>> policy = vlarl.load_policy(summary.checkpoint)  # doctest: +SKIP
     """
-    config = load_config(FINETUNE_PRESET if source is None else source, overrides, schema=FinetuneConfig)
+    if resume is None:
+        config = load_config(FINETUNE_PRESET if source is None else source, overrides, schema=FinetuneConfig)
+        folder = checkpoint = None
+    elif source is not None:
+        raise UsageError("resume reads the run's own configuration; leave out the preset or file before it")
+    else:
+        request = Request(None, as_flags(overrides, FinetuneConfig), resume=str(resume))
+        config, folder, checkpoint = resumed_run(request, FinetuneConfig)
     from vlarl.data.finetune import finetune as run  # loads torch, which takes seconds
 
-    return run(config)
+    return run(config) if folder is None else run(config, folder, checkpoint)
 
 
 class _EvalArguments:

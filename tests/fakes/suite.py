@@ -22,6 +22,7 @@ SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas th
     "unit/data/test_finetune.py::test_adapters_can_be_trained",
     "unit/data/test_finetune.py::test_the_autoregressive_recipe_learns_too",
     "unit/data/test_finetune.py::test_the_regression_head_learns_and_its_checkpoint_acts",
+    "unit/data/test_finetune_resume.py::test_ctrl_c_saves_and_adapters_with_dropout",
     "unit/data/test_simulator_demos.py::test_a_fresh_policy_is_trained_by_processes",
     "unit/data/test_tabletop_demos.py::test_equal_seeds_give_equal_demonstrations",
     "unit/envs/test_metaworld_env.py::",

@@ -341,7 +341,8 @@ def test_help_of_train_lists_presets_options_and_aliases(capsys):
         assert part in text
     assert main(["finetune", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "tabletop_base_openvla " in text and "--demos.close_high" in text and "--resume" not in text
+    assert "tabletop_base_openvla " in text and "--demos.close_high" in text and "--resume RUN" in text
+    assert "--detach" not in text and "--optim.steps 20000" in text
 
 
 @pytest.mark.parametrize(

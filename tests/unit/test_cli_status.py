@@ -144,14 +144,13 @@ def test_a_finished_run(runs, capsys):
     assert "resume" not in text and "left" not in text and "pid" not in text
 
 
-def test_supervised_runs_can_not_be_resumed(runs, capsys):
+def test_supervised_runs_of_earlier_versions_can_not_be_resumed(runs, capsys):
+    """Their status has no command, and their folder nothing that it would resume from."""
     run = RunDirectory.create("runs", "base")
-    run.config_file.write_text("run: {}\n")
-    with pytest.raises(ValueError, match="bad"), run.tracked(50):
-        run.metrics_file.write_text('{"iteration": 20, "train/loss": 1.5}\n')
-        facts = status_of(capsys, "base")
-        raise ValueError("bad")
-    assert (facts["state"], facts["iteration"], facts["iterations"]) == ("running", 20, 50)
+    run.config_file.write_text("run: {}\ndemos: {}\n")
+    run.write_status("failed", 20, 50, "ValueError: bad")
+    assert status_of(capsys, "base")["resume"] == "vlarl finetune --resume runs/base"
+    run.status_file.write_text(json.dumps(run.read_status() | {"resume": ""}))
     facts = status_of(capsys, "base")
     assert (facts["state"], facts["resume"], facts["message"]) == ("failed", "", "ValueError: bad")
     assert "resume" not in shown(capsys, "base")

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": BASE | {"algorithms", "decisions", "policies", "observability", "rollout", "weights"},
     "callbacks": {"types", "errors", "interrupt"},
     "auto_classes": set(),  # by name, when transformers is imported
-    "data": PARTS | {"images"},
+    "data": PARTS | {"images", "interrupt"},
     "run": PARTS | {"interrupt", "callbacks", "distributed", "data"},
     "distributed": PARTS | {"data"},
     "evaluation": PARTS | {"interrupt", "run"},

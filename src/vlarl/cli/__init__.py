@@ -39,7 +39,7 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _finetune(arguments: list[str]) -> int:
-    from vlarl.cli.configured import finetune
+    from vlarl.cli.finetune import finetune
 
     return finetune(arguments)
 

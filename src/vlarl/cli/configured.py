@@ -1,4 +1,4 @@
-"""The commands that take a configuration: `vlarl train` and `vlarl finetune`."""
+"""The commands that take a configuration, and `vlarl train`, which is one of them; finetune.py has the other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vlarl.cli.resume import named_checkpoint, refuse_damaged
 from vlarl.cli.run_lines import GLOSSARY, log_lines, not_checked, nothing_left, opening_lines, with_suite_note
 from vlarl.cli.runs import find_run
-from vlarl.config.derive import default_run_name, derive, derive_finetune, derived_lines, length_lines
+from vlarl.config.derive import default_run_name, derive, derived_lines, length_lines
 from vlarl.config.describe import help_text, options
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import is_prompts
@@ -34,16 +34,29 @@ from vlarl.config.trust import refuse_untrusted
 from vlarl.config.words import plural, words_of
 from vlarl.errors import UsageError
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
+from vlarl.run.preflight import refuse_early, refuse_missing
 
 if TYPE_CHECKING:
-    from vlarl.data.finetune import FinetuneSummary
     from vlarl.run.session import RunSummary
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
 FINETUNE_PRESET = "tabletop_base"
 RESUME_KEEPS = ("run.name", "run.root", "run.seed", "policy.path")  # the weights come from the run's own checkpoint
+FREE_IN_FINETUNE = (
+    "demos.num_workers",
+    "policy.attention",
+    "policy.gradient_checkpointing",
+    "policy.heads_device",
+)  # of the sections that say what is trained, and on what
+
+
+def _kept_by(schema: type[Config] | type[FinetuneConfig]) -> tuple[str, ...]:
+    """The options that a resumed run can't change."""
+    if schema is Config:
+        return RESUME_KEEPS
+    what = [path for path in options(schema) if path.startswith(("policy.", "lora.", "demos."))]
+    return ("run.name", "run.root", "run.seed", "optim.batch_size", *(p for p in what if p not in FREE_IN_FINETUNE))
 
 
 DRY_RUN = ("--dry-run", "--dryrun", "--dry")
@@ -51,7 +64,7 @@ WITH_NAME = {
     "--resume": ("resume", "the name or folder of a run, or a checkpoint in it"),
     "--from": ("start", "the name of a checkpoint of the run, such as step_000002"),
 }
-"""Flags of `train` that take a name: the field of the request, and what the name is."""
+"""Flags that take a name: the field of the request, and what the name is."""
 
 WHERE = {
     "unseen": "unseen {}",
@@ -81,22 +94,16 @@ def _loop(config: Config, resume: Path | None, checkpoint: Path | None = None) -
     return train(config, resume=resume, checkpoint=checkpoint)
 
 
-def _supervised(config: FinetuneConfig) -> FinetuneSummary:
-    from vlarl.data.finetune import finetune
-
-    return finetune(config)
-
-
 def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _loop) -> int:
     """`vlarl train`: improve a policy, print success before and after and the paths of the results."""
-    request = _parse(arguments, Config, trains=True)
+    request = parse_request(arguments, Config, trains=True)
     if request.wants_help:
-        print(_help("train", DEFAULT_PRESET))
+        print(help_page("train", DEFAULT_PRESET))
         return 0
     run_dir: Path | None = None
     start: Start | None = None
     if request.resume is not None:
-        config, run_dir, checkpoint = resumed_run(request)
+        config, run_dir, checkpoint = resumed_run(request, Config)
         if checkpoint is not None:
             run_training = partial(run_training, checkpoint=checkpoint)
         progress = run_progress(run_dir, checkpoint)
@@ -106,19 +113,18 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
                 print(message)
                 return 0
         refuse_without_callables(config, run_dir)
-    elif request.start is not None:
-        raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
     else:
+        refuse_from(request)
         start = start_of(request.source, request.flags.values)
         config = load_config(request.source, request.flags, trust=request.trust)
         start = with_suite_note(start, config, request.flags.values)
     if request.dry_run:
         refuse_early(config, is_new=run_dir is None)
         head = [f"resumes {brief(str(run_dir))}"] if start is None else start.lines
-        _print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
+        print_dry_run(config, head, [*derived_lines(derive(config)), *length_lines(config)])
         return 0
     if start is not None:
-        config = _named(config, start)
+        config = with_name(config, start)
     refuse_missing(config, is_new=run_dir is None)
     if request.detach:
         return _detached(arguments, config, run_dir)
@@ -131,36 +137,13 @@ def train(arguments: Sequence[str], run_training: Callable[..., RunSummary] = _l
     return 130 if summary.interrupted else 0
 
 
-def finetune(arguments: Sequence[str], run_training: Callable[[FinetuneConfig], FinetuneSummary] = _supervised) -> int:
-    """`vlarl finetune`: make a base policy from demonstrations."""
-    request = _parse(arguments, FinetuneConfig, trains=False)
-    if request.wants_help:
-        print(_help("finetune", FINETUNE_PRESET))
-        return 0
-    is_named = request.source is not None
-    start = start_of(request.source, {}) if is_named else Start(FINETUNE_PRESET, "which is the default")
-    config = load_config(start.source, request.flags, schema=FinetuneConfig)
-    if request.dry_run:
-        refuse_early(config)
-        _print_dry_run(config, start.lines, derived_lines(derive_finetune(config)))
-        return 0
-    config = _named(config, start)
-    refuse_missing(config)
-    folder = Path(config.run.root) / str(config.run.name)
-    print("\n".join(opening_lines(config, folder, start)), flush=True)
-    refuse_unready(config)
-    summary = run_training(config)
-    lines = [
-        f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
-        f"demonstrations that succeed: {summary.demo_success:.1%}",
-        f"checkpoint: {brief(summary.checkpoint)}",
-    ]
-    print("\n".join(lines))
-    log_lines(RunDirectory(summary.checkpoint.parent.parent), lines)
-    return 0
+def refuse_from(request: Request) -> None:
+    """Refuse `--from` without the run that it belongs to."""
+    if request.start is not None:
+        raise UsageError(f"--from {request.start}: names a checkpoint of a run to resume; add --resume RUN")
 
 
-def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
+def parse_request(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig], trains: bool) -> Request:
     """Parse the command's own flags; the rest are options of the configuration and at most one preset or file."""
     own: dict[str, Any] = {}  # fields of the request
     switches = dict.fromkeys(DRY_RUN, "dry_run") | ({"--trust": "trust", "--detach": "detach"} if trains else {})
@@ -172,7 +155,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
             return Request(None, Flags(), wants_help=True)
         if (switch := token.replace("_", "-")) in switches:
             own[switches[switch]] = True
-        elif trains and (flag := token.partition("=")[0]) in WITH_NAME:
+        elif (flag := token.partition("=")[0]) in WITH_NAME:
             value = token.partition("=")[2] or (tokens.pop(0) if tokens and not tokens[0].startswith("-") else "")
             field, needs = WITH_NAME[flag]
             if value.lower() in ("", "true"):
@@ -181,7 +164,7 @@ def _parse(arguments: Sequence[str], schema: type[Config] | type[FinetuneConfig]
         else:
             is_root = token.partition("=")[0] == "--root"  # as in status, report and eval
             rest.append(token.replace("--root", "--run.root", 1) if is_root else token)
-    flags = parse_flags(rest, schema, own=["--help", *switches, *(WITH_NAME if trains else ())])
+    flags = parse_flags(rest, schema, own=["--help", *switches, *WITH_NAME])
     for note in flags.notes:
         print(f"note: {note}", file=sys.stderr)
     return Request(_one_source(flags, schema, resumes="resume" in own), flags, **own)
@@ -200,7 +183,7 @@ def _one_source(flags: Flags, schema: type[Config] | type[FinetuneConfig], resum
     return source
 
 
-def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
+def resumed_run(request: Request, schema: type[AnyConfig]) -> tuple[AnyConfig, Path, Path | None]:
     """The configuration of the run to resume, changed by the flags, its folder, and the named checkpoint."""
     assert request.resume is not None
     root = str(request.flags.values.get("run.root", Config().run.root))
@@ -208,14 +191,14 @@ def resumed_run(request: Request) -> tuple[Config, Path, Path | None]:
     folder = find_run(request.resume, root) if checkpoint is None else checkpoint.parent.parent
     if request.start is not None:
         checkpoint = named_checkpoint(folder, request.start)
-    refuse_damaged(folder / "config.yaml")
+    refuse_damaged(folder / "config.yaml", schema)
     # Addresses may be masked in the file.
     address = {path: value for path, value in request.flags.values.items() if path in ("reward.url", "reward.urls")}
-    saved = load_config(folder / "config.yaml", address, trust=True)  # for comparison only
-    config = load_config(folder / "config.yaml", request.flags, trust=True)
+    saved = load_config(folder / "config.yaml", address, schema=schema, trust=True)  # for comparison only
+    config = load_config(folder / "config.yaml", request.flags, schema=schema, trust=True)
     if not request.trust:
         refuse_untrusted(folder / "config.yaml", config.model_dump(), request.flags.values)
-    for path in RESUME_KEEPS:
+    for path in _kept_by(schema):
         section, _, name = path.partition(".")
         before, now = getattr(getattr(saved, section), name), getattr(getattr(config, section), name)
         if before != now and not (path == "run.root" and folder.parent.resolve() == Path(now).resolve()):
@@ -235,7 +218,7 @@ def _detached(arguments: Sequence[str], config: Config, run_dir: Path | None) ->
     return detach([*same, f"--run.name={name}"], Path(config.run.root) / name, is_new=True)
 
 
-def _named(config: AnyConfig, start: Start) -> AnyConfig:
+def with_name(config: AnyConfig, start: Start) -> AnyConfig:
     """The configuration with a default name for its run, if it has none."""
     if config.run.name is not None:
         return config
@@ -243,7 +226,8 @@ def _named(config: AnyConfig, start: Start) -> AnyConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+def print_dry_run(config: Config | FinetuneConfig, head: list[str], derived: list[str]) -> None:
+    """Print the resolved configuration, with what follows from it."""
     print("\n".join(f"# {line}" for line in head))
     print(to_yaml(briefly(config)))
     print("# derived")
@@ -297,24 +281,30 @@ def _seen(run: Path, config: Config) -> SeenStates:
     return seen_by_run(training, config.gym.env, config.env.protocol, episodes)
 
 
-def _help(command: str, default_preset: str) -> str:
+def help_page(command: str, default_preset: str) -> str:
+    """What `--help` prints."""
     schema = SCHEMAS[command]
     described = presets_of(schema)
     width = max(len(name) for name in described)
     chosen = ", or the one made for the suite or the size of the policy that you name" if command == "train" else ""
-    resume = " [--resume RUN [--from NAME]] [--trust] [--detach]" if command == "train" else ""
+    resume = " [--resume RUN [--from NAME]]" + (" [--trust] [--detach]" if command == "train" else "")
     own = [
         "  --dry-run     print the resolved configuration and derived values, and write nothing",
         "  --help        print this text",
     ]
+    example = "--run.iterations 40" if command == "train" else "--optim.steps 20000"
+    resumes = [
+        "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it;",
+        f"                flags may change the run, for example {example}",
+        "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
+    ]
+    own = [*resumes, *own]
     if command == "train":
         own = [
-            "  --resume RUN  resume a run: its name, its folder, or the folder of a checkpoint in it;",
-            "                flags may change the run, for example --run.iterations 40",
-            "  --from NAME   resume from this checkpoint of the run, such as step_000002; later ones are set aside",
+            *resumes,
             "  --trust       run the code that the configuration of another user's run names (docs/security.md)",
             "  --detach      run in the background, independent of the terminal; `vlarl status` shows the progress",
-            *own,
+            *own[len(resumes) :],
         ]
     lines = [
         f"usage: vlarl {command} [PRESET|FILE] [--section.field value …]{resume} [--dry-run]",

@@ -17,6 +17,7 @@ from vlarl.config.schema import (
     PositiveInt,
     RunFolderConfig,
     Section,
+    SinksConfig,
     Size,
     UnitInterval,
 )
@@ -54,8 +55,8 @@ class DemoConfig(Section):
     split: str = "train"
     """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
     holdout: BelowOne = 0.0
-    """Fraction of the recorded episodes that is not trained on. A hash of an episode decides, so that it stays held out
-    when others are added."""
+    """Fraction of the episodes that is not trained on, but validated on (section validation). A hash of an episode
+    decides, so that it stays held out when others are added."""
     views: tuple[Literal["primary", "wrist", "secondary"], ...] | None = None
     """Views of recorded episodes that the policy reads, in its order; by default the first policy.num_images of
     primary, wrist and secondary."""
@@ -93,6 +94,24 @@ class DemoConfig(Section):
     """Processes that run the experts; by default one per core, as far as the memory allows."""
 
 
+class AugmentConfig(Section):
+    """Random changes of training images, those of OpenVLA: a crop that is resized back, then colours."""
+
+    enabled: bool = False
+    """Change the images, each sample by random numbers that follow from run.seed and its index. Checkpoints that are
+    trained with crops are then used with policy.center_crop."""
+    crop_area: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Fraction of the image's area that the crop keeps; 1: no crop."""
+    brightness: UnitInterval = 0.2
+    """Largest change of the brightness, of values between 0 and 1."""
+    contrast: BelowOne = 0.2
+    """Largest change of the factor of the contrast: 0.2 gives factors between 0.8 and 1.2."""
+    saturation: BelowOne = 0.2
+    """Largest change of the factor of the saturation."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Largest turn of the hue, as a fraction of the whole circle."""
+
+
 class FinetuneOptimConfig(Section):
     """Supervised training."""
 
@@ -100,6 +119,9 @@ class FinetuneOptimConfig(Section):
     """Optimizer steps."""
     batch_size: Many = 1024
     """Samples per step."""
+    microbatch_size: Many | None = None
+    """Samples per forward and backward pass, whose gradients add up to those of the batch: fewer need less memory. By
+    default the whole batch is one pass."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate, after a linear warm-up and before a cosine decay."""
     warmup_steps: NonNegativeInt = 500
@@ -111,9 +133,10 @@ class FinetuneOptimConfig(Section):
     autocast: Literal["none", "bfloat16"] = "none"
     """Run the forward pass in this precision, with weights in float32; none: no autocast."""
     log_interval: PositiveInt = 100
-    """Optimizer steps between rows of metrics.jsonl, and between checkpoints."""
+    """Optimizer steps between rows of metrics.jsonl."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the saved weights."""
+    """Precision of the policy in checkpoints. A run resumes from weights that are not rounded, which a checkpoint has
+    beside it."""
 
 
 class FinetunePolicyConfig(ModelConfig):
@@ -126,6 +149,30 @@ class FinetunePolicyConfig(ModelConfig):
     """What is trained: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error (l1)."""
 
 
+class ValidationConfig(Section):
+    """How the policy is measured on the episodes that are held out (demos.holdout)."""
+
+    interval: PositiveInt = 500
+    """Optimizer steps between validations; another one follows the last step."""
+    samples: Many = 1024
+    """Decisions of each dataset that a validation takes, evenly spaced over the held-out episodes."""
+    patience: PositiveInt | None = None
+    """Validations in a row without a new lowest val/l1 after which training ends. By default it never ends early."""
+
+
+class FinetuneCheckpointConfig(Section):
+    """Which checkpoints are saved and kept."""
+
+    interval: NonNegativeInt = 1000
+    """Optimizer steps between checkpoints that a run resumes from; another one follows the last step. 0: none, only the
+    final policy is saved."""
+    keep: PositiveInt = 1
+    """Checkpoints of steps that are kept, the newest ones."""
+    max_total_gib: PositiveFloat | None = None
+    """GiB that all checkpoints of the run may take together: the oldest ones of steps are removed until they fit; the
+    newest one always stays. By default there is no limit."""
+
+
 class FinetuneConfig(Section):
     """A supervised run: demonstrations in, checkpoint out."""
 
@@ -133,4 +180,8 @@ class FinetuneConfig(Section):
     policy: FinetunePolicyConfig = FinetunePolicyConfig()
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
+    augment: AugmentConfig = AugmentConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: FinetuneCheckpointConfig = FinetuneCheckpointConfig()
+    logging: SinksConfig = SinksConfig()

@@ -1,6 +1,7 @@
 """How a run is resumed: by a command, or by a call in Python if its reward or environment was given as a callable.
 
     vlarl train --resume runs/mine --run.iterations 20
+    vlarl finetune --resume runs/base --optim.steps 20000
     vlarl.train(resume="runs/mine", reward=quick, overrides={"run.iterations": 20})
 
 Imports neither torch nor a simulator.
@@ -34,12 +35,22 @@ def resume_command(run: Path, options: Mapping[str, object] | None = None, start
     if not given:
         flags = [f"--from {start}"] if start else []
         flags += [f"--{option} {value}" for option, value in options.items()]
-        return " ".join(["vlarl train --resume", shlex.quote(brief(run)), *flags])
+        command = "finetune" if is_supervised(run) else "train"
+        return " ".join([f"vlarl {command} --resume", shlex.quote(brief(run)), *flags])
     place = brief(run / "checkpoints" / start if start else run)
     arguments = [f"{ARGUMENTS[option]}={value}" for option, value in given.items() if option in ARGUMENTS]
     others = [f'"{option}": {value}' for option, value in (given | dict(options)).items() if option not in ARGUMENTS]
     overrides = [f"overrides={{{', '.join(others)}}}"] if others else []
     return f"vlarl.train({', '.join([f'resume={json.dumps(place, ensure_ascii=False)}', *arguments, *overrides])})"
+
+
+def is_supervised(run: Path) -> bool:
+    """Whether a run is one of `vlarl finetune`: its configuration has the section `demos`."""
+    file = run / "config.yaml"
+    try:
+        return file.is_file() and b"\ndemos:" in b"\n" + file.read_bytes()
+    except OSError:
+        return False
 
 
 def refuse_without_callables(config: Config, run: Path) -> None:

@@ -661,7 +661,7 @@ class CheckpointConfig(Section):
     """Iterations to wait after a save before saving again."""
 
 
-class LoggingConfig(Section):
+class SinksConfig(Section):
     """Loggers and files in addition to metrics.jsonl."""
 
     tensorboard: bool = True
@@ -676,11 +676,16 @@ class LoggingConfig(Section):
     """W&B group; by default none."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline keeps the W&B files in the run directory."""
+    report: bool = True
+    """Write report.html at the end."""
+
+
+class LoggingConfig(SinksConfig):
+    """Loggers and files in addition to metrics.jsonl."""
+
     samples: NonNegativeInt = 4
     """Responses of each iteration that are kept in samples.jsonl with their prompts, images and rewards, and shown by
     TensorBoard and W&B, for suites of prompts; those of evaluations are kept too, up to 256 each. 0: none."""
-    report: bool = True
-    """Write report.html at the end."""
     trace: bool = False
     """Write trace.json, a timeline of every role, for ui.perfetto.dev."""
 

@@ -68,9 +68,13 @@ class DemoSet:
 
     def successful(self) -> DemoSet:
         """The episodes that reached their goal."""
-        if self.success.all():
+        return self.episodes(self.success)
+
+    def episodes(self, chosen: BoolArray) -> DemoSet:
+        """The chosen ones [E] of its episodes."""
+        if chosen.all():
             return self
-        frames = np.flatnonzero(np.repeat(self.success, self.episode_lengths))
+        frames = np.flatnonzero(np.repeat(chosen, self.episode_lengths))
         images = self.images[frames] if isinstance(self.images, np.ndarray) else self.images.select(frames)
         return DemoSet(
             self.name,
@@ -79,8 +83,8 @@ class DemoSet:
             self.actions[frames],
             self.instruction_ids[frames],
             self.instructions,
-            self.episode_lengths[self.success],
-            self.success[self.success],
+            self.episode_lengths[chosen],
+            self.success[chosen],
             self.action_mask,
         )
 

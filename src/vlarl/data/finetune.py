@@ -6,6 +6,7 @@ demos.py ─► DemoSet (frames, actions) ─► batches.py ─► training/sft.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,11 +18,15 @@ from vlarl.config.derive import default_run_name
 from vlarl.config.finetune import DemoConfig, FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.mixtures import is_named, parse_mixture
 from vlarl.config.paths import located
+from vlarl.config.run_checkpoints import FINAL, PERIODIC
 from vlarl.config.source.load import to_yaml
 from vlarl.config.training_data import by_demonstrations
+from vlarl.data.augmentation import AugmentedBatches
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
+from vlarl.data.finetune_run import FinetuneRun
+from vlarl.data.held_out import build_validation, split_played
 from vlarl.data.mixtures import MixtureSampler, table
 from vlarl.data.recorded_demos import RecordedSource
 from vlarl.data.rlds.writer import STATISTICS
@@ -31,17 +36,13 @@ from vlarl.devices import choose_device
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
-from vlarl.observability.metrics import MetricLogger
-from vlarl.observability.progress import Progress
 from vlarl.observability.run_dir import RunDirectory
-from vlarl.observability.sinks import JsonlSink
 from vlarl.policies.checkpoint_json import write_json
 from vlarl.policies.fresh import FRESH
-from vlarl.policies.load import DTYPES, load_supervised
+from vlarl.policies.load import load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.policies.tiny import IMAGE_SIZE, init_tiny, unit_statistics
-from vlarl.training.checkpoint import CheckpointStore
-from vlarl.training.sft import imitate
+from vlarl.training.sft import Batches, Imitation, imitate
 
 
 @dataclass(frozen=True)
@@ -53,43 +54,67 @@ class FinetuneSummary:
     first_loss: float
     last_loss: float
     demo_success: float  # fraction of demonstrations that reached their goal
+    report: Path | None = None
+    interrupted: bool = False
+    best_step: int | None = None  # the step with the lowest error on held-out episodes; None without validation
+    best_l1: float | None = None
 
 
-def finetune(config: FinetuneConfig) -> FinetuneSummary:
-    """Collect demonstrations, imitate them, and save a checkpoint in the run directory."""
-    root, name = config.run.root, config.run.name or default_run_name("finetune", config.run.seed, datetime.now())
-    RunDirectory.refuse_existing(root, name)
-    device = choose_device(config.run.device)
-    torch.set_num_threads(config.run.num_threads or available_cores())
-    torch.manual_seed(config.run.seed)
-    policy, sources = start(config, device)
-    directory = RunDirectory.create(root, name)
-    directory.write_config(to_yaml(located(config)))
-    steps = config.optim.steps
-    with directory.log_to_file(), directory.tracked(steps), Progress(steps) as progress:
-        demos, demo_success = collect_demos(sources, progress.note)
+def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Path | None = None) -> FinetuneSummary:
+    """Collect demonstrations, imitate them, and save a checkpoint in the run directory.
+
+    `resume` is the folder of a run to resume, from its newest checkpoint or the given one.
+    """
+    with ExitStack() as stack:  # what is refused leaves nothing behind
+        if resume is None:
+            name = config.run.name or default_run_name("finetune", config.run.seed, datetime.now())
+            RunDirectory.refuse_existing(config.run.root, name)
+        else:
+            directory = RunDirectory.open(resume)
+            lock = stack.enter_context(directory.lock())
+        device = choose_device(config.run.device)
+        torch.set_num_threads(config.run.num_threads or available_cores())
+        torch.manual_seed(config.run.seed)
+        policy, sources = start(config, device)
+        if resume is None:
+            directory = RunDirectory.create(config.run.root, name)
+            lock = stack.enter_context(directory.claim())
+            directory.write_config(to_yaml(located(config)))
+        begun = FinetuneRun(config, directory, lock, resume is None, checkpoint)
+        stack.pop_all()  # the run holds the lock
+    with begun as run:
+        collected, demo_success = collect_demos(sources, run.progress.note)
+        demos, held_out = split_played(collected, sources, config.demos.holdout)
         statistics = {part.name: demo_statistics(part) for part in demos}
         for name, values in statistics.items():
             policy.add_statistics(name, values)
         write_json(directory.path / STATISTICS, statistics)
-        sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
         names = [part.name for part in demos]
-        store, dtype = CheckpointStore(directory.checkpoints, keep=1), DTYPES[config.optim.save_dtype]
-        with MetricLogger([JsonlSink(directory.metrics_file)]) as metrics:
-
-            def on_log(step: int, row: dict[str, float]) -> None:
-                if len(demos) > 1:
-                    drawn = sampler.drawn(names, step * config.optim.batch_size)
-                    row |= {f"data/fraction/{one.name}": one.fraction for one in drawn}
-                metrics.log(step, row)
-                progress.training(step, row)
-                store.save_policy("final", policy, {"training_step": step, "loss": row["train/loss"]}, dtype)
-
-            batches = DemoBatches(demos, policy, device, sampler)
-            first, last = imitate(policy, batches, config.optim, on_log)
-            for line in table(sampler.drawn(names, steps * config.optim.batch_size)):
-                progress.note(line)
-    return FinetuneSummary(directory.path, directory.checkpoints / "final", first, last, demo_success)
+        sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
+        imitation = Imitation(policy, config.optim)
+        validation = build_validation(config, policy, sources, held_out, list(sampler.weights), run.progress.note)
+        batches: Batches = DemoBatches(demos, policy, device, sampler)
+        if config.augment.enabled:
+            batches = AugmentedBatches(batches, config.augment, config.run.seed)
+        run.begin(imitation, sampler, names, validation)
+        if not run.is_over:
+            imitate(imitation, batches, run.log, run.after_step)
+        for line in table(sampler.drawn(names, imitation.state.iteration * config.optim.batch_size)):
+            run.progress.note(line)
+        run.finish()
+    state = imitation.state
+    folder = f"{PERIODIC}{state.iteration:06d}" if run.interrupted else FINAL
+    return FinetuneSummary(
+        directory.path,
+        directory.checkpoints / folder,
+        state.first_loss or 0.0,
+        state.last_loss or 0.0,
+        demo_success,
+        None if run.interrupted else run.report(),
+        run.interrupted,
+        None if state.best is None else state.best_step,
+        state.best,
+    )
 
 
 def start(config: FinetuneConfig, device: torch.device) -> tuple[SupervisedPolicy, list[DemoSource]]:

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 SHOWN_DAMAGE = 5  # messages on damaged episodes that are logged for each dataset
 
 
+class NothingLeftError(UsageError):
+    """No episode of a dataset is imitated."""
+
+
 class RecordedFrames:
     """Frames of a dataset, decoded when they are read.
 
@@ -169,7 +173,7 @@ class RecordedSource:
         self._report(readings, note)
         kept = [(r.episode, r.standard) for r in readings if r.episode is not None and r.standard is not None]
         if not kept:
-            raise UsageError(
+            raise NothingLeftError(
                 f"{self._option}: no episode of {self.dataset.folder} is left ({_counts(readings)}): change "
                 "demos.damaged, demos.noops, demos.unlabeled or demos.holdout, or download the dataset again."
             )

@@ -83,7 +83,7 @@ class Progress:
         self._broken = False
         self._started = self._last_end = time.monotonic()
         self._durations: deque[float] = deque(maxlen=_RECENT)
-        self._iteration = start
+        self._begun = self._iteration = start
         self._metrics: dict[str, float] = {}
         self._rollout_success: list[float] = []
         self._val: tuple[int, str, int] | None = None  # iteration, success rate or reward, episodes
@@ -166,7 +166,7 @@ class Progress:
     def training(self, step: int, metrics: Mapping[str, float]) -> None:
         """Steps of supervised training up to here, with their mean loss."""
         elapsed = time.monotonic() - self._started
-        left = elapsed / step * (self._iterations - step)
+        left = elapsed / max(step - self._begun, 1) * (self._iterations - step)
         self._iteration = step
         speed, loss = metrics["perf/train_samples_per_s"], metrics["train/loss"]
         of = f"step {step}/{self._iterations}"

@@ -14,8 +14,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -49,7 +48,9 @@ class RunStatus:
     host: str
     machine: str
     message: str
-    resume: str  # the command, or the call in Python, that resumes the run; empty where there is none
+    resume: (
+        str  # the command, or the call in Python, that resumes the run; empty for supervised runs of earlier versions
+    )
 
 
 @dataclass(frozen=True)
@@ -248,9 +249,7 @@ class RunDirectory:
         """Folder of TensorBoard files."""
         return self.path / "tensorboard"
 
-    def write_status(
-        self, state: RunState, iteration: int, iterations: int, message: str = "", resumable: bool = True
-    ) -> None:
+    def write_status(self, state: RunState, iteration: int, iterations: int, message: str = "") -> None:
         """Write the state of the run, in one atomic step."""
         now = time.time()
         status = RunStatus(
@@ -263,21 +262,9 @@ class RunDirectory:
             host=socket.gethostname(),
             machine=describe_machine(),
             message=masked(message),
-            resume=resume_command(self.path) if resumable else "",
+            resume=resume_command(self.path),
         )
         write_atomically(self.status_file, json.dumps(asdict(status), indent=2) + "\n")
-
-    @contextmanager
-    def tracked(self, iterations: int) -> Iterator[None]:
-        """Keep status.json up to date for a block that does all its iterations or fails, and can't be resumed."""
-        self.write_status("running", 0, iterations, resumable=False)
-        try:
-            yield
-        except BaseException as error:
-            state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write_status(state, 0, iterations, f"{type(error).__name__}: {error}", resumable=False)
-            raise
-        self.write_status("finished", iterations, iterations, resumable=False)
 
     def read_status(self) -> dict[str, Any]:
         """The content of status.json, without values of a wrong type; empty when there is none."""

@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from vlarl.config.schema import SinksConfig
 from vlarl.config.secrets import masked
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.files import disk_errors
+from vlarl.observability.metrics import Sink
+from vlarl.observability.run_dir import RunDirectory
 from vlarl.observability.samples import Sample
 from vlarl.observability.video import Video
 
@@ -185,6 +188,28 @@ class WandbSink:
             self._run.finish()
         except Exception as error:
             logging.getLogger(__name__).warning("Weights & Biases did not finish cleanly: %s", error)
+
+
+def open_sinks(
+    run: RunDirectory, options: SinksConfig, config: Mapping[str, Any], resume_after: int | None
+) -> list[Sink]:
+    """The configured destinations of a run's metrics. W&B gets `config`; `resume_after`: see TensorBoardSink."""
+    sinks: list[Sink] = [JsonlSink(run.metrics_file)]
+    if options.tensorboard:
+        sinks.append(TensorBoardSink(run.tensorboard, resume_after=resume_after))
+    if options.wandb:
+        sinks.append(
+            WandbSink(
+                run.path,
+                options.wandb_project,
+                run.name,
+                options.wandb_entity,
+                options.wandb_group,
+                options.wandb_mode,
+                config,
+            )
+        )
+    return sinks
 
 
 def refuse_without_login() -> None:

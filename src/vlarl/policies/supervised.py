@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from vlarl.config.schema import LoraConfig
 from vlarl.decisions import TensorRows
 from vlarl.policies.base import Policy
 from vlarl.types import FloatArray, UInt8Array
+
+
+@dataclass(frozen=True)
+class ImitationErrors:
+    """How far what the policy would do is from what was demonstrated, for each decision of a batch."""
+
+    l1: torch.Tensor  # [B] mean absolute difference of the normalised actions
+    token_accuracy: torch.Tensor | None  # [B] fraction of the action tokens that are right; None for other policies
 
 
 class SupervisedPolicy(Policy):
@@ -55,3 +64,7 @@ class SupervisedPolicy(Policy):
     @abstractmethod
     def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
         """The mean loss over a batch, with gradients. What is random in it comes from torch's default generator."""
+
+    @abstractmethod
+    def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+        """The errors of its most likely actions. Each token is chosen after the demonstrated ones before it."""

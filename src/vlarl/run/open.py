@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +26,7 @@ from vlarl.run.parts import Parts
 from vlarl.run.preflight import refuse_unready
 from vlarl.run.session import Session
 from vlarl.training.checkpoint import CheckpointStore, damaged
-from vlarl.training.rewind import SET_ASIDE, set_later_aside
+from vlarl.training.rewind import resume_lines, set_later_aside
 from vlarl.training.state import TrainerState
 
 
@@ -93,13 +92,3 @@ def _restore_rollouts(parts: Parts, state: TrainerState, checkpoint: Path) -> No
             read_outstanding(state.open_episodes)  # which the loop resumes with, if it is asynchronous
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(damaged(checkpoint, error)) from error
-
-
-def resume_lines(checkpoint: Path | None, iteration: int, later: Sequence[str]) -> list[str]:
-    """What a resumed run says first: where it resumes, and what was set aside for that."""
-    if checkpoint is None:
-        return ["resuming without a checkpoint, as none was saved yet: it starts again at iteration 1"]
-    lines = [f"resuming from checkpoint {checkpoint.name}, after iteration {iteration}"]
-    if later:
-        lines.append(f"set aside, in {checkpoint.parent / SET_ASIDE}: {', '.join(later)}")
-    return lines

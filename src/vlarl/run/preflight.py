@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from vlarl.config.dataset_folder import dataset_folders, find_recording
@@ -29,11 +30,12 @@ from vlarl.observability.run_dir import RunDirectory
 def refuse_early(config: Config | FinetuneConfig, is_new: bool = True) -> None:
     """Refuse a run whose name is taken, or that names files which are not there.
 
-    A run that is not new has its folder already, and its weights in it.
+    A run that is not new has its folder already, and its weights in it; a supervised one also reads the policy that it
+    began with.
     """
-    if is_new:
-        if config.run.name is not None:
-            RunDirectory.refuse_existing(config.run.root, config.run.name)
+    if is_new and config.run.name is not None:
+        RunDirectory.refuse_existing(config.run.root, config.run.name)
+    if is_new or isinstance(config, FinetuneConfig):  # which makes its policy again, then reads the run's weights
         for section, field in OPTIONS:
             name = getattr(getattr(config, section), field, None)
             if name is not None and not name.startswith("init:"):
@@ -58,17 +60,18 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, FinetuneConfig):
         for folder in dataset_folders(config.demos) if config.demos.path is not None else ():
             _refuse_unreadable(folder)
+        _refuse_missing_packages((("wandb", "wandb", config.logging.wandb),))
         return
     imitated = config.ptx.path
     if imitated is not None and not is_prompts(config.env.suite) and imitated != EXPERTS and config.ptx.coef > 0:
         _refuse_unreadable(Path(imitated))
-    for package, extra, is_needed in (
-        ("ray", "cluster", config.distributed.backend == "ray"),
-        ("wandb", "wandb", config.logging.wandb),
-        ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
-    ):
-        if is_needed and importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, extra)
+    _refuse_missing_packages(
+        (
+            ("ray", "cluster", config.distributed.backend == "ray"),
+            ("wandb", "wandb", config.logging.wandb),
+            ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
+        )
+    )
     if config.distributed.dashboard and importlib.util.find_spec("aiohttp_cors") is None:
         raise UsageError(
             "distributed.dashboard: Ray is installed without its dashboard; run: pip install "
@@ -80,6 +83,13 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
         refuse_missing_simulator(config.env)
 
 
+def _refuse_missing_packages(packages: Sequence[tuple[str, str, bool]]) -> None:
+    """Refuse a run without a package that it needs: its name, the extra that installs it, and whether it is needed."""
+    for package, extra, is_needed in packages:
+        if is_needed and importlib.util.find_spec(package) is None:
+            raise MissingExtraError(package, extra)
+
+
 def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None:
     """Refuse what the code of the user, or the device, can't do, too."""
     refuse_missing(config, is_new)
@@ -87,10 +97,10 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, Config):
         for source in _own_rewards(config):
             import_function(source)
-        if config.logging.wandb and config.logging.wandb_mode == "online":
-            from vlarl.observability.sinks import refuse_without_login  # loads numpy
+    if config.logging.wandb and config.logging.wandb_mode == "online":
+        from vlarl.observability.sinks import refuse_without_login  # loads numpy
 
-            refuse_without_login()
+        refuse_without_login()
     if is_here and config.run.device not in ("auto", "cpu"):
         from vlarl.devices import usable_device  # loads torch, which takes seconds
 

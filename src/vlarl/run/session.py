@@ -41,12 +41,12 @@ from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.files import full_disk, is_full, write_atomically
 from vlarl.observability.machine import gpu_peak_gib
-from vlarl.observability.metrics import MetricLogger, Sink
+from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.samples import Phase, SampleRecorder, evenly_chosen, shown_prompt
-from vlarl.observability.sinks import JsonlSink, TensorBoardSink, WandbSink
+from vlarl.observability.sinks import open_sinks
 from vlarl.observability.trace import NoTrace
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.statistics import evaluation_metrics
@@ -129,17 +129,13 @@ class Session:
         return self
 
     def _open(self) -> None:
-        directory, logging_config = self.directory, self.config.logging
+        directory = self.directory
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(self.trace)
             stack.enter_context(directory.log_to_file())
-            sinks: list[Sink] = [JsonlSink(directory.metrics_file)]
-            if logging_config.tensorboard:
-                written = self.state.iteration - bool(self.unfinished)
-                sinks.append(TensorBoardSink(directory.tensorboard, resume_after=written or None))
-            if logging_config.wandb:
-                sinks.append(self._wandb())
+            written = self.state.iteration - bool(self.unfinished)
+            sinks = open_sinks(directory, self.config.logging, public(self.config), written or None)
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.samples = stack.enter_context(SampleRecorder(directory))
@@ -155,13 +151,6 @@ class Session:
             for line in self._opening:
                 self.progress.note(line)
             self._stack = stack.pop_all()
-
-    def _wandb(self) -> WandbSink:
-        c = self.config.logging
-        return WandbSink(
-            self.directory.path, c.wandb_project, self.directory.name, c.wandb_entity, c.wandb_group, c.wandb_mode,
-            public(self.config),
-        )  # fmt: skip
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 
 from vlarl.config.run_checkpoints import PERIODIC
 from vlarl.errors import DivergedError, UsageError, VlarlError
@@ -34,7 +33,7 @@ from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
 from vlarl.policies.checksums import checksums, verify_checksums, write_checksums
 from vlarl.policies.tensor_file import write_tensors
-from vlarl.training.fsdp import consolidated, part_like
+from vlarl.training.fsdp import consolidated
 from vlarl.training.learner import Learner
 from vlarl.training.random_states import (
     Generator,
@@ -48,13 +47,20 @@ from vlarl.training.ranks import Ranks, SingleRank, on_each, on_first
 from vlarl.training.retention import retire
 from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
+from vlarl.training.stored_tensors import (
+    TENSORS,
+    fill,
+    on_host,
+    optimizer_tensors,
+    restore_optimizers,
+    stored_states,
+    weight_fault,
+    with_prefix,
+)
 
-Entry = TypeVar("Entry")
-
-TENSORS, COUNTERS = "trainer.safetensors", "trainer.json"
+COUNTERS = "trainer.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
-LARGEST_WEIGHT = 1e6  # beyond it training has diverged, even if the weights are finite
 
 
 class CheckpointStore:
@@ -108,6 +114,10 @@ class CheckpointStore:
             note = {"beta": learner.average.beta, "checkpoint": name, **counts}
             with learner.average.in_place():
                 self.save_policy(AVERAGE, learner.policy, note)
+        return self.write(name, write)
+
+    def write(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Let all ranks write a checkpoint into a folder, which gets its name when it is complete; old ones retire."""
         path = self._replace(name, write)
         on_first(self.ranks, lambda: retire(self.folder, self.keep, self.max_total_gib))
         return path
@@ -134,11 +144,11 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest checkpoint that training can resume from, None before the first."""
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
-        return max(found, key=lambda path: _read_counters(path)["iteration"], default=None)
+        return max(found, key=lambda path: read_counters(path)["iteration"], default=None)
 
     def _refuse_diverged(self, learner: Learner) -> None:
         """Refuse diverged weights. All ranks must call: each checks its own parts."""
-        faults = ((name, _fault(parameter)) for name, parameter, _ in learner.named_trained())
+        faults = ((name, weight_fault(parameter)) for name, parameter, _ in learner.named_trained())
         name, fault = next(((name, fault) for name, fault in faults if fault), ("", ""))
         if self.ranks.any(bool(fault)):
             raise DivergedError(
@@ -190,10 +200,7 @@ class CheckpointStore:
 
 def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     """Optimizer state and averages by parameter name."""
-    tensors = {}
-    for name, parameter, optimizer in learner.named_trained():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{OPTIMIZER}.{name}.{key}"] = value
+    tensors = optimizer_tensors(learner.named_trained())
     if learner.average is not None:
         tensors |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
     return tensors
@@ -210,23 +217,12 @@ def policy_folder(checkpoint: Path) -> Path | None:
     return checkpoint if (checkpoint / "config.json").is_file() else None
 
 
-def _fault(parameter: torch.Tensor) -> str:
-    """What is wrong with weights that have diverged; empty if nothing is."""
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-    if local.numel() == 0:
-        return ""
-    largest = max(abs(float(value)) for value in torch.aminmax(local))
-    if not math.isfinite(largest):  # a NaN anywhere makes both ends NaN
-        return "not finite"
-    return f"absurd, up to {largest:.0e}" if largest > LARGEST_WEIGHT else ""
-
-
 def _write_trainer(learner: Learner, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the state that one process keeps beside the policy."""
     if learner.critic is not None:
         (folder / CRITIC_FOLDER).mkdir()
-        write_tensors(_on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
-    write_tensors(_on_host(tensors), folder / TENSORS)
+        write_tensors(on_host(critic_weights(learner.critic)), folder / CRITIC_FOLDER / CRITIC_WEIGHTS)
+    write_tensors(on_host(tensors), folder / TENSORS)
 
 
 def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
@@ -234,13 +230,9 @@ def critic_weights(critic: Policy) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in critic.named_parameters() if parameter.requires_grad}
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-
 def restore(learner: Learner, folder: Path, generators: Generators = default_generators) -> TrainerState:
     """Restore a learner (whose policy was loaded from `policy_folder`) to the state of the checkpoint."""
-    counters = _read_counters(folder)
+    counters = read_counters(folder)
     own = generators(learner.device)
     try:
         _refuse_other_critic(learner, folder)
@@ -288,44 +280,12 @@ Restored = tuple[dict[str, torch.Tensor], bool]
 def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
     tensors = load_file(folder / TENSORS)
     if learner.critic is not None:
-        _fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
-    averages = _with_prefix(tensors, AVERAGE)
+        fill(critic_weights(learner.critic), load_file(folder / CRITIC_FOLDER / CRITIC_WEIGHTS))
+    averages = with_prefix(tensors, AVERAGE)
     if learner.average is not None and averages:
-        _fill(learner.average.weights, averages)
-    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    stored = _with_prefix(tensors, OPTIMIZER)
-    _check_optimizer_state(stored, {name: parameter for name, (parameter, _) in trained.items()})
-    for full_name, tensor in stored.items():
-        name, _, key = full_name.rpartition(".")
-        parameter, optimizer = trained[name]
-        optimizer.state[parameter][key] = part_like(tensor, parameter)
-    states = {key: tensors[key] for key in own_keys(own, learner.ranks.rank, tensors).values()}
-    for kind, key in own_keys(own, learner.ranks.rank, tensors).items():
-        _check_like(f"{TENSORS}: {key}", states[key], own[kind].get_state())
-    return states, bool(averages)
-
-
-def _check_optimizer_state(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
-    """Refuse optimizer state whose shape or type differs from its parameter's, or of which a part is missing."""
-    found: dict[str, set[str]] = {}
-    for full_name, tensor in stored.items():
-        name, _, key = full_name.rpartition(".")
-        if name not in trained:
-            raise ValueError(f"{TENSORS} holds optimizer state of {name}, which this run does not train")
-        found.setdefault(name, set()).add(key)
-        _check_like(f"{TENSORS}: {OPTIMIZER}.{full_name}", tensor, torch.zeros(()) if key == "step" else trained[name])
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{TENSORS}: {OPTIMIZER}.{full_name} holds NaN or infinity")
-    keys = set().union(*found.values())
-    if partial := [name for name, held in found.items() if held != keys]:
-        lacks = ", ".join(sorted(keys - found[partial[0]]))
-        raise ValueError(f"{TENSORS} lacks {lacks} of {partial[0]}")
-
-
-def _check_like(name: str, tensor: torch.Tensor, example: torch.Tensor) -> None:
-    if tensor.shape != example.shape or tensor.dtype != example.dtype:
-        had, wanted = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (tensor, example))
-        raise ValueError(f"{name} is {had}, and this run needs {wanted}")
+        fill(learner.average.weights, averages)
+    restore_optimizers(learner.named_trained(), tensors)
+    return stored_states(own, learner.ranks.rank, tensors), bool(averages)
 
 
 def _restore_shards(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
@@ -334,12 +294,12 @@ def _restore_shards(learner: Learner, folder: Path, own: Mapping[str, Generator]
     states = {key: torch.zeros(shapes[key], dtype=torch.uint8) for key in keys}
     into = states | trained_tensors(learner)
     trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    for full_name, shape in _with_prefix(shapes, OPTIMIZER).items():
+    for full_name, shape in with_prefix(shapes, OPTIMIZER).items():
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = trained[name]
         fresh = torch.zeros_like(parameter.detach()) if shape else torch.zeros((), device=parameter.device)
         optimizer.state[parameter][key] = into[f"{OPTIMIZER}.{full_name}"] = fresh
-    averaged = bool(_with_prefix(shapes, AVERAGE))
+    averaged = bool(with_prefix(shapes, AVERAGE))
     if learner.average is not None and averaged:
         into |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
     read_shards(into, folder, learner.ranks)
@@ -359,21 +319,8 @@ def _refuse_other_critic(learner: Learner, folder: Path) -> None:
         )
 
 
-@torch.no_grad()
-def _fill(own: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> None:
-    for name, tensor in own.items():
-        if name not in stored:
-            raise ValueError(f"{name} is missing")
-        if stored[name].shape != tensor.shape or not stored[name].is_floating_point():
-            _check_like(name, stored[name], tensor)
-        tensor.copy_(part_like(stored[name], tensor))
-
-
-def _with_prefix(entries: dict[str, Entry], prefix: str) -> dict[str, Entry]:
-    return {key.removeprefix(f"{prefix}."): e for key, e in entries.items() if key.startswith(f"{prefix}.")}
-
-
-def _read_counters(folder: Path) -> dict[str, Any]:
+def read_counters(folder: Path) -> dict[str, Any]:
+    """The counters of a checkpoint; UsageError if they are damaged."""
     try:
         counters = read_json(folder / COUNTERS)
         return dict(counters, iteration=int(counters["iteration"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def set_later_aside(folder: Path, chosen: Path, state: TrainerState) -> list[str
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
     return [path.name for path in later]
+
+
+def resume_lines(checkpoint: Path | None, done: int, later: Sequence[str], unit: str = "iteration") -> list[str]:
+    """What a resumed run says first: where it resumes, in the units that it counts, and what was set aside for that."""
+    if checkpoint is None:
+        return [f"resuming without a checkpoint, as none was saved yet: it starts again at {unit} 1"]
+    lines = [f"resuming from checkpoint {checkpoint.name}, after {unit} {done}"]
+    if later:
+        lines.append(f"set aside, in {checkpoint.parent / SET_ASIDE}: {', '.join(later)}")
+    return lines
 
 
 def _is_later(path: Path, chosen: Path, state: TrainerState) -> bool:

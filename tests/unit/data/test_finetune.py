@@ -23,7 +23,7 @@ from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.supervised import DemoRows
 from vlarl.policies.tiny import init_tiny
-from vlarl.training.sft import DemoBatch, imitate, imitation_loss
+from vlarl.training.sft import DemoBatch, Imitation, imitate, imitation_loss
 
 
 def recipe(root: Path, name: str, path: str = "init:tiny-oft", **run: int) -> FinetuneConfig:
@@ -52,6 +52,9 @@ def test_the_loss_falls_clearly_from_that_of_a_uniform_guess(runs):
     assert rows[-1]["train/loss"] == summary.last_loss and rows[0]["train/loss"] == summary.first_loss
     assert json.loads((summary.run_dir / "status.json").read_text())["state"] == "finished"
     assert 0 < summary.demo_success < 1
+    assert any((summary.run_dir / "tensorboard").iterdir()) and (summary.run_dir / "report.html").is_file()
+    checkpoints = {path.name for path in (summary.run_dir / "checkpoints").iterdir()}
+    assert checkpoints == {"final", "step_000016"}  # and no validation without held-out episodes
 
 
 def test_one_seed_one_model(runs):
@@ -194,7 +197,7 @@ def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> t
     rows: list[dict] = []
     sampler = MixtureSampler([len(demos)], [1.0], 0)
     batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu"), sampler), bad)
-    imitate(policy, batches, config.optim, lambda step, row: rows.append(row))
+    imitate(Imitation(policy, config.optim), batches, lambda step, row: rows.append(row))
     return policy, rows
 
 

@@ -16,7 +16,7 @@ from vlarl.data.mixtures import MixtureSampler
 from vlarl.envs.base import Demonstration, ExpertFlaws
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
-from vlarl.training.sft import imitate
+from vlarl.training.sft import Imitation, imitate
 from vlarl.types import Task
 
 
@@ -177,7 +177,7 @@ def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(t
     )
     rows: list[dict[str, float]] = []
     batches = DemoBatches(demos, policy, torch.device("cpu"), in_turn(*demos))
-    first, last = imitate(policy, batches, train.optim, lambda step, row: rows.append(row))
+    first, last = imitate(Imitation(policy, train.optim), batches, lambda step, row: rows.append(row))
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
     policy.save(tmp_path / "trained")
     again = load_policy(tmp_path / "trained")

@@ -218,6 +218,29 @@ def test_a_run_without_evaluations_claims_no_success(make_run: MakeRun) -> None:
     )
 
 
+def test_a_supervised_run_reports_its_losses_and_its_best_validation(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "base")
+    run.write_config("policy: {path: 'init:tiny-oft'}\ndemos: {holdout: 0.1}\n")
+    rows = [
+        {"iteration": 10, "train/loss": 4.5},
+        {"iteration": 15, "val/l1": 0.5, "val/token_accuracy": 0.25},
+        {"iteration": 20, "train/loss": 2.25, "val/l1": 0.125, "val/token_accuracy": 0.75},
+        {"iteration": 25, "val/l1": 0.25, "val/token_accuracy": 0.5},
+    ]
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.write_status("finished", 25, 25)
+    html = write_report(run.path).read_text()
+    text = _text(html)
+    assert re.sub("</?b>", "", verdict_of(html)) == (
+        "The training loss is 2.250 after step 20, from 4.500 at step 10. On held-out episodes the L1 error was lowest "
+        "after step 20: 0.1250, with 75.0% of the action tokens right."
+    )
+    assert "Steps25 of 25" in text and "success" not in text.lower().split("next steps")[0]
+    assert "vlarl finetune --resume" in text and "--optim.steps N" in text
+    titles = re.findall(r"<figcaption><b>([^<]+)</b>", html)
+    assert titles == ["Loss", "Error on held-out episodes", "Token accuracy"]
+
+
 def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     run = make_run(videos=0)
     run.config_file.write_text("env:\n  protocol: benchmark\neval:\n  temperature: 0.5\n")

@@ -13,9 +13,11 @@ from vlarl.cli import main
 from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
 from vlarl.data.statistics import dataset_statistics
+from vlarl.decisions import Sampling
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.smolvla import supervised
+from vlarl.policies.smolvla.inputs import chain_of
 from vlarl.policies.smolvla.policy import SmolVLAPolicy
 
 
@@ -123,3 +125,20 @@ def test_the_command_trains_it_on_demonstrations(tmp_path: Path):
     )
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any(".vlm.model." in name for name in moved)
+
+
+def test_errors_are_those_of_the_denoised_actions():
+    """Of all actions of the chunk and the robot's own dimensions, from the same noise in every call."""
+    policy = prepared()
+    rows, frames = demonstrations(policy, 3)
+    inputs = policy.process([seen(i) for i in range(3)])
+    greedy = Sampling(temperature=0.0)
+    actions = chain_of(policy.sample(inputs, policy.noise(range(3), greedy), greedy)).actions
+    assert actions.shape == (3, policy.num_steps, policy.action_dim)
+    offset = torch.tensor([0.25, -0.5, 0.0])
+    rows.actions[:, :, : policy.action_dim] = actions + offset[:, None, None]
+    rows.actions[:, :, policy.action_dim :] = 9.0  # padding
+    errors = policy.imitation_errors(rows, frames)
+    assert errors.token_accuracy is None
+    bound = 256 * torch.finfo(torch.float32).eps * float(actions.abs().max() + 1)  # two passes over the same input
+    torch.testing.assert_close(errors.l1, offset.abs(), rtol=0, atol=bound)

@@ -14,8 +14,8 @@ from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.decisions import TensorRows
-from vlarl.policies.supervised import SupervisedPolicy
-from vlarl.training.sft import DemoBatch, imitate
+from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
+from vlarl.training.sft import DemoBatch, Imitation, imitate
 from vlarl.types import FloatArray, UInt8Array
 
 COMMANDS = np.float32([[0.0, -0.5], [0.0, 0.75]])  # [task, D] no motion and a gripper, as past an episode's end
@@ -56,6 +56,10 @@ class FlowPolicy(ChainPolicy, SupervisedPolicy):
         velocity = (x - self.target[rows.task]) / t
         return ((velocity - (noise - rows.actions)) ** 2).mean()
 
+    def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+        assert isinstance(rows, PointRows)
+        return ImitationErrors((self.target[rows.task] - rows.actions).abs().mean(dim=(1, 2)), None)
+
 
 def demonstrations() -> DemoSet:
     """Three frames of each task, whose pixels hold its index."""
@@ -80,7 +84,7 @@ def trained(seed: int) -> tuple[FlowPolicy, float, float]:
     ).optim
     demos = demonstrations()
     batches = DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], seed))
-    first, last = imitate(policy, batches, optim, lambda step, row: None)
+    first, last = imitate(Imitation(policy, optim), batches, lambda step, row: None)
     return policy, first, last
 
 
@@ -113,5 +117,49 @@ def test_batches_follow_each_other():
     policy = FlowPolicy()
     optim = FinetuneConfig.model_validate({"optim": {"steps": 3, "batch_size": 4, "warmup_steps": 0}}).optim
     batches = Recorded(DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], 0)))
-    imitate(policy, batches, optim, lambda step, row: None)
+    imitate(Imitation(policy, optim), batches, lambda step, row: None)
     assert batches.read == [(0, 4), (4, 4), (8, 4)]
+
+
+class Accumulating:
+    """A policy whose loss is the mean over rows of a squared error: `weight` times the pixel, against the command."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.tensor(0.25, dtype=torch.float64))
+        self.passes: list[int] = []
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [self.weight]
+
+    def supervised_loss(self, rows: PointRows, frames: torch.Tensor) -> torch.Tensor:
+        self.passes.append(len(rows))
+        return ((self.weight * frames.double().flatten(1)[:, 0] - rows.actions[:, 0, 1].double()) ** 2).mean()
+
+
+def accumulated(microbatch_size: int | None) -> tuple[float, float, list[int]]:
+    """The gradient of a batch of ten rows, its loss, and the rows of each pass."""
+    policy = Accumulating()
+    optim = FinetuneConfig.model_validate(
+        {"optim": {"steps": 3, "batch_size": 10, "microbatch_size": microbatch_size, "warmup_steps": 0}}
+    ).optim
+    generator = np.random.default_rng(3)
+    actions = torch.from_numpy(generator.normal(size=(10, 2, 2)))
+    frames = torch.from_numpy(generator.integers(0, 9, (10, 1, 2, 2, 3)).astype(np.uint8))
+    imitation = Imitation(policy, optim)
+    imitation.optim = optim.model_copy(update={"max_grad_norm": 1e9})
+
+    class Whole:
+        def batch(self, first: int, size: int) -> DemoBatch:
+            return DemoBatch(PointRows(torch.zeros(size, dtype=torch.int64), actions), frames)
+
+    imitation.step(Whole())
+    return float(policy.weight.grad), imitation.state.losses[0], policy.passes
+
+
+def test_the_gradient_of_microbatches_is_that_of_the_batch():
+    """Also where the last one is smaller: each row counts as much as any other."""
+    whole, split, single = accumulated(None), accumulated(4), accumulated(1)
+    assert (whole[2], split[2], single[2]) == ([10], [4, 4, 2], [1] * 10)
+    bound = 32 * np.finfo(np.float64).eps * abs(whole[0])  # a sum of ten terms, each rounded a few times
+    for found in (split, single):
+        assert abs(found[0] - whole[0]) <= bound and abs(found[1] - whole[1]) <= bound

@@ -551,7 +551,6 @@ RECORDED = (
     "demos.mixture",
     "demos.mixture_weights",
     "demos.split",
-    "demos.holdout",
     "demos.views",
     "demos.missing_views",
     "demos.noops",
@@ -644,6 +643,25 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         _uses_simulator_experts,
         "without demonstrations in a simulator (demos.suites libero_* or metaworld_*)",
     ),
+    Condition(
+        ("augment.crop_area", "augment.brightness", "augment.contrast", "augment.saturation", "augment.hue"),
+        ("augment.enabled",),
+        lambda c: c.augment.enabled,
+        "without augment.enabled true",
+    ),
+    Condition(
+        ("validation.*",),
+        ("demos.holdout",),
+        lambda c: c.demos.holdout > 0,
+        "without held-out episodes (demos.holdout)",
+    ),
+    Condition(
+        ("checkpoint.keep", "checkpoint.max_total_gib"),
+        ("checkpoint.interval",),
+        lambda c: c.checkpoint.interval > 0,
+        "without checkpoints that a run resumes from (checkpoint.interval)",
+    ),
+    Condition(("logging.wandb_*",), ("logging.wandb",), lambda c: c.logging.wandb, "without logging.wandb true"),
 )
 
 ALWAYS_FINETUNE = _paths(
@@ -651,7 +669,11 @@ ALWAYS_FINETUNE = _paths(
         "run": "name root seed device num_threads",
         "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
         "lora": "enabled adapter",
-        "demos": "path only_successful",
-        "optim": "steps batch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval save_dtype",
+        "demos": "path only_successful holdout",
+        "optim": "steps batch_size microbatch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval "
+        "save_dtype",
+        "augment": "enabled",
+        "checkpoint": "interval",
+        "logging": "tensorboard wandb report",
     }
 )

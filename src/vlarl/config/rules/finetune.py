@@ -80,3 +80,24 @@ def check_warmup(config: FinetuneConfig) -> Problems:
         subject = f"optim.warmup_steps = {optim.warmup_steps} with optim.steps = {optim.steps}"
         paths = ("optim.warmup_steps", "optim.steps")
         yield Problem(subject, "the warm-up would never end; set it to optim.steps or less", paths)
+
+
+def check_microbatch(config: FinetuneConfig) -> Problems:
+    """A pass reads no more than a batch has."""
+    optim = config.optim
+    if optim.microbatch_size is not None and optim.microbatch_size > optim.batch_size:
+        subject = f"optim.microbatch_size = {optim.microbatch_size} with optim.batch_size = {optim.batch_size}"
+        remedy = "a batch is split into passes; set it to optim.batch_size or less"
+        yield Problem(subject, remedy, ("optim.microbatch_size", "optim.batch_size"))
+
+
+def check_crops(config: FinetuneConfig) -> Problems:
+    """Images that are cropped at random are not cropped before."""
+    augment = config.augment
+    if augment.enabled and augment.crop_area < 1 and config.policy.center_crop:
+        remedy = (
+            "the images would be cropped twice; leave policy.center_crop out, and set it in `vlarl eval` and `vlarl "
+            "train` of the result"
+        )
+        subject = f"policy.center_crop with augment.enabled and augment.crop_area = {augment.crop_area}"
+        yield Problem(subject, remedy, ("policy.center_crop", "augment.enabled", "augment.crop_area"))

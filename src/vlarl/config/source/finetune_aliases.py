@@ -14,9 +14,16 @@ ALIASES: dict[str, str] = {
     "warmup_steps": "optim.warmup_steps",
     "logging_steps": "optim.log_interval",
     "log_freq": "optim.log_interval",
-    "save_steps": "optim.log_interval",
-    "save_freq": "optim.log_interval",
-    "save_interval": "optim.log_interval",
+    "save_steps": "checkpoint.interval",
+    "save_freq": "checkpoint.interval",
+    "save_interval": "checkpoint.interval",
+    "micro_batch_size": "optim.microbatch_size",
+    "image_aug": "augment.enabled",
+    "eval_steps": "validation.interval",
+    "eval_freq": "validation.interval",
+    "val_interval": "validation.interval",
+    "val_freq": "validation.interval",
+    "early_stopping_patience": "validation.patience",
     "num_workers": "demos.num_workers",
     "suite": "demos.suites",
     "task_suite": "demos.suites",
@@ -35,9 +42,11 @@ ALIASES: dict[str, str] = {
 _LENGTH = "set the length of training with --optim.steps; a step reads --optim.batch_size samples"
 _ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
-_NO_EVALUATION = "`vlarl finetune` does not evaluate; afterwards: `vlarl eval RUN`"
+_NO_EVALUATION = (
+    "`vlarl finetune` plays no episodes; `vlarl eval RUN` does, and --demos.holdout validates on demonstrations"
+)
 _DOWNLOAD = "download it with `hf download NAME --repo-type dataset --local-dir DIR`, and set --demos.path DIR"
-_NOT_SPLIT = "a batch is one pass; lower --optim.batch_size to need less memory"
+_PASSES = "a batch of --optim.batch_size samples is split into passes of --optim.microbatch_size"
 
 ELSEWHERE: dict[str, str] = {
     "dataset.repo_id": _DOWNLOAD,
@@ -48,8 +57,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("timesteps", "n_timesteps", "total_timesteps"), _LENGTH),
     **dict.fromkeys(("episodes", "num_episodes", "total_episodes"), _DEMOS),
     **dict.fromkeys(("gpus", "num_gpus", "num_processes", "nproc_per_node", "n_gpus_per_node", "num_nodes"), _ONE_GPU),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_accum_steps", "micro_batch_size"), _NOT_SPLIT),
-    **dict.fromkeys(("eval_steps", "eval_freq", "val_interval", "n_eval_episodes"), _NO_EVALUATION),
-    "resume": "`vlarl finetune` can't resume; start from a run's saved weights: --policy.path RUN",
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_accum_steps"), _PASSES),
+    "n_eval_episodes": _NO_EVALUATION,
 }
 """Names without an option of that meaning: what to do instead."""

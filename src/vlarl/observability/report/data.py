@@ -145,6 +145,11 @@ class RunData:
         return is_prompts(str(self.option("env", "suite")))
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether the run imitated demonstrations (`vlarl finetune`); then iterations are optimizer steps."""
+        return "demos" in self.config
+
+    @property
     def is_judged(self) -> bool:
         """Whether success is known, which it is not of prompts without solutions."""
         evaluated = [row for row in self.metrics if "val/mean_reward" in row]

@@ -98,12 +98,32 @@ def verdict(data: RunData) -> str:
 def _reward_verdict(data: RunData) -> str:
     """The same where success is not known: no evaluation, or prompts without solutions."""
     rewards = data.series("val/mean_reward")
+    if data.is_supervised:
+        return _supervised_verdict(data)
     if not rewards:
         return f"No evaluation has ended yet, so there is no {data.words.rate} to report."
     (first, before), (last, after) = rewards[0], rewards[-1]
     figure = f"<b>{after:.3f}</b> after iteration {last:.0f}" if last else f"<b>{after:.3f}</b> before training"
     change = f", from <b>{before:.3f}</b> before training" if last and not first else ""
     return f"The mean reward of evaluated {plural(2, data.words.episode)} is {figure}{change}. Success is not known."
+
+
+def _supervised_verdict(data: RunData) -> str:
+    """What imitation did to the loss, and to the error on held-out episodes."""
+    losses, errors = data.series("train/loss"), data.series("val/l1")
+    if not losses:
+        return "No row of metrics has been written yet, so there is no loss to report."
+    (first, before), (last, after) = losses[0], losses[-1]
+    loss = f"The training loss is <b>{after:.3f}</b> after step {last:.0f}"
+    change = "." if first == last else f", from {before:.3f} at step {first:.0f}."
+    if not errors:
+        return f"{loss}{change} There is no validation (<code>demos.holdout</code>)."
+    step, best = min(errors, key=lambda point: point[1])
+    accuracy = dict(data.series("val/token_accuracy")).get(step)
+    tokens = "" if accuracy is None else f", with {accuracy:.1%} of the action tokens right"
+    return (
+        f"{loss}{change} On held-out episodes the L1 error was lowest after step {step:.0f}: <b>{best:.4f}</b>{tokens}."
+    )
 
 
 def _changed(data: RunData, first: Evaluation, last: Evaluation) -> str:
@@ -209,7 +229,7 @@ def _scale(scores: list[tuple[str, Score]]) -> str:
 def _facts(data: RunData) -> str:
     planned = data.status.get("iterations")
     facts = {
-        "Iterations": f"{data.iteration}" + (f" of {planned}" if planned else ""),
+        "Steps" if data.is_supervised else "Iterations": f"{data.iteration}" + (f" of {planned}" if planned else ""),
         "Duration": "" if data.seconds is None else duration_in_words(data.seconds),
         "Tasks": ", ".join(data.suites) if data.option("env", "suite") else None,
         "Policy": data.option("policy", "path"),

@@ -16,6 +16,8 @@ MAX_VIDEO_BYTES = 30 * 2**20  # a report should open quickly and fit into a mail
 
 _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
+    ("Error on held-out episodes", "val/l1", "mean absolute difference of normalised actions"),
+    ("Token accuracy", "val/token_accuracy", "fraction of the action tokens of held-out episodes that are right"),
     ("{reward}", "rollout/mean_return", "mean of the training {episodes}"),
     ("Reward in evaluation", "val/mean_reward", "mean of the evaluated responses"),
     ("Episode length", "rollout/mean_length", "environment steps"),
@@ -50,6 +52,8 @@ def learning(data: RunData) -> str:
     )
     if not data.metrics:
         return _section("Learning", "No iteration has ended yet: there are no curves.", "")
+    if data.is_supervised:
+        return _section("Learning", "Over optimizer steps.", f'<div class="small">{small}</div>')
     lower = ", so they may score lower" if data.decoding == "greedy" else ""
     title = (words.success if judged else words.reward).capitalize()
     lead = (
@@ -245,7 +249,8 @@ def commands(data: RunData) -> str:
     final = data.run.checkpoints / "final"
     newest = final if final.is_dir() or not steps else steps[-1]
     is_finished = data.status.get("state") == "finished"
-    resume = resume_command(data.run.path, {"run.iterations": "N"} if is_finished else {})
+    length = "optim.steps" if data.is_supervised else "run.iterations"
+    resume = resume_command(data.run.path, {length: "N"} if is_finished else {})
     rows = {
         "Train further" if is_finished else "Resume": resume,
         "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",

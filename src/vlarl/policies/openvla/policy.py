@@ -41,7 +41,7 @@ from vlarl.policies.openvla.model import UNADAPTED, OpenVLAModel, Projector
 from vlarl.policies.openvla.probe import probe_input
 from vlarl.policies.openvla.processor import Processor, preprocessor_config
 from vlarl.policies.openvla.vision import Block, VisionTower
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
 from vlarl.policies.value_head import ValueHead
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module, save_weights
 from vlarl.types import Action, FloatArray, Observation, UInt8Array
@@ -480,6 +480,10 @@ class OpenVLAPolicy(SupervisedPolicy):
     def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
         """Cross-entropy of the action tokens, or the regression head's error where that one acts."""
         return supervised.supervised_loss(self, rows, frames)
+
+    def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+        """Of the regression head's actions where that one acts, else of the most likely tokens."""
+        return supervised.imitation_errors(self, rows, frames)
 
     def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the checkpoint in the original layout, safetensors and JSON only, or the adapters if there are any;

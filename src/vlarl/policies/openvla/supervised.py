@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from vlarl.decisions import TensorRows
 from vlarl.policies.openvla.inputs import OpenVLAInputs
+from vlarl.policies.supervised import ImitationErrors
 from vlarl.types import FloatArray, UInt8Array
 
 if TYPE_CHECKING:
@@ -47,11 +48,27 @@ def demo_frames(policy: OpenVLAPolicy, images: Sequence[UInt8Array] | UInt8Array
 
 def supervised_loss(policy: OpenVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy over the action ids, the support that rollout samples from; or the regression head's error."""
-    assert isinstance(rows, DemoRows), "these are demonstrations for another policy"
-    pixels = frames.permute(0, 1, 4, 2, 3)
-    inputs = OpenVLAInputs(rows.input_ids, rows.attention_mask, pixels, rows.proprio)
+    rows, inputs = _inputs(rows, frames)
     if policy.acts_by_regression:
         return F.l1_loss(policy.regress(inputs), rows.actions.to(policy.heads_device))
     logits = policy.score(inputs, rows.token_ids).logits
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(logits.float().flatten(0, 1), (rows.token_ids - policy.codec.first_id).flatten())
+
+
+def imitation_errors(policy: OpenVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+    """Of the regression head's actions, or of the most likely tokens and the actions that they stand for."""
+    rows, inputs = _inputs(rows, frames)
+    wanted = rows.actions.cpu()
+    if policy.acts_by_regression:
+        return ImitationErrors((policy.regress(inputs).cpu() - wanted).abs().mean(dim=(1, 2)), None)
+    ids = policy.score(inputs, rows.token_ids).logits.argmax(dim=-1) + policy.codec.first_id
+    actions = torch.from_numpy(policy.codec.decode(ids.cpu().numpy()))
+    right = (ids == rows.token_ids.to(ids.device)).float().mean(dim=1)
+    return ImitationErrors((actions - wanted).abs().mean(dim=(1, 2)), right.cpu())
+
+
+def _inputs(rows: TensorRows, frames: torch.Tensor) -> tuple[DemoRows, OpenVLAInputs]:
+    assert isinstance(rows, DemoRows), "these are demonstrations for another policy"
+    pixels = frames.permute(0, 1, 4, 2, 3)
+    return rows, OpenVLAInputs(rows.input_ids, rows.attention_mask, pixels, rows.proprio)

@@ -34,7 +34,7 @@ from vlarl.policies.smolvla.layers import DecoderLayer, ExpertLayer, ExpertLinea
 from vlarl.policies.smolvla.model import Prefix, SmolVLAModel
 from vlarl.policies.smolvla.processor import Processor
 from vlarl.policies.smolvla.vision import Connector, TowerLayer, VisionTower
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
 from vlarl.policies.value_head import ValueHead
 from vlarl.policies.weight_files import MAX_SHARD_BYTES
 from vlarl.types import Action, FloatArray, Observation, UInt8Array
@@ -330,6 +330,10 @@ class SmolVLAPolicy(SupervisedPolicy):
     def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
         """Flow matching."""
         return supervised.supervised_loss(self, rows, frames)
+
+    def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+        """Of the actions that the ODE leads to, from the same noise in every batch."""
+        return supervised.imitation_errors(self, rows, frames)
 
     def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the folder as lerobot does, or the adapters if there are any; `dtype` converts the backbone's weights,

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from vlarl.decisions import TensorRows
+from vlarl.decisions import Sampling, TensorRows
 from vlarl.errors import UsageError
-from vlarl.policies.smolvla.inputs import SmolVLAInputs
+from vlarl.policies.smolvla.inputs import SmolVLAInputs, chain_of
 from vlarl.policies.smolvla.statistics import NEEDED, Scaling, Scalings, stored_statistics
+from vlarl.policies.supervised import ImitationErrors
 from vlarl.types import FloatArray
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ def supervised_loss(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tenso
     noise = torch.randn(rows.actions.shape).to(policy.device)
     inputs = SmolVLAInputs(rows.tokens, rows.token_mask, frames.permute(0, 1, 4, 2, 3), rows.state)
     return matching_losses(policy, inputs, rows.actions.to(policy.device), noise, times).mean()
+
+
+def imitation_errors(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
+    """Of the denoised actions; the noise of a row follows from its place in the batch."""
+    assert isinstance(rows, DemoRows), "these are demonstrations for another policy"
+    greedy = Sampling(temperature=0.0)
+    inputs = SmolVLAInputs(rows.tokens, rows.token_mask, frames.permute(0, 1, 4, 2, 3), rows.state)
+    chain = chain_of(policy.sample(inputs, policy.noise(range(len(rows)), greedy), greedy))
+    wanted = rows.actions[:, : policy.num_steps, : policy.action_dim].cpu()
+    return ImitationErrors((chain.actions.float().cpu() - wanted).abs().mean(dim=(1, 2)), None)
 
 
 def matching_losses(

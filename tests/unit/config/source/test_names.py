@@ -217,8 +217,7 @@ def test_a_name_means_what_it_means_in_the_command():
         ("--max-epochs 3", "--max-epochs: set the length of training with --optim.steps"),
         ("--n-iterations 3", "--n-iterations: set the length of training with --optim.steps"),
         ("--gpus 2", "--gpus 2: `vlarl finetune` is one process on one device: --run.device"),
-        ("--gradient_accumulation_steps 4", "a batch is one pass; lower --optim.batch_size"),
-        ("--resume x", "`vlarl finetune` can't resume"),
+        ("--gradient_accumulation_steps 4", "is split into passes of --optim.microbatch_size"),
         ("--top_p 0.9", "--top_p: an option of `vlarl train`, where it is --rollout.top_p"),
         ("--min_p 0.1", "--min_p: an option of `vlarl train` only"),
         ("--batch_sise 4", "did you mean --optim.batch_size?"),
@@ -235,7 +234,7 @@ def test_advice_of_finetune(tokens, said):
         ("--dataset x", {"demos.path": "x"}),
         ("--task_suite_name libero_goal", {"demos.suites": ("libero_goal",)}),
         ("--tasks 0 1", {"demos.task_ids": (0, 1)}),
-        ("--save_steps 50", {"optim.log_interval": 50}),
+        ("--save_steps 50", {"checkpoint.interval": 50}),
         ("--gpus 1", {}),
     ],
 )

@@ -1,0 +1,117 @@
+"""Checkpoints of supervised training, from which it resumes to the bit.
+
+A checkpoint is the policy in its original layout and the chosen precision, as everywhere, and beside it what training
+resumes from: trainer.safetensors (the trained weights as they are, optimizer state, random states) and trainer.json
+(counters). The policy that a run resumes with is made as in the beginning, and then gets these weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from vlarl.errors import DivergedError, UsageError
+from vlarl.policies.checksums import verify_checksums
+from vlarl.policies.tensor_file import write_tensors
+from vlarl.training.checkpoint import COUNTERS, CheckpointStore, damaged, read_counters
+from vlarl.training.random_states import random_states, restore_random_states
+from vlarl.training.sft import Imitation, ImitationState
+from vlarl.training.shards import WEIGHTS
+from vlarl.training.stored_tensors import (
+    TENSORS,
+    fill,
+    on_host,
+    optimizer_tensors,
+    restore_optimizers,
+    stored_states,
+    weight_fault,
+    with_prefix,
+)
+
+FRAMES = "frames"  # of each dataset: a sample's index means another frame if they have changed
+
+
+def save_imitation(
+    store: CheckpointStore, name: str, imitation: Imitation, frames: Mapping[str, int], dtype: torch.dtype
+) -> Path:
+    """Write a checkpoint that training can resume from."""
+    refuse_diverged(imitation, store.folder)
+    weights = {f"{WEIGHTS}.{name}": parameter for name, parameter, _ in imitation.named_trained()}
+    states = random_states(store.generators(imitation.device), store.ranks)
+
+    def write(folder: Path) -> None:
+        imitation.policy.save(folder, dtype)
+        write_tensors(on_host(weights | optimizer_tensors(imitation.named_trained()) | states), folder / TENSORS)
+        counters = asdict(imitation.state) | {FRAMES: dict(frames)}
+        (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
+
+    return store.write(name, write)
+
+
+def restore_imitation(
+    store: CheckpointStore, checkpoint: Path, imitation: Imitation, frames: Mapping[str, int], seed: int
+) -> None:
+    """Bring a run's beginning to the state of the checkpoint."""
+    counters = read_counters(checkpoint)
+    before = counters.pop(FRAMES, None)
+    if before != dict(frames):
+        raise UsageError(
+            f"the demonstrations have changed: there are {_listed(frames)}, and the checkpoint {checkpoint} was "
+            f"trained on {_listed(before if isinstance(before, dict) else {})}. A run resumes on the same ones; to "
+            "train on others, start a new one from its weights with --policy.path."
+        )
+    own = store.generators(imitation.device)
+    try:
+        verify_checksums(checkpoint, lambda name: name == TENSORS)
+        tensors = load_file(checkpoint / TENSORS)
+        trained = {name: parameter for name, parameter, _ in imitation.named_trained()}
+        fill({name: parameter.data for name, parameter in trained.items()}, with_prefix(tensors, WEIGHTS))
+        restore_optimizers(imitation.named_trained(), tensors)
+        imitation.policy.weights_changed()
+        imitation.state = _state(counters)
+        states = stored_states(own, store.ranks.rank, tensors)
+        restore_random_states(own, states, store.ranks.rank, seed)  # last: loading may sample
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(damaged(checkpoint, error)) from error
+
+
+def refuse_diverged(imitation: Imitation, folder: Path) -> None:
+    """Refuse to save weights that are not finite, or absurdly large."""
+    for name, parameter, _ in imitation.named_trained():
+        if fault := weight_fault(parameter):
+            raise DivergedError(
+                f"the weights are {fault} ({name}), so they are not saved; earlier checkpoints are in {folder}. Lower "
+                f"optim.lr (now {imitation.optim.lr})."
+            )
+
+
+def _state(counters: dict[str, object]) -> ImitationState:
+    """The counters of a run; those of the wrong type are refused."""
+    state = ImitationState(**counters)  # type: ignore[arg-type]  # checked below
+    for name in ("losses", "norms"):
+        values = getattr(state, name)
+        if not isinstance(values, list) or not all(map(_is_number, values)):
+            raise ValueError(f"{name} in {COUNTERS} is {str(values)[:40]!r}, which must be a list of numbers")
+    for name in ("first_loss", "last_loss", "best"):
+        value = getattr(state, name)
+        if value is not None and not _is_number(value):
+            raise ValueError(f"{name} in {COUNTERS} is {str(value)[:40]!r}, which must be a number")
+    for name in ("iteration", "best_step", "validations_since_best"):
+        count = getattr(state, name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{name} in {COUNTERS} is {str(count)[:40]!r}, which must be a whole number of 0 or more")
+    return state
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _listed(frames: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} frames of {name}" for name, count in frames.items()) or "none"
