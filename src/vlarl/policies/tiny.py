@@ -64,11 +64,16 @@ PIECES = ("s", "es", "ed", "ing", "er", "est", "ly", "▁un", "▁re", "'s")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,'-_:;!?()/"
 
 
-def build_tiny_tokenizer() -> Tokenizer:
-    """One token for each side of the prompt and each common word; letters and bytes for the rest."""
-    vocab: dict[str, float] = dict.fromkeys(SPECIAL_TOKENS, 0.0)
+def build_tiny_tokenizer(
+    special: Sequence[str] = SPECIAL_TOKENS, phrases: Sequence[str] = (PROMPT_PREFIX, PROMPT_SUFFIX)
+) -> Tokenizer:
+    """One token for each phrase, such as the sides of the prompt, and each common word; letters and bytes for the rest.
+
+    Without phrases, a text begins with a word.
+    """
+    vocab: dict[str, float] = dict.fromkeys(special, 0.0)
     vocab |= {f"<0x{byte:02X}>": -20.0 for byte in range(256)}
-    vocab |= {PROMPT_PREFIX: 0.0, PROMPT_SUFFIX: 0.0}
+    vocab |= dict.fromkeys(phrases, 0.0)
     # Scores rank the pieces: a whole word beats its parts, an ending beats its letters, letters beat bytes.
     vocab |= {character: -6.0 for character in ("▁", *CHARACTERS)}
     vocab |= {piece: -5.0 for piece in PIECES if piece not in vocab}
@@ -76,10 +81,10 @@ def build_tiny_tokenizer() -> Tokenizer:
     if len(vocab) > TEXT_VOCAB_SIZE:
         raise ValueError(f"{len(vocab)} text tokens exceed the {TEXT_VOCAB_SIZE} ids below the action ids")
     tokenizer = Tokenizer(Unigram(list(vocab.items()), unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never")
+    tokenizer.pre_tokenizer = Metaspace(prepend_scheme="never" if phrases else "first")
     tokenizer.decoder = DecoderSequence([ByteFallback(), MetaspaceDecoder(prepend_scheme="never"), Fuse()])
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in (PROMPT_PREFIX, PROMPT_SUFFIX)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in phrases])
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
 
