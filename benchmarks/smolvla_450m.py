@@ -128,7 +128,9 @@ def make_inputs(policy: SmolVLAPolicy, rows: int) -> SmolVLAInputs:
     return SmolVLAInputs(tokens, torch.ones_like(tokens, dtype=torch.bool), pixels, state)
 
 
-def make_update(policy: SmolVLAPolicy, engine: TorchEngine, inputs: SmolVLAInputs, microbatch: int) -> Callable[[], object]:
+def make_update(
+    policy: SmolVLAPolicy, engine: TorchEngine, inputs: SmolVLAInputs, microbatch: int
+) -> Callable[[], object]:
     """One optimizer step on decisions of the policy."""
     decisions = engine.generate(inputs, Sampling(1.0), range(len(inputs)))
     advantages = torch.randn(decisions.mask.shape, generator=torch.Generator().manual_seed(0))

@@ -184,7 +184,10 @@ def _written(content: object) -> bytes:
 def _pipelines(raw: dict[str, Any]) -> dict[str, bytes]:
     """What lerobot runs before and after the policy, and empty state files, which statistics are written to."""
     outputs, inputs = raw["output_features"], raw["input_features"]
-    before, after = STATE_FILE.format("preprocessor", 5, NORMALIZER), STATE_FILE.format("postprocessor", 0, UNNORMALIZER)
+    before, after = (
+        STATE_FILE.format("preprocessor", 5, NORMALIZER),
+        STATE_FILE.format("postprocessor", 0, UNNORMALIZER),
+    )
     tokens = {"max_length": 48, "task_key": "task", "padding_side": "right", "padding": "longest", "truncation": True}
     device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
 

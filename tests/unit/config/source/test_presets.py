@@ -19,7 +19,12 @@ def test_every_file_belongs_to_one_command():
     assert {"tabletop_grpo", "tabletop_ppo", "tabletop_ppo_openvla", "prompts_grpo", "prompts_ppo"} <= set(
         presets_of(Config)
     )
-    assert set(presets_of(FinetuneConfig)) == {"tabletop_base", "tabletop_base_openvla", "metaworld_base"}
+    assert set(presets_of(FinetuneConfig)) == {
+        "tabletop_base",
+        "tabletop_base_openvla",
+        "tabletop_base_smolvla",
+        "metaworld_base",
+    }
 
 
 @pytest.mark.parametrize(("command", "name"), SHIPPED)
