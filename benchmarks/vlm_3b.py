@@ -130,7 +130,7 @@ def plain_generate(policy: VlmPolicy, inputs: VlmInputs, length: int) -> torch.T
 
 def make_update(policy: VlmPolicy, engine: TorchEngine, inputs: VlmInputs, sampling: Sampling) -> Callable[[], object]:
     """One optimizer step on texts that the policy wrote."""
-    decisions = engine.generate(inputs, sampling, range(len(inputs)))
+    decisions = engine.generate(inputs, sampling, range(len(inputs))).to("cpu")
     advantages = torch.randn(decisions.mask.shape, generator=torch.Generator().manual_seed(0))
     batch = TrainBatch(inputs, decisions, torch.arange(len(inputs)), advantages=advantages)
     optim = {"lr": 1e-6, "microbatch_size": min(len(inputs), 8)}

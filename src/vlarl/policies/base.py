@@ -191,6 +191,9 @@ class Policy(nn.Module, ABC):
         """Whether `sample` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
         return True
 
+    def record_passes(self) -> None:
+        """Called once on a GPU where `sample` as a whole can't be recorded, but CUDA graphs are wanted."""
+
     @property
     def has_aux_loss(self) -> bool:
         """Whether `evaluate` reports an auxiliary loss of the model's own."""

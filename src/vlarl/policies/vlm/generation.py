@@ -20,6 +20,7 @@ from vlarl.decisions import Sampling
 from vlarl.policies import distribution
 from vlarl.policies.vlm.decisions import TextSample
 from vlarl.policies.vlm.model import ModelAccess, Prefix, following
+from vlarl.policies.vlm.token_passes import TokenPasses
 
 DEFAULT_MAX_TOKENS = 256
 SPARE_TOKENS = 4  # beyond the bytes of a stop string: tokens of a character that the tail begins in the middle of
@@ -52,7 +53,12 @@ def max_tokens(sampling: Sampling) -> int:
 
 @torch.no_grad()
 def generate(
-    access: ModelAccess, prefix: Prefix, noise: torch.Tensor, sampling: Sampling, stops: Stops
+    access: ModelAccess,
+    prefix: Prefix,
+    passes: TokenPasses,
+    noise: torch.Tensor,
+    sampling: Sampling,
+    stops: Stops,
 ) -> tuple[TextSample, torch.Tensor]:
     """A text for each row, and the log-probs [B, L] of its tokens over the whole vocabulary at the temperature.
 
@@ -64,15 +70,14 @@ def generate(
     )
     limit = max_tokens(sampling)
     positions = following(prefix, limit)
-    mask = prefix.mask
-    alive = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
+    alive = torch.ones(len(prefix.ids), dtype=torch.bool, device=prefix.ids.device)
     stopped = torch.zeros_like(alive)
-    length = torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
+    length = torch.zeros(len(alive), dtype=torch.int64, device=alive.device)
     ids: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
-    step = access.run(prefix.ids, mask, prefix.positions, prefix.extra, keep_cache=True)
+    states = passes.first()
     for index in range(limit):
-        logits = access.logits(step.states[:, -1])
+        logits = access.logits(states)
         banned = torch.cat([never, ending]) if index < sampling.min_tokens else never
         chosen = choose(logits.index_fill(-1, banned, -torch.inf), noise[:, index], sampling)
         logprobs.append(distribution.token_logprobs(logits, chosen, sampling.temperature or 1.0))
@@ -85,8 +90,7 @@ def generate(
         alive = alive & ~ends
         if not alive.any() or index + 1 == limit:
             break
-        mask = torch.cat([mask, alive[:, None]], dim=1)
-        step = access.run(ids[-1][:, None], mask, positions[..., index : index + 1], cache=step.cache, keep_cache=True)
+        states = passes.next(ids[-1], alive, positions[..., index : index + 1])
     return TextSample(torch.stack(ids, dim=1), length, stopped), torch.stack(logprobs, dim=1)
 
 

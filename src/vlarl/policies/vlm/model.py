@@ -126,7 +126,9 @@ class ModelAccess:
     def run(
         self,
         ids: torch.Tensor,  # [B, C]
-        mask: torch.Tensor | None,  # [B, all tokens so far and these]; None: the positions say which belong together
+        # [B, all tokens so far and these], or [B, 1, C, all columns of the cache]; None: the positions say which belong
+        # together
+        mask: torch.Tensor | None,
         positions: torch.Tensor,  # [B, C] or [3, B, C], or [4, 1, C] of packed samples
         extra: Mapping[str, Any] | None = None,
         *,
@@ -135,7 +137,7 @@ class ModelAccess:
     ) -> Pass:
         """One pass over these tokens, after those in the cache."""
         given: dict[str, Any] = {"input_ids": ids, "use_cache": keep_cache}
-        given["attention_mask"] = None if mask is None else mask.long()
+        given["attention_mask"] = mask.long() if mask is not None and mask.ndim == 2 else mask
         if "position_ids" in self.accepted:
             given["position_ids"] = positions
         if cache is not None:

@@ -27,6 +27,7 @@ from vlarl.policies.vlm.model import ModelAccess, Pass, following, max_positions
 from vlarl.policies.vlm.processor import PromptProcessor, small_prompt
 from vlarl.policies.vlm.saving import save_model
 from vlarl.policies.vlm.scoring import chunk_size, score_texts
+from vlarl.policies.vlm.token_passes import token_passes
 from vlarl.policies.weight_files import MAX_SHARD_BYTES, save_module
 from vlarl.types import Action, Observation, Prompt
 
@@ -70,6 +71,7 @@ class VlmPolicy(Policy):
         self.linear_names = adapters.linear_names(model, UNADAPTED) if linear_names is None else linear_names
         self.value_head: ValueHead | None = None
         self.level: Level = "chunk"
+        self.records_passes = False  # of single tokens, as CUDA graphs
         self.packing = False  # whether rows that are evaluated are laid end to end
         self.positions_at_once = chunk_size(self.access.vocabulary)  # whose logits exist at the same time
 
@@ -91,8 +93,12 @@ class VlmPolicy(Policy):
 
     @property
     def recordable(self) -> bool:
-        """Texts differ in length, so their sampling can't be recorded as a CUDA graph."""
+        """Texts differ in length, so their sampling as a whole can't be recorded as a CUDA graph."""
         return False
+
+    def record_passes(self) -> None:
+        """Record the passes of single tokens, where the model allows it (token_passes.py)."""
+        self.records_passes = True
 
     def process(self, observations: Sequence[Observation]) -> VlmInputs:
         """Prompts as the model's own processor makes them, on the CPU."""
@@ -131,7 +137,9 @@ class VlmPolicy(Policy):
         """A text for each row, with log-probs over the whole vocabulary at the temperature (see scoring.py)."""
         prefix = self.access.prefix(vlm_inputs(inputs))
         self._check_positions(int(prefix.next_position.max()), sampling)
-        sample, logprobs = generate(self.access, prefix, noise.to(self.device), sampling, self.stops(sampling))
+        passes = token_passes(self.access, prefix, max_tokens(sampling), self.records_passes)
+        noise, stops = noise.to(self.device), self.stops(sampling)
+        sample, logprobs = generate(self.access, prefix, passes, noise, sampling, stops)
         return text_decisions(sample, logprobs)
 
     def stops(self, sampling: Sampling) -> Stops:

@@ -27,8 +27,11 @@ class TorchEngine:
         self.version = 0
         self._graphs: dict[Sampling, GraphedSampling] = {}
         self._pool: Any = None  # None: passes are not recorded
-        if cuda_graphs and device.type == "cuda" and policy.recordable:
-            self._pool = torch.cuda.graph_pool_handle()
+        if cuda_graphs and device.type == "cuda":
+            if policy.recordable:
+                self._pool = torch.cuda.graph_pool_handle()
+            else:
+                policy.record_passes()
 
     def generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         """Sample a decision for each row, from its own seed whatever else is in the batch; temperature 0 is greedy."""
