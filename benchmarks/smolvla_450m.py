@@ -132,7 +132,7 @@ def make_update(
     policy: SmolVLAPolicy, engine: TorchEngine, inputs: SmolVLAInputs, microbatch: int
 ) -> Callable[[], object]:
     """One optimizer step on decisions of the policy."""
-    decisions = engine.generate(inputs, Sampling(1.0), range(len(inputs)))
+    decisions = engine.generate(inputs, Sampling(1.0), range(len(inputs))).to("cpu")
     advantages = torch.randn(decisions.mask.shape, generator=torch.Generator().manual_seed(0))
     batch = TrainBatch(inputs, decisions, torch.arange(len(inputs)), advantages=advantages)
     optim = {"lr": 1e-6, "microbatch_size": min(len(inputs), microbatch)}
