@@ -56,6 +56,7 @@ def on_gpus(gpus: int, *, apart: bool = False, envs_per_gpu: int = ENVS_PER_GPU)
         sync_copies=nodes,
         sync_fixed_s=SYNC_BYTES / STORE_BYTES_PER_S,
         max_staleness=int(apart),
+        staged=apart,
         iterations=4 if apart else 2,
     )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling_model.py --env-workers 64 --slots 1 --engines 8 --ranks 8 --decisions 33000 …  [--json]
     python benchmarks/scaling_model.py --tables      # the table of docs/scaling.md (scaling_7b.py)
-    python benchmarks/scaling_model.py --measure     # short real runs (scaling_measure.py): one gives the parameters
+    python benchmarks/scaling_model.py --measure FOLDER    # short real runs (scaling_measure.py), which are kept there
 
     driver:        receive ─► process ─► (engines) ─► send ─► receive …        one at a time, as the collector does
     env workers:   step all slots of a call, then return them together
@@ -13,7 +13,8 @@ Episodes differ in length. A batch is complete as soon as enough episodes have e
 max_staleness batches: in an asynchronous run slots go on while the policy is trained.
 
 It is a discrete-event simulation with measured times as inputs. All work on CPUs shares `cores`: with more work than
-cores, all of it slows down equally. Roles with their own devices (GPUs) are not affected.
+cores, all of it slows down equally, and by `crowding` when all of them are busy, since they share caches and memory.
+Roles with their own devices (GPUs) are not affected.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Loop:
     slots: int = 32  # of each environment worker
     engines: int = 1
     ranks: int = 1
-    cores: int = 10**6  # shared by all work on CPUs
+    cores: float = 1e6  # shared by all work on CPUs; without what other processes take of them
+    crowding: float = 1.0  # how much longer work takes while all cores are busy than alone
     decisions: int = 2000  # of a rollout
     episode: int = 10  # decisions of an episode, in the mean
     episode_std: float = 0.0  # std of the length of episodes over its mean
@@ -56,7 +58,8 @@ class Loop:
     # decisions
     engine_fixed_s: float = 0.01  # a call of an engine
     engine_row_s: float = 0.001  # and for every row
-    driver_call_s: float = 0.0  # work of the driver for one round of decisions
+    driver_call_s: float = 0.0  # work of the driver for one round of decisions, of one worker and one engine
+    driver_more_s: float = 0.0  # and for every further worker and engine of the round
     driver_row_s: float = 0.0  # and for every row: process, pickling, decoding
     # learning
     update_s: float = 0.01  # a decision, forward and backward, all epochs, on one rank
@@ -74,6 +77,8 @@ class Loop:
     sync_copies: int = 1  # that leave rank 0, one after the other
     sync_bytes_per_s: float = 1e9
     sync_fixed_s: float = 0.0
+    staged: bool = False  # engines decide while the weights are on their way, as in asynchronous runs
+    commit_s: float = 0.0  # then they switch to them, and only meanwhile do they not decide
     # roles that run on the shared cores
     engines_on_cores: bool = False
     learners_on_cores: bool = False
@@ -118,10 +123,10 @@ class Work:
 class Simulation:
     """Runs processes (generators that yield Work to be done or a Signal to wait for) in simulated time."""
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: float, crowding: float = 1.0) -> None:
         self.now = 0.0
         self.busy: dict[str, float] = {}
-        self._cores = cores
+        self._cores, self._crowding = cores, crowding
         self._virtual = 0.0  # work done on each task on the cores since the start
         self._shared: list[tuple[float, int, Process, Work, float]] = []  # by their end in virtual time
         self._own: list[tuple[float, int, Process, Work, float]] = []  # by their end
@@ -148,7 +153,7 @@ class Simulation:
     def run(self) -> None:
         """Run until nothing is left to do."""
         while self._shared or self._own:
-            rate = min(1.0, self._cores / len(self._shared)) if self._shared else 1.0
+            rate = self._rate(len(self._shared))
             shared_end = self.now + (self._shared[0][0] - self._virtual) / rate if self._shared else math.inf
             own_end = self._own[0][0] if self._own else math.inf
             end = max(min(shared_end, own_end), self.now)
@@ -158,6 +163,13 @@ class Simulation:
             _, _, process, work, began = heapq.heappop(self._shared if shared_end <= own_end else self._own)
             self.busy[work.role] = self.busy.get(work.role, 0.0) + self.now - began
             self._advance(process)
+
+    def _rate(self, num_tasks: int) -> float:
+        """How fast each of so many tasks on the cores advances: 1 is alone, on a core of its own."""
+        if num_tasks == 0:
+            return 1.0
+        others = 1.0 if self._cores <= 1 else min((num_tasks - 1) / (self._cores - 1), 1.0)  # fraction that is busy
+        return min(1.0, self._cores / num_tasks) / (1 + (self._crowding - 1) * others)
 
     def _advance(self, process: Process) -> None:
         for wanted in process:
@@ -212,7 +224,7 @@ class Iterations:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.sim = Simulation(loop.cores)
+        self.sim = Simulation(loop.cores, loop.crowding)
         self.random = np.random.default_rng(loop.seed)
         self.driver, self.engine = Lock(self.sim), Lock(self.sim)
         self.calls = 0
@@ -260,9 +272,7 @@ class Iterations:
             yield from self._update(self.decisions(iteration))
             self.spans["update"].append(self.sim.now - began)
             began = self.sim.now
-            yield from self.engine.take()
             yield from self._sync()
-            self.engine.leave()
             self.spans["sync"].append(self.sim.now - began)
             self.ends.append(self.sim.now)
             self._num_updated += 1
@@ -286,8 +296,16 @@ class Iterations:
 
     def _sync(self) -> Process:
         loop = self.loop
-        seconds = loop.sync_fixed_s + loop.sync_copies * loop.sync_bytes / loop.sync_bytes_per_s
-        yield Work("sync", seconds, loop.learners_on_cores)
+        sending = Work(
+            "sync",
+            loop.sync_fixed_s + loop.sync_copies * loop.sync_bytes / loop.sync_bytes_per_s,
+            loop.learners_on_cores,
+        )
+        if loop.staged:
+            yield sending
+        yield from self.engine.take()
+        yield Work("sync", loop.commit_s, loop.learners_on_cores) if loop.staged else sending
+        self.engine.leave()
 
     def _on_driver(self, seconds: float) -> Process:
         if seconds:
@@ -329,15 +347,16 @@ class Iterations:
                 self.sim.signal(collected[num_collected])
                 num_collected += 1
             if ready and not (loop.lockstep and idle and started < allowed):
-                yield from self._decide(sum(len(worker.ready) for worker in ready))
+                yield from self._decide(sum(len(worker.ready) for worker in ready), len(ready))
                 for worker in ready:
                     stepped, worker.ready = [decisions - 1 for decisions in worker.ready], []
                     self._start_call(worker, stepped, loop.env_chunk_s)
                 ready = []
 
-    def _decide(self, rows: int) -> Process:
+    def _decide(self, rows: int, num_workers: int) -> Process:
         loop = self.loop
-        yield from self._on_driver(loop.driver_call_s + loop.driver_row_s * rows)
+        num_more = num_workers - 1 + min(rows, loop.engines) - 1
+        yield from self._on_driver(loop.driver_call_s + loop.driver_more_s * num_more + loop.driver_row_s * rows)
         yield from self.engine.take()
         sizes = [rows // loop.engines + (index < rows % loop.engines) for index in range(min(rows, loop.engines))]
         self.calls += len(sizes)
@@ -409,7 +428,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tables", action="store_true", help="the tables of docs/scaling.md")
-    parser.add_argument("--measure", action="store_true", help="predict short real runs, and compare")
+    parser.add_argument(
+        "--measure",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="predict short real runs, and compare; they are kept in the folder, and read if they are there already",
+    )
     for option in fields(Loop):
         kind = type(option.default)
         if kind is tuple:
@@ -425,10 +450,10 @@ def main() -> None:
 
         for line in scaling_tables():
             print(line, flush=True)
-    elif measured:
-        from scaling_measure import compare
+    elif measured is not None:
+        from scaling_measure import measure
 
-        print(compare())
+        print(measure(measured))
     else:
         result = forecast(Loop(**arguments))
         print(json.dumps(asdict(result), indent=2) if as_json else describe(result))

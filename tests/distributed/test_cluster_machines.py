@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from fakes.cluster_runs import SMALL, assert_equal_rows, rows, wait_for
+from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
 from fakes.machines import Machines, cut, network, other_files
 from ray.util.placement_group import placement_group_table
 
@@ -103,6 +103,22 @@ def test_a_learner_of_a_machine_that_is_lost_is_started_on_another(machines, tmp
     assert nodes["learner 0"] != cluster.head
     log = check_equal(tmp_path / "lost", calm)
     assert "the learners are started again from the newest checkpoint (restart 1 of 2)" in log
+
+
+@pytest.mark.slow
+def test_two_runs_train_on_one_cluster_at_the_same_time(machines, tmp_path, calm):
+    """Each takes its machine's worth of cores: a learner, an engine and two workers of environments."""
+    cluster = machines(4)
+    cluster.add(4)
+    joined = SMALL | {"run.iterations": 2, "distributed.address": cluster.raylets.address}
+    runs = [ClusterRun(tmp_path, name, "tabletop_grpo", *flags(joined)) for name in ("one", "other")]
+    wait_for(lambda: ray.available_resources().get("CPU", 0.0) == 0.0, 240)
+    assert [run.end() for run in runs if run.process.poll() is not None] == [], "both are there at the same time"
+    for run in runs:
+        code, output = run.end()
+        assert code == 0, output
+        check_equal(run.folder, calm)
+    wait_for(lambda: ray.available_resources().get("CPU") == 8.0, 30)
 
 
 def test_environments_behind_a_network_that_is_cut_are_started_elsewhere(tmp_path, calm):

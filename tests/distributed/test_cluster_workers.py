@@ -198,14 +198,15 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_others_get_all_wei
 class TrainedRank(Rank):
     """Takes optimizer steps without a batch of episodes."""
 
-    def train(self, inputs, tokens):
-        return movement.train(self.learner.policy, inputs, tokens)
+    def train(self, inputs, tokens, rate):
+        return movement.train(self.learner.policy, inputs, tokens, rate)
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
-    """At least 0.95, within three standard errors, of what four optimizer steps move the log-probs by in float32; a small part of it would be left if
-    the adapters were folded into bfloat16 weights, or added to outputs that are rounded already."""
+    """At least 0.95, within three standard errors, of what four optimizer steps move the log-probs by in float32; a small
+    part of it would be left if the adapters were folded into bfloat16 weights, or added to outputs that are rounded
+    already. Of larger updates, where rounding matters little, at least 0.97 without allowance."""
     options = {"policy.path": movement.MODEL, "policy.dtype": "bfloat16", "lora.enabled": True}
     options |= {"lora.rank": movement.LORA["rank"], "distributed.backend": "ray", "distributed.timeout_s": 60.0}
     if engine == "vllm":
@@ -219,14 +220,20 @@ def test_an_early_update_of_adapters_reaches_a_bfloat16_engine(cluster, engine):
     engines = EngineGroup([worker])
     group.join(None)
 
-    def update(inputs, tokens):
-        adapters = group.call_all("train", inputs, tokens)
+    def update(rate, inputs, tokens):
+        adapters = group.call_all("train", inputs, tokens, rate)
         cost = group.send_weights(engines)
         assert all(".lora_" in name for name in adapters)
         assert cost.num_bytes == sum(4 * tensor.numel() for tensor in adapters.values()), "adapters, and nothing else"
         return adapters
 
     group.send_weights(engines)
-    fraction, error = movement.fraction_moved(engines.generate, update)
+    found = {
+        rate: movement.fraction_moved(engines.generate, partial(update, rate), updates)
+        for rate, updates in movement.UPDATES.items()
+    }
+    print("\n".join(f"lr {rate:g}: {fraction:.3f} ± {error:.3f}" for rate, (fraction, error) in found.items()))
+    (early, error), (large, small_error) = found[movement.EARLY], found[movement.LARGE]
     assert error < 0.1, "enough updates to tell"
-    assert fraction + 3 * error >= 0.95
+    assert early + 3 * error >= 0.95
+    assert small_error < 0.015 and 0.97 <= large <= 1.03

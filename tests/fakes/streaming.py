@@ -58,6 +58,7 @@ class StreamPool:
         self.succeeds: Callable[[Task], bool] = lambda task: task.member % 2 == 0
         self.error: BaseException | None = None
         self.obeys = True  # whether the collector can check for a stop while all episodes are held
+        self.is_stuck = False  # the collector waits in `receive`, and can't check
         self.began: list[Key] = []
         self.ended: list[Key] = []
         self._slots: dict[int, tuple[Task, int]] = {}  # the task and the decisions made
@@ -93,6 +94,7 @@ class StreamPool:
             time.sleep(0.001)
             if outcomes or self.obeys:
                 return outcomes
+            self.is_stuck = True
             assert time.monotonic() < end
 
     def _step(self, slot: int) -> ChunkOutcome:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from fakes.memory import peak_rss, reset_peak_rss
+from fakes.vlm_models import TEXT_SIZES, TEXT_TEMPLATE, byte_tokenizer, write_model
 from rank_cases import CPU, Case, build, in_ranks, small_policy
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from vlarl.errors import UsageError
 from vlarl.policies.deferred import stored_weight
@@ -114,6 +116,17 @@ def test_weights_that_are_not_finite_are_found_where_they_are_read(tmp_path):
 # Memory
 
 
+def save_large_text_model(folder: Path) -> int:
+    """The same for a model that writes texts."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "head_dim": 64}
+    config = Qwen2Config(**TEXT_SIZES | shape | {"num_attention_heads": 8, "num_key_value_heads": 8})
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEXT_TEMPLATE, encoding="utf-8")
+    return sum(p.nbytes for p in model.parameters())
+
+
 def save_large(folder: Path) -> int:
     """A policy whose layers take some 200 MB in float32; returns their bytes."""
     raw = dict(tiny_config("parallel", chunk_length=2).raw)
@@ -141,9 +154,11 @@ def peaks(ranks: Ranks, folder: Path, small: Path, large: Path) -> dict[bool, tu
     return found
 
 
-def test_a_rank_takes_the_memory_of_its_part_and_one_tensor(bases, tmp_path):
-    size = save_large(tmp_path / "large")
-    for of_rank in in_ranks(2, partial(peaks, small=bases / "parallel", large=tmp_path / "large"), tmp_path / "two"):
+@pytest.mark.parametrize("save", [save_large, save_large_text_model])
+def test_a_rank_takes_the_memory_of_its_part_and_one_tensor(bases, tmp_path, save):
+    size = save(tmp_path / "large")
+    small = bases / "parallel" if save is save_large else write_model("qwen2", tmp_path / "small")
+    for of_rank in in_ranks(2, partial(peaks, small=small, large=tmp_path / "large"), tmp_path / "two"):
         peak, kept = of_rank[True]
         assert kept == pytest.approx(size / 2, rel=0.02)
         with_copy, _ = of_rank[False]

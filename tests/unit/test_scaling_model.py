@@ -84,6 +84,30 @@ def test_work_on_cores_is_slowed_alike():
     assert forecast(Loop(**{**vars(free), "cores": 2})).rollout_s == pytest.approx(20.0)
 
 
+def test_busy_cores_slow_each_other_down():
+    """One after the other, work takes as long as alone; on both of two cores, half as long again."""
+    alone = varied(decisions=100, engine_fixed_s=0.0, engine_row_s=0.0, update_s=0.0, cores=2.0, crowding=1.5)
+    assert forecast(alone).rollout_s == pytest.approx(10.0)
+    both = Loop(**{**vars(alone), "env_workers": 2, "decisions": 200})
+    assert forecast(both).rollout_s == pytest.approx(10.0 * 1.5)
+    less = Loop(**{**vars(both), "crowding": 1.0, "cores": 1.6})  # others take 0.4 of a core
+    assert forecast(less).rollout_s == pytest.approx(10.0 * 2 / 1.6)
+
+
+def test_each_further_worker_and_engine_of_a_round_costs_the_driver_a_call():
+    """In lock-step each of 100 rounds has four workers and two engines: four more than one of each."""
+    loop = varied(env_workers=4, engines=2, decisions=400, lockstep=True, update_s=0.0, driver_call_s=0.03)
+    more = forecast(Loop(**{**vars(loop), "driver_more_s": 0.01}))
+    assert more.rollout_s - forecast(loop).rollout_s == pytest.approx(100 * 4 * 0.01)
+
+
+def test_engines_decide_while_staged_weights_are_on_their_way():
+    """Decisions take 10 s an iteration, a sync 3 s, of which engines stand still for 0.5 s."""
+    loop = varied(env_chunk_s=0.0, engine_fixed_s=0.1, engine_row_s=0.0, update_s=0.0, sync_fixed_s=3.0)
+    staged = Loop(**{**vars(loop), "max_staleness": 1, "staged": True, "commit_s": 0.5, "iterations": 10})
+    assert forecast(staged).iteration_s == pytest.approx(10.0 + 0.5, rel=0.02)
+
+
 def test_learners_share_the_decisions_and_the_cores():
     halves = forecast(varied(ranks=2, microbatch=25, learners_on_cores=True, cores=2))
     assert halves.update_s == pytest.approx(1.0)

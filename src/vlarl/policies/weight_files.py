@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vlarl.policies.checkpoint_json import read_json, write_json
-from vlarl.policies.deferred import StoredWeight, placeholder
+from vlarl.policies.deferred import StoredWeight, placeholder, stored_weight
 from vlarl.policies.quantize import quantized, refuse_quantized, waits_for_quantization
 from vlarl.policies.tensor_file import write_tensors
 
@@ -119,7 +119,9 @@ def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], source: str
     for name, filled in _match(module, {n: tuple(t.shape) for n, t in state.items()}, source).items():
         old = _get(module, filled[0])
         tensor = state[name]
-        _put(module, filled, nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor)
+        if isinstance(old, nn.Parameter) and stored_weight(tensor) is None:
+            tensor = nn.Parameter(tensor, old.requires_grad)
+        _put(module, filled, tensor)
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from vlarl.policies import adapters
 from vlarl.policies.base import BaseCheckpoint
 from vlarl.policies.checkpoint_json import read_json
 from vlarl.policies.checksums import TRAINER_FILE, verify_checksums
+from vlarl.policies.deferred import StoredWeight, placeholder
 from vlarl.policies.family import FlowOptions
 from vlarl.policies.flow import Denoising
 from vlarl.policies.locate import small_files
@@ -43,8 +44,10 @@ def read_policy(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     base: str | None = None,
+    deferred: bool = False,
 ) -> SmolVLAPolicy:
-    """Read a checkpoint or adapter folder. On the device `meta` the policy has no weights and only processes."""
+    """Read a checkpoint or adapter folder. On the device `meta` the policy has no weights and only processes.
+    `deferred` leaves the weights of the model on disk (policies/deferred.py)."""
     adapter = folder if adapters.is_adapter(folder) else None
     origin_path, origin = (str(path), folder) if adapter is None else adapters.find_base(folder, base)
     has_weights = torch.device(device).type != "meta"
@@ -54,7 +57,7 @@ def read_policy(
     backbone = backbone_folder(origin)
     config = read_config(folder if (folder / "config.json").is_file() else origin, backbone)
     conventions = _conventions(config, flow, chunk_length)
-    tensors, stored = _read_tensors(origin)
+    tensors, files = _read_tensors(origin)
     unread = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(UNUSED)}
     processor = Processor(
         config,
@@ -66,10 +69,11 @@ def read_policy(
     )
     with torch.device("meta"):
         policy = SmolVLAPolicy(config, processor, conventions)
-    _fill(policy, tensors, dtype, device, origin)
+    _fill(policy, tensors, dtype, device, origin, files if deferred else None)
     named_base = str(origin.resolve()) if Path(origin_path).expanduser().is_dir() else origin_path
     policy.base = BaseCheckpoint(named_base, origin, adapters.fingerprint(origin))
-    policy.unread, policy.stored = (unread if has_weights else {}), stored
+    policy.unread = unread if has_weights else {}
+    policy.stored = {name: tensor.dtype for name, tensor in tensors.items()}
     policy.files = _files(origin, backbone)
     policy.training_data = training_data_of(folder) or TrainingData(unknown=(str(path),))
     _read_heads(policy, folder, device)
@@ -108,15 +112,18 @@ def _num_views(config: SmolVLAConfig, wanted: int | None) -> int:
     return wanted or len(config.views)
 
 
-def _read_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype]]:
-    """All tensors of the weight files as views of them, by the names of today's folders, and their types."""
+def _read_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, tuple[Path, str]]]:
+    """All tensors of the weight files as views of them, by the names of today's folders; their files, and their names
+    there."""
     tensors: dict[str, torch.Tensor] = {}
+    files: dict[str, tuple[Path, str]] = {}
     for path in weight_files(folder):
         for name, tensor in read_tensors(path):
             if not tensor.is_floating_point():
                 raise not_floats(path, name, tensor.dtype)
             tensors[name.replace(COMPILED, ".")] = tensor
-    return tensors, {name: tensor.dtype for name, tensor in tensors.items()}
+            files[name.replace(COMPILED, ".")] = path, name
+    return tensors, files
 
 
 def _fill(
@@ -125,15 +132,20 @@ def _fill(
     dtype: torch.dtype,
     device: torch.device | str,
     folder: Path,
+    files: dict[str, tuple[Path, str]] | None,
 ) -> None:
-    """Give the model its weights: the backbone's in the wanted type, the expert's in float32 or better."""
+    """Give the model its weights: the backbone's in the wanted type, the expert's in float32 or better; placeholders
+    for those in `files`, where they are given."""
     wide = dtype if dtype == torch.float64 else torch.float32
     used = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
     # Copied: a view of the mapped file lies at any address, products of matrices round by it, and resumed runs differ.
-    loaded = {
-        name: tensor.to(device, dtype if name.startswith(BACKBONE) else wide, copy=True)
-        for name, tensor in used.items()
-    }
+    loaded: dict[str, torch.Tensor] = {}
+    for name, tensor in used.items():
+        own = dtype if name.startswith(BACKBONE) else wide
+        if files is None:
+            loaded[name] = tensor.to(device, own, copy=True)
+        else:
+            loaded[name] = placeholder(StoredWeight(*files[name], own), tuple(tensor.shape), True)
     load_state(nn.ModuleDict({MODEL.rstrip("."): policy.model}), loaded, str(folder))
 
 

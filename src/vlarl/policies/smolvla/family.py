@@ -42,6 +42,7 @@ class SmolVLAFamily(Family):
             dtype=options.dtype,
             device=options.device,
             base=options.base,
+            deferred=options.deferred,
         )
 
     def describe(

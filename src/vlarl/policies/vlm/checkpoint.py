@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,6 +27,7 @@ from vlarl.policies.value_head import ValueHead
 from vlarl.policies.vlm.model import IMAGES_IN_ROWS, quiet
 from vlarl.policies.vlm.policy import UNADAPTED, VALUE_HEAD, VlmPolicy
 from vlarl.policies.vlm.processor import PromptProcessor, load_processor
+from vlarl.policies.vlm.unread import random_instead, unread_model
 from vlarl.policies.weight_files import load_state, read_tensors, weight_files
 
 READERS = {  # architectures by what they read
@@ -57,11 +59,12 @@ def read_policy(
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
     quantize: Literal[4, 8] | None = None,
     base: str | None = None,
+    deferred: bool = False,
 ) -> VlmPolicy:
     """Read a checkpoint or adapter folder, or a hub id. No code of the folder runs, and no pickle is read.
 
     `base` is the base model of an adapter, if it has moved. On the device `meta` the policy has no weights and only
-    processes prompts.
+    processes prompts. `deferred` leaves the weights of the model on disk where they can stay there (unread.py).
     """
     folder = checkpoint_folder(path)
     adapter = folder if adapters.is_adapter(folder) else None
@@ -70,7 +73,11 @@ def read_policy(
     if has_weights:
         for each in {folder, origin}:
             verify_checksums(each, lambda name: "/" not in name and name != TRAINER_FILE)
-    model = read_model(origin, dtype=dtype, attention=attention, has_weights=has_weights)
+    unread = None
+    if deferred and has_weights and quantize is None:
+        empty = read_model(origin, dtype=dtype, attention=attention, has_weights=False)
+        unread = unread_model(empty, origin, _auto_class(origin))
+    model = unread or read_model(origin, dtype=dtype, attention=attention, has_weights=has_weights)
     linear_names = adapters.linear_names(model, UNADAPTED)
     if quantize is not None and has_weights:
         quantize_loaded(model, quantize, linear_names, device)
@@ -86,7 +93,8 @@ def read_policy(
     policy.assets = _assets(origin)
     policy.training_data = training_data_of(folder) or TrainingData(unknown=(str(path),))
     if has_weights:
-        policy.access.check_logits()
+        with random_instead(model) if unread is not None else nullcontext():
+            policy.access.check_logits()
     _load_value_head(policy, folder)
     if adapter is not None:
         policy.add_adapter_from(adapter)

@@ -48,6 +48,7 @@ class VlmFamily(Family):
             attention=options.attention,
             quantize=options.quantize,
             base=options.base,
+            deferred=options.deferred,
         )
 
     def describe(
