@@ -39,7 +39,8 @@ from vlarl.policies.checkpoint_json import write_json
 from vlarl.policies.fresh import FRESH, FreshSizes
 from vlarl.policies.load import DTYPES, load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
-from vlarl.policies.tiny import IMAGE_SIZE, unit_statistics
+from vlarl.policies.tiny import unit_statistics
+from vlarl.policies.tiny_inputs import IMAGE_SIZE
 from vlarl.training.checkpoint import CheckpointStore
 from vlarl.training.sft import imitate
 

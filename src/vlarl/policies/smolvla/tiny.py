@@ -30,12 +30,18 @@ from vlarl.policies.smolvla.statistics import (
     Scalings,
 )
 from vlarl.policies.smolvla.vision import Embeddings
-from vlarl.policies.tiny import ACTION_DIM, IMAGE_SIZE, PROPRIO_DIM, TEXT_VOCAB_SIZE, build_tiny_tokenizer
-
-SPECIAL_TOKENS = (
-    *("<unk>", "<s>", "</s>", "<pad>"),
-    *("<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>"),
+from vlarl.policies.tiny_inputs import (
+    ACTION_DIM,
+    IMAGE_SIZE,
+    PROPRIO_DIM,
+    SPECIAL_TOKENS,
+    TEXT_VOCAB_SIZE,
+    TOKENIZER_CONFIG,
+    build_tiny_tokenizer,
 )
+
+IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>")
+TOKENS = SPECIAL_TOKENS + IMAGE_TOKENS
 BACKBONE = "vlm"  # the folder of the backbone inside the checkpoint
 VIEWS = ("image", "wrist_image", "image2", "image3")
 CHUNK, NUM_STEPS = 4, 5
@@ -52,8 +58,8 @@ def backbone_config(image_size: int) -> dict[str, Any]:
     return {
         "model_type": "smolvlm",
         "architectures": ["SmolVLMForConditionalGeneration"],
-        "image_token_id": SPECIAL_TOKENS.index("<image>"),
-        "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+        "image_token_id": TOKENS.index("<image>"),
+        "pad_token_id": TOKENS.index("<pad>"),
         "scale_factor": MERGED,
         "tie_word_embeddings": False,
         "text_config": {
@@ -68,7 +74,7 @@ def backbone_config(image_size: int) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 512,
-            "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+            "pad_token_id": TOKENS.index("<pad>"),
         },
         "vision_config": {
             "model_type": "smolvlm_vision",
@@ -145,14 +151,16 @@ def init_tiny_smolvla(
     raw = policy_config(chunk_length or CHUNK, num_images, image_size, action_dim, proprio_dim)
     backbone = backbone_config(image_size)
     config = parse_config(raw, backbone)
-    tokenizer = build_tiny_tokenizer(SPECIAL_TOKENS, phrases=())
+    tokenizer = build_tiny_tokenizer(TOKENS, phrases=())
     empty = Scaling("MEAN_STD")
-    processor = Processor(config, tokenizer, SPECIAL_TOKENS.index("<pad>"), Scalings(empty, empty), num_images)
+    processor = Processor(config, tokenizer, TOKENS.index("<pad>"), Scalings(empty, empty), num_images)
     policy = SmolVLAPolicy(config, processor, Conventions(Denoising(config.num_steps), config.n_action_steps))
     policy.files = _pipelines(raw) | {
         f"{BACKBONE}/config.json": _written(backbone),
         f"{BACKBONE}/tokenizer.json": tokenizer.to_str().encode(),
-        f"{BACKBONE}/tokenizer_config.json": _written(TOKENIZER_CONFIG),
+        f"{BACKBONE}/tokenizer_config.json": _written(
+            TOKENIZER_CONFIG | {"additional_special_tokens": list(IMAGE_TOKENS)}
+        ),
     }
     initialize(policy.model, torch.Generator().manual_seed(seed))
     return policy
@@ -163,18 +171,6 @@ def unit_scalings(config: SmolVLAConfig) -> Scalings:
     sizes = (config.state_dim, config.action_dim)
     state, action = (Scaling("MEAN_STD", {"mean": torch.zeros(n), "std": torch.ones(n)}) for n in sizes)
     return Scalings(state, action)
-
-
-TOKENIZER_CONFIG = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "unk_token": "<unk>",
-    "bos_token": "<s>",
-    "eos_token": "</s>",
-    "pad_token": "<pad>",
-    "additional_special_tokens": list(SPECIAL_TOKENS[4:]),
-    "padding_side": "right",
-    "clean_up_tokenization_spaces": False,
-}
 
 
 def _written(content: object) -> bytes:
@@ -235,7 +231,7 @@ def _std(name: str, module: nn.Linear | nn.Conv2d, config: SmolVLAConfig) -> flo
     if name.endswith("modality_projection.proj"):
         return unit * STREAM / math.sqrt(config.text.hidden)
     if name == "state_proj":
-        return STREAM * config.state_dim**-0.5
+        return STREAM / math.sqrt(config.state_dim)
     if name == "action_out_proj":
         return 0.1 * unit
     if name.endswith(("out_proj", "fc2", "o_proj", "down_proj")):
