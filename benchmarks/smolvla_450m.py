@@ -13,6 +13,8 @@ width 720, 512 px, chunks of 50 actions, 10 Euler steps. An observation is three
 On a GPU the backbone is bfloat16 and the expert float32, as `policy.dtype bfloat16` has it; on a CPU all is float32.
 The median of the repeats counts, after one that does not. Peaks are those of torch's allocator on a GPU, and of the
 process on a CPU. `--limit-gb` measures all of it again with no more than that much memory of the device.
+
+So far only `--toy` has been run; there are no figures at the real size.
 """
 
 from __future__ import annotations
