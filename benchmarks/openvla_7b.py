@@ -234,13 +234,13 @@ def adapted(folder: Path, decoder: Any, **settings: Any) -> OpenVLAPolicy:
     return policy.eval()
 
 
-def make_inputs(policy: OpenVLAPolicy, batch: int) -> OpenVLAInputs:
+def make_inputs(policy: OpenVLAPolicy, batch: int, device: str = "cuda") -> OpenVLAInputs:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, policy.config.first_action_id, (batch, PROMPT_LENGTH), generator=generator)
     ids[:, 0] = 1
     size = policy.config.image_size
     pixels = torch.randint(0, 256, (batch, policy.config.num_images, 3, size, size), generator=generator)
-    return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to("cuda")
+    return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to(device)
 
 
 def make_learner(policy: OpenVLAPolicy, microbatch_size: int) -> Learner:

@@ -711,7 +711,8 @@ class VllmConfig(Section):
     wherever that is possible: with distributed.colocate on GPUs, in a run that is not asynchronous."""
     sync_backend: Literal["object_store", "nccl", "ipc"] = "object_store"
     """How weights reach the engines: through Ray's object store; by NCCL between GPUs; or by CUDA IPC handles on one
-    GPU."""
+    GPU. NCCL has never been seen to bring the right weights: it has not run on several GPUs, and on one they arrived
+    wrong; compare train/engine_logprob_error."""
 
 
 class DistributedConfig(Section):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlarl.errors import UsageError
 from vlarl.policies.openvla.config import DecoderName
 from vlarl.policies.supervised import SupervisedPolicy
 
@@ -65,7 +66,10 @@ FRESH: dict[str, Callable[[int, FreshSizes, bool], SupervisedPolicy]] = {
 def fresh_checkpoint(path: str, chunk_length: int | None, num_images: int | None, use_proprio: bool | None) -> Path:
     """The folder of a fresh model with these sizes; the same sizes always give the same model."""
     sizes = FreshSizes(chunk_length, num_images or 1, use_proprio is not False)
-    policy = FRESH[path](0, sizes, True)
+    try:
+        policy = FRESH[path](0, sizes, True)
+    except ValueError as error:
+        raise UsageError(f"the policy {path} can't be made: {error}") from error
     first = next(policy.parameters()).detach().flatten()[:64]
     mark = hashlib.sha256(repr((path, sizes, first.tolist())).encode()).hexdigest()[:12]
     folder = cache() / f"{path.removeprefix('init:')}-{mark}"

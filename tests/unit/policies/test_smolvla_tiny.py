@@ -119,7 +119,7 @@ def test_every_word_of_the_tabletops_instructions_is_one_token():
 
 
 def test_a_policy_without_the_robots_state_is_refused():
-    with pytest.raises(ValueError, match="SmolVLA always reads the robot's state: leave policy.use_proprio out"):
+    with pytest.raises(UsageError, match="SmolVLA always reads the robot's state: leave policy.use_proprio out"):
         load_policy(INIT, use_proprio=False)
     with pytest.raises(UsageError, match=r"init:tiny-smolvla can't be made: 5 views: at most 4 are supported"):
         main_error(FinetuneConfig.model_validate({"policy": {"path": INIT, "num_images": 5}}))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from vlarl.policies.vlm.model import ModelAccess, Prefix
 
@@ -41,14 +41,15 @@ def token_passes(access: ModelAccess, prefix: Prefix, longest: int, recorded: bo
 def allows_fixed_passes(access: ModelAccess) -> bool:
     """Whether no shape of a pass and no branch of it depends on the tokens: the library says so of its models, but a
     mixture's experts and 8-bit layers look at their input, and only PyTorch's attention reads a mask as it is here."""
-    model = access.model
+    model, config = access.model, access.text_config
     quantised = getattr(model, "is_quantized", False)
+    one_kind = ["full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"]
     return bool(
         model._can_compile_fullgraph
         and not access.is_mixture
         and not quantised
-        and access.text_config._attn_implementation == "sdpa"
-        and set(getattr(access.text_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and config._attn_implementation == "sdpa"
+        and set(getattr(config, "layer_types", None) or one_kind) == {"full_attention"}
     )
 
 
@@ -133,10 +134,11 @@ class FixedPasses:
         self._mask = F.pad(self._mask, (0, columns))
 
 
-def _fixed(layer: DynamicLayer, columns: int) -> StaticLayer:
+def _fixed(layer: Any, columns: int) -> StaticLayer:
     """The same keys and values in a layer that is written in place, at the column that it counts itself."""
-    fixed = StaticLayer(columns)
+    fixed: Any = StaticLayer(columns)
     fixed.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
     fixed.keys, fixed.values = layer.keys, layer.values
     fixed.cumulative_length.fill_(columns)
-    return fixed
+    made: StaticLayer = fixed
+    return made

@@ -24,6 +24,7 @@ def test_every_file_belongs_to_one_command():
         "tabletop_base_openvla",
         "tabletop_base_smolvla",
         "metaworld_base",
+        "libero_spatial_base",
     }
 
 

@@ -31,6 +31,9 @@ def test_a_model_with_sliding_attention_has_no_fixed_cache(shared):
     policy = copy.deepcopy(shared("qwen2"))
     policy.access.text_config.layer_types = ["full_attention", "sliding_attention"]
     assert not allows_fixed_passes(policy.access)
+    mistral = copy.deepcopy(shared("llama"))  # its layers have no types
+    mistral.access.text_config.sliding_window = 16
+    assert not allows_fixed_passes(mistral.access)
 
 
 @pytest.mark.parametrize("kind", sorted(FIXED))
