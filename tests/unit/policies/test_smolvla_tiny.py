@@ -80,6 +80,12 @@ def test_the_name_gives_the_same_weights_every_time():
     assert second.training_data.runs == () and load_policy(INIT, chunk_length=2).num_steps == 2
 
 
+def test_doctor_describes_it(capsys):
+    assert main(["doctor", "--model", INIT, "--num-images", "2"]) == 0
+    said = capsys.readouterr().out
+    assert INIT in said and "2 views" in said and "2,941,064" in said
+
+
 def test_all_that_enters_the_language_model_has_the_same_std():
     made = policy()
     inputs = made.process(observations(16))
