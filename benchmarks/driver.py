@@ -41,7 +41,8 @@ from vlarl.config.schema import Config
 from vlarl.distributed.store_size import default_store_mib, rows_at_once
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 
 MIB = 1 << 20
 STEPS, CHUNK = 200, 4  # 50 decisions an episode

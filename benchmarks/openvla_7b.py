@@ -32,7 +32,7 @@ from vlarl.policies.openvla.decoders import embed_prefix
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.memory import estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.learner import Learner
 

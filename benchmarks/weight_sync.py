@@ -33,7 +33,8 @@ import torch
 from vlarl.config.schema import Config
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 
 MB = 10**6
 SAMPLE_S = 0.002

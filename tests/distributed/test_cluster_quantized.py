@@ -10,7 +10,8 @@ from vlarl.config.source.load import load_config
 from vlarl.loop import train
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 
 TOLERANCE = 0.02  # of products in bfloat16, or of int8 activations: tests/unit/policies/test_quantize.py
 FEW = {

@@ -16,7 +16,7 @@ from transformers import (
     SiglipModel,
 )
 
-from vlarl.policies.tiny import build_tiny_tokenizer
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -31,7 +31,8 @@ from vlarl.loop import estimated_batch
 from vlarl.policies.load import load_configured
 from vlarl.policies.openvla.config import DecoderName, parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.checkpoint import CheckpointStore, policy_folder, restore
 from vlarl.training.fsdp import Sharding, whole

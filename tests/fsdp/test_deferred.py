@@ -17,7 +17,8 @@ from vlarl.policies.deferred import stored_weight
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 from vlarl.training.critic import copy_sharing_frozen
 from vlarl.training.fsdp import Sharding, shard, whole
 from vlarl.training.learner import Learner

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
+from vlarl.config.known import BUILTIN_HOMES
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
@@ -103,7 +104,7 @@ def _describe_model(given: Any) -> int:
     options = _train_options(given)
     config = load_config(None, options | {"lora.enabled": True})
     try:
-        model = model_path(given.model).replace("init:", "builtin:")  # of the same sizes
+        model = _described(model_path(given.model), config.policy.num_images)
         decoder = config.policy.decoder
         description = describe_checkpoint(model, None if decoder == "auto" else decoder, config.policy.num_images)
         if model != given.model:
@@ -123,6 +124,16 @@ def _describe_model(given: Any) -> int:
         title = _title(options, config, description, rank)
         print(printable("\n".join([*_facts_lines(description, config.policy.num_images), "", *title, "", *table])))
     return 1 if description.problems else 0
+
+
+def _described(model: str, num_images: int | None) -> str:
+    """Where the sizes of a model are read: those of a fresh one are a built-in's, where there is one."""
+    from vlarl.policies.fresh import FRESH, fresh_checkpoint
+
+    if model not in FRESH:
+        return model
+    size = model.removeprefix("init:")
+    return f"builtin:{size}" if size in BUILTIN_HOMES else str(fresh_checkpoint(model, None, num_images, None))
 
 
 def _train_options(given: Any) -> dict[str, Any]:

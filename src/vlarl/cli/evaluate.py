@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.known import KNOWN_SUITES, is_prompts
+from vlarl.config.known import BUILTIN_HOMES, KNOWN_SUITES, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
@@ -252,7 +252,8 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
 def _refuse_fresh(checkpoint: str) -> None:
     kind, _, size = checkpoint.partition(":")
     if kind == "init":
-        raise UsageError(f"{checkpoint}: fresh weights, which are untrained; did you mean builtin:{size}?")
+        remedy = f"did you mean builtin:{size}?" if size in BUILTIN_HOMES else "name a checkpoint that was trained"
+        raise UsageError(f"{checkpoint}: fresh weights, which are untrained; {remedy}")
 
 
 def _hub_training_data(checkpoint: str) -> TrainingData | None:

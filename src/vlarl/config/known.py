@@ -80,7 +80,10 @@ BUILTIN_HOMES = {"tiny-oft": "tabletop_", "tiny-openvla": "tabletop_", "tiny-qwe
 """Checkpoints that ship with vlarl, `builtin:<name>`, and the beginning of the suites that each was trained on."""
 
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
-"""How those of robots decode; `init:<name>` is the same model with fresh weights."""
+"""How those of OpenVLA decode."""
+
+FRESH_NAMES = (*BUILTIN_DECODERS, "tiny-smolvla")
+"""Policies of robots that `init:<name>` gives fresh weights."""
 
 BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 """Actions that each predicts at once."""

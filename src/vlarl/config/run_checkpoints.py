@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_DECODERS, BUILTIN_HOMES
+from vlarl.config.known import BUILTIN_HOMES, FRESH_NAMES
 from vlarl.config.paths import brief, expanded
 from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
@@ -96,7 +96,7 @@ def misspelt_builtin(name: str) -> str | None:
     """The message for a misspelt name of a built-in policy; None for all other names, and if it is a folder."""
     kind, has_kind, size = name.partition(":")
     if has_kind:
-        known = [f"{kind}:{size}" for size in (BUILTIN_DECODERS if kind == "init" else BUILTIN_HOMES)]
+        known = [f"{kind}:{size}" for size in (FRESH_NAMES if kind == "init" else BUILTIN_HOMES)]
         return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
     is_path = "/" in name or local_folder(name) is not None
     match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTIN_HOMES, cutoff=0.65)

@@ -38,10 +38,11 @@ from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies.checkpoint_json import write_json
-from vlarl.policies.fresh import FRESH
+from vlarl.policies.fresh import FRESH, FreshSizes
 from vlarl.policies.load import load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
-from vlarl.policies.tiny import IMAGE_SIZE, init_tiny, unit_statistics
+from vlarl.policies.tiny import unit_statistics
+from vlarl.policies.tiny_inputs import IMAGE_SIZE
 from vlarl.training.sft import Batches, Imitation, imitate
 
 
@@ -144,17 +145,15 @@ def fresh_policy(
 ) -> SupervisedPolicy:
     """The tiny model with fresh weights, sized for a source's robot; its statistics come with the demonstrations."""
     try:
-        return init_tiny(
-            FRESH[settings.path],
-            seed,
-            chunk_length=settings.chunk_length,
-            num_images=settings.num_images or 1,
-            use_proprio=settings.use_proprio is not False,
-            image_size=image_size,
-            action_dim=source.action_dim,
-            proprio_dim=source.proprio_dim,
-            norm_stats={},
+        sizes = FreshSizes(
+            settings.chunk_length,
+            settings.num_images or 1,
+            settings.use_proprio is not False,
+            image_size,
+            source.action_dim,
+            source.proprio_dim,
         )
+        return FRESH[settings.path](seed, sizes, False)
     except ValueError as error:
         raise UsageError(f"policy: {settings.path} can't be made: {error}") from error
 
@@ -170,7 +169,9 @@ def sampling_weights(config: DemoConfig, demos: Sequence[DemoSet]) -> list[float
 
 
 def demo_statistics(demos: DemoSet) -> Mapping[str, Any]:
-    """The normalisation statistics of a set's robot: known for the tabletop, measured for all others."""
+    """The normalisation statistics of a set's robot, measured; the tabletop's bounds are known."""
+    measured = dataset_statistics(demos.actions, demos.proprio, len(demos.success), demos.action_mask)
     if demos.name == TABLETOP:
-        return unit_statistics(PROPRIO_LOW, PROPRIO_HIGH)
-    return dataset_statistics(demos.actions, demos.proprio, len(demos.success), demos.action_mask)
+        known = unit_statistics(PROPRIO_LOW, PROPRIO_HIGH)
+        return measured | {name: measured[name] | columns for name, columns in known.items()}
+    return measured

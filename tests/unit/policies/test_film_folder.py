@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from vlarl.policies.load import describe_checkpoint, load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 
 
 def test_the_backbone_is_read_from_its_own_file_and_kept_with_the_model_when_saved(tmp_path):

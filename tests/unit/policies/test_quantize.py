@@ -17,7 +17,8 @@ from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.model import QUANTIZED, OpenVLAModel
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.quantize import quantize_linears
-from vlarl.policies.tiny import build_tiny_tokenizer, initialize, tiny_config
+from vlarl.policies.tiny import initialize, tiny_config
+from vlarl.policies.tiny_inputs import build_tiny_tokenizer
 from vlarl.policies.weight_files import save_module, save_weights
 
 BITS = (4, 8)

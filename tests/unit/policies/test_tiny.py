@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from vlarl.policies.openvla.text_families import PLAIN_PROMPT
-from vlarl.policies.tiny import NUM_ACTION_BINS, TEXT_VOCAB_SIZE, build_tiny_tokenizer, init_tiny, tiny_config
+from vlarl.policies.tiny import NUM_ACTION_BINS, init_tiny, tiny_config
+from vlarl.policies.tiny_inputs import TEXT_VOCAB_SIZE, build_tiny_tokenizer
 
 
 def encode(text: str) -> list[str]:

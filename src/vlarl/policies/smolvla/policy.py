@@ -33,6 +33,7 @@ from vlarl.policies.smolvla.inputs import SmolVLAInputs, chain_decisions, chain_
 from vlarl.policies.smolvla.layers import DecoderLayer, ExpertLayer, ExpertLinear, ExpertNorm
 from vlarl.policies.smolvla.model import Prefix, SmolVLAModel
 from vlarl.policies.smolvla.processor import Processor
+from vlarl.policies.smolvla.statistics import Scalings, stored_statistics
 from vlarl.policies.smolvla.vision import Connector, TowerLayer, VisionTower
 from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
 from vlarl.policies.value_head import ValueHead
@@ -316,6 +317,12 @@ class SmolVLAPolicy(SupervisedPolicy):
     def add_statistics(self, name: str, statistics: Mapping[str, Any]) -> None:
         """Normalise by these, unless the checkpoint has statistics."""
         supervised.add_statistics(self, statistics)
+
+    def use_scalings(self, scalings: Scalings) -> None:
+        """Normalise by these statistics, which checkpoints are saved with."""
+        self.processor.scalings = scalings
+        self.files |= stored_statistics(self.files, scalings)
+        self.unread |= {} if self.files else scalings.buffers()
 
     def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> supervised.DemoRows:
         """Instructions, states and actions, normalised."""

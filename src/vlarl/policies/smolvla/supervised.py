@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from vlarl.decisions import Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies.smolvla.inputs import SmolVLAInputs, chain_of
-from vlarl.policies.smolvla.statistics import NEEDED, Scaling, Scalings, stored_statistics
+from vlarl.policies.smolvla.statistics import NEEDED, Scaling, Scalings
 from vlarl.policies.supervised import ImitationErrors
 from vlarl.types import FloatArray
 
@@ -84,9 +84,7 @@ def add_statistics(policy: SmolVLAPolicy, statistics: Mapping[str, Any]) -> None
     found = Scalings(_filled(scalings.state, statistics["proprio"]), _filled(scalings.action, statistics["action"]))
     if problem := found.problem(policy.config):
         raise UsageError(f"policy.path has no statistics, and those of the demonstrations don't fit: {problem}.")
-    policy.processor.scalings = found
-    policy.files |= stored_statistics(policy.files, found)
-    policy.unread |= {} if policy.files else found.buffers()
+    policy.use_scalings(found)
 
 
 def _filled(scaling: Scaling, columns: Mapping[str, Any]) -> Scaling:

@@ -22,6 +22,7 @@ def test_every_file_belongs_to_one_command():
     assert set(presets_of(FinetuneConfig)) == {
         "tabletop_base",
         "tabletop_base_openvla",
+        "tabletop_base_smolvla",
         "metaworld_base",
         "libero_spatial_base",
     }
