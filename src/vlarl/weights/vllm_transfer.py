@@ -168,6 +168,8 @@ class GpuWeightSender:
     def send(self, weights: WeightStream, version: int) -> None:
         """Bring the engine to `version`."""
         self._source.stream, self._client.version = weights, version
+        if torch.cuda.is_available():  # by nccl vLLM packs on streams of its own, which don't wait for the optimizer's
+            torch.cuda.synchronize()
         self._trainer.send_weights()
 
     def close(self) -> None:
