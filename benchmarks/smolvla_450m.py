@@ -1,6 +1,6 @@
 """SmolVLA's real shape with random weights: decisions and update samples a second, and their memory.
 
-    python benchmarks/smolvla_450m.py [--rows 1 64] [--update-rows 8 32] [--limit-gb 16] [--out results.json]
+    python benchmarks/smolvla_450m.py [--rows 1 64] [--update-rows 8 64] [--limit-gb 16] [--out results.json]
     python benchmarks/smolvla_450m.py --toy        # a few layers on a CPU: seconds, for CI
 
 The sizes are those of lerobot/smolvla_base and of SmolVLM2-500M-Video-Instruct: 16 layers of width 960, an expert of

@@ -21,15 +21,15 @@ def logged(run: Path, key: str) -> list[float]:
     return [line[key] for line in lines if key in line]
 
 
-def test_a_base_is_taught_and_improved(tmp_path):
+def test_a_base_is_made_and_improved(tmp_path):
     common = ["--run.root", str(tmp_path), "--run.num_threads", "1", "--run.device", "cpu"]
-    taught = [
+    imitation = [
         *("finetune", "tabletop_base_smolvla", "--run.name", "base", *common),
         *("--demos.suites", "tabletop_spatial", "--demos.task_ids", "0", "--demos.episodes_per_task", "2"),
         *("--demos.num_workers", "1", "--optim.steps", "4", "--optim.batch_size", "8"),
         *("--optim.warmup_steps", "1", "--optim.log_interval", "2"),
     ]
-    assert main(taught) == 0
+    assert main(imitation) == 0
     base = tmp_path / "base" / "checkpoints" / "final"
     improved = [
         *("train", "--policy.path", "base", "--run.name", "run", *common, "--run.iterations", "1"),
@@ -51,7 +51,7 @@ def test_a_base_is_taught_and_improved(tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (base, final))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys() and "model.action_out_proj.weight" in changed
-    assert not any(".vlm.model." in name for name in changed), "by default RL leaves the backbone as it was taught"
+    assert not any(".vlm.model." in name for name in changed), "by default RL leaves the backbone as imitation left it"
     ours, theirs = (load_policy(folder).processor.scalings for folder in (base, final))
     assert torch.equal(ours.action.stats["std"], theirs.action.stats["std"]), "RL keeps the demonstrations' statistics"
     assert (ours.action.stats["std"][:6] < 0.9).all()

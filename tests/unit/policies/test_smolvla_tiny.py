@@ -152,17 +152,17 @@ def test_the_tabletops_statistics_are_its_bounds_and_what_was_measured():
     np.testing.assert_allclose(found["proprio"]["std"], proprio.astype(np.float64).std(axis=0))
 
 
-def test_the_preset_teaches_the_whole_model(tmp_path: Path):
+def test_the_preset_trains_the_whole_model(tmp_path: Path):
     preset = load_config("tabletop_base_smolvla", schema=FinetuneConfig)
     assert preset.policy.path == INIT and preset.policy.train_backbone
     flags = [
-        *("--run.root", str(tmp_path), "--run.name", "taught", "--run.num_threads", "1", "--run.device", "cpu"),
+        *("--run.root", str(tmp_path), "--run.name", "base", "--run.num_threads", "1", "--run.device", "cpu"),
         *("--demos.suites", "tabletop_spatial", "--demos.task_ids", "0", "--demos.episodes_per_task", "4"),
         *("--demos.num_workers", "1", "--optim.steps", "12", "--optim.batch_size", "8"),
         *("--optim.warmup_steps", "2", "--optim.log_interval", "4", "--optim.save_dtype", "float32"),
     ]
     assert main(["finetune", "tabletop_base_smolvla", *flags]) == 0
-    final = tmp_path / "taught" / "checkpoints" / "final"
+    final = tmp_path / "base" / "checkpoints" / "final"
     losses = [json.loads(line)["train/loss"] for line in (final.parents[1] / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < 0.9 * losses[0]
     before, after = policy().model.state_dict(), load_policy(final).model.state_dict()
