@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 from fakes.cluster_runs import SMALL, ClusterRun, assert_equal_rows, flags, rows, wait_for
-from fakes.machines import Machines, cut, network, other_files
+from fakes.machines import Machines, cut, network, other_files, round_trip_s
 from ray.util.placement_group import placement_group_table
 
 from vlarl.callbacks import Callbacks, IterationRecord
@@ -135,6 +135,20 @@ def test_environments_behind_a_network_that_is_cut_are_started_elsewhere(tmp_pat
         lost = {name for name, node in nodes.items() if node != cluster.head}
         assert any(name.startswith("environments") for name in lost)
         assert "it is run again: environments" in check_equal(tmp_path / "lost", calm)
+
+
+@pytest.mark.slow
+def test_environments_behind_a_slow_network_give_the_same_metrics(tmp_path, calm):
+    """50 ms there and back, as between distant data centres; none of the timeouts take it for a loss."""
+    delay = 0.025  # in either direction
+    with network("vlarl16d", delay) as (prefix, here, there), closing(Machines(3, address=here)) as cluster:
+        second = cluster.add_within(prefix, 2, address=there)
+        nodes: dict[str, str] = {}
+        train(configured(tmp_path, "slow", **RAY, **THREE_WORKERS), callbacks=After(1, lambda: nodes.update(bundles())))
+        assert any(name.startswith("environments") and node == second for name, node in nodes.items())
+        log = check_equal(tmp_path / "slow", calm)
+        assert "it is run again" not in log
+        assert round_trip_s(prefix, here) >= 2 * delay
 
 
 def test_a_run_whose_folder_is_not_shared_is_refused_by_the_name_of_the_machine(machines, tmp_path):

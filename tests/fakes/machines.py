@@ -91,27 +91,61 @@ def _session(leader: int) -> list[int]:
 
 
 @contextmanager
-def network(name: str) -> Iterator[tuple[list[str], str, str]]:
-    """A network namespace: the prefix of commands that run in it, the address out here, and the one in there."""
+def network(name: str, delay: float = 0.0) -> Iterator[tuple[list[str], str, str]]:
+    """A network namespace: the prefix of commands that run in it, the address out here, and the one in there.
+
+    With a delay each packet arrives so many seconds late, in either direction.
+    """
     link, peer, here, there = f"{name}a", f"{name}b", "10.199.16.1", "10.199.16.2"
-    commands = [
-        f"ip netns add {name}",
-        f"ip link add {link} type veth peer name {peer}",
-        f"ip link set {peer} netns {name}",
-        f"ip addr add {here}/24 dev {link}",
-        f"ip link set {link} up",
-        f"ip netns exec {name} ip addr add {there}/24 dev {peer}",
-        f"ip netns exec {name} ip link set {peer} up",
-        f"ip netns exec {name} ip link set lo up",
-    ]
+    carrier = None
     try:
-        for command in commands:
-            if not _runs(command):
-                pytest.skip(f"no network namespaces here: `{command}` is not permitted")
+        _permitted(f"ip netns add {name}")
+        if delay:
+            carrier = _carrier(name, delay)
+        else:
+            _permitted(f"ip link add {link} type veth peer name {peer}")
+            _permitted(f"ip link set {peer} netns {name}")
+        _permitted(f"ip addr add {here} peer {there} dev {link}")
+        _permitted(f"ip link set {link} up")
+        _permitted(f"ip netns exec {name} ip addr add {there} peer {here} dev {peer}")
+        _permitted(f"ip netns exec {name} ip link set {peer} up")
+        _permitted(f"ip netns exec {name} ip link set lo up")
         yield ["ip", "netns", "exec", name], here, there
     finally:
+        if carrier is not None:
+            carrier.communicate(timeout=30)  # closes its input
         _runs(f"ip link del {link}")
         _runs(f"ip netns del {name}")
+
+
+def _carrier(name: str, delay: float) -> subprocess.Popen[str]:
+    """The process that carries packets with a delay; its devices are there when this returns."""
+    script = str(Path(__file__).with_name("slow_link.py"))
+    carrier = subprocess.Popen(
+        [sys.executable, script, name, str(delay)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert carrier.stdout is not None
+    if carrier.stdout.readline() != "ready\n":
+        pytest.skip(f"no networks with a delay here: {carrier.communicate()[1].strip().splitlines()[-1]}")
+    return carrier
+
+
+def _permitted(command: str) -> None:
+    if not _runs(command):
+        pytest.skip(f"no network namespaces here: `{command}` is not permitted")
+
+
+def round_trip_s(prefix: list[str], address: str) -> float:
+    """Seconds until a process in there hears that nothing listens on a port out here."""
+    program = (
+        "import socket, time\nbegun = time.monotonic()\n"
+        f"assert socket.socket().connect_ex(({address!r}, 9)), 'port 9 is in use'\nprint(time.monotonic() - begun)"
+    )
+    return float(subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, check=True).stdout)
 
 
 def cut(name: str) -> None:
