@@ -546,8 +546,8 @@ class PtxConfig(Section):
 
     path: str | None = None
     """What is imitated; null: nothing. With prompts, a file or folder like those of prompts.path, whose rows also have
-    the response. With robots, the folder of an RLDS dataset, or `experts` for demonstrations that the scripted experts
-    of env.suite give when the run starts."""
+    the response. With robots, the folder of an RLDS or LeRobot dataset, or `experts` for demonstrations that the
+    scripted experts of env.suite give when the run starts."""
     coef: NonNegativeFloat = 0.05
     """Weight of the mean negative log-prob of the imitated tokens; 0 leaves the dataset out."""
     batch_size: Many = 16
