@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,15 @@ import numpy as np
 from PIL import Image
 
 from vlarl.config.dataset_folder import find_recording
-from vlarl.data.conventions import policy_actions
 from vlarl.data.lerobot.declared import SUCCESS, policy_gripper
 from vlarl.data.lerobot.reader import LeRobotDataset
 from vlarl.data.recorded import RecordedDataset, RecordedEpisode, Roles
 from vlarl.data.rlds.demos import ACTION, INSTRUCTION, STATE, TERMINAL
-from vlarl.data.rlds.reader import RldsDataset
+from vlarl.data.rlds.mapping import Mapping, check_mapping, standardise
+from vlarl.data.rlds.reader import Episode, RldsDataset
+from vlarl.data.rlds.ready import ready_mapping
 from vlarl.data.statistics import dataset_statistics
+from vlarl.errors import UsageError
 from vlarl.types import FloatArray, UInt8Array
 
 SHEET_EPISODES, SHEET_FRAMES, SHEET_SIZE, SHEET_GAP = 8, 8, 128, 4  # rows, frames a row, pixels
@@ -31,8 +32,8 @@ class DatasetSummary:
 
     episode_lengths: tuple[int, ...]
     num_successes: int | None  # None if the dataset does not say
-    instructions: Mapping[str, int]  # text -> how many episodes
-    statistics: Mapping[str, Any] | None  # None without actions and states
+    instructions: dict[str, int]  # text -> how many episodes
+    statistics: dict[str, Any] | None  # None without actions and states
     convention: str  # of the actions that the statistics are of
 
 
@@ -60,7 +61,7 @@ def summarize(dataset: RldsDataset | LeRobotDataset) -> DatasetSummary:
     lengths: list[int] = []
     instructions: Counter[str] = Counter()
     actions, states = [], []
-    roles = roles_of(dataset)
+    roles, mapping = roles_of(dataset), _fitting_mapping(dataset)
     succeeded = SUCCESS if isinstance(dataset, LeRobotDataset) else TERMINAL
     num_successes = 0 if succeeded in dataset.fields else None
     episode: RecordedEpisode
@@ -70,24 +71,44 @@ def summarize(dataset: RldsDataset | LeRobotDataset) -> DatasetSummary:
             num_successes += bool(np.all(episode.values(succeeded)[-1]))
         if roles.instruction is not None:
             instructions[episode.texts(roles.instruction)[0]] += 1
-        if roles.action is not None and roles.state is not None:
+        if mapping is not None and isinstance(episode, Episode):
+            standard = standardise(episode, mapping, dict(dataset.fields), mapping.noops)
+            if standard is not None:
+                actions.append(standard.actions)
+                states.append(standard.state)
+        elif roles.action is not None and roles.state is not None:
             actions.append(episode.values(roles.action))
             states.append(episode.values(roles.state))
     statistics, convention = None, ""
     if actions:
-        given, convention = _given_actions(dataset, np.concatenate(actions))
-        statistics = dataset_statistics(given, np.concatenate(states), len(lengths))
+        given, convention = _given_actions(dataset, mapping, np.concatenate(actions))
+        mask = None if mapping is None else mapping.action_mask(given.shape[1])
+        statistics = dataset_statistics(given, np.concatenate(states), len(lengths), mask)
     return DatasetSummary(tuple(lengths), num_successes, dict(instructions.most_common()), statistics, convention)
 
 
-def _given_actions(dataset: RldsDataset | LeRobotDataset, recorded: FloatArray) -> tuple[FloatArray, str]:
+def _fitting_mapping(dataset: RldsDataset | LeRobotDataset) -> Mapping | None:
+    """The ready mapping by which `vlarl finetune` reads an RLDS dataset; None where its fields don't fit."""
+    if isinstance(dataset, LeRobotDataset):
+        return None
+    mapping = ready_mapping(dataset.name)
+    try:
+        check_mapping(mapping, dataset, "demos.mapping")
+    except UsageError:
+        return None
+    return mapping
+
+
+def _given_actions(
+    dataset: RldsDataset | LeRobotDataset, mapping: Mapping | None, actions: FloatArray
+) -> tuple[FloatArray, str]:
     """Actions in the policy's convention, as far as it is known; and which convention they are in."""
     as_given = "as a policy gives them"
     if isinstance(dataset, RldsDataset):
-        return policy_actions(dataset.name, recorded), as_given
+        return actions, as_given if mapping is not None else "as recorded, because no ready mapping fits the fields"
     if dataset.declared.gripper is None:
-        return recorded, "as recorded, because the gripper's convention is not declared"
-    return policy_gripper(dataset.declared.gripper, recorded), as_given
+        return actions, "as recorded, because the gripper's convention is not declared"
+    return policy_gripper(dataset.declared.gripper, actions), as_given
 
 
 def contact_sheet(dataset: RecordedDataset) -> Image.Image:

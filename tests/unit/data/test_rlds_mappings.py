@@ -14,8 +14,11 @@ from fakes.rlds_shards import Values, frames, write_dataset
 
 from vlarl.config.finetune import DemoConfig
 from vlarl.data.demo_set import DemoSet
+from vlarl.data.inspection import summarize
 from vlarl.data.rlds.demos import RldsSource
+from vlarl.data.rlds.reader import RldsDataset
 from vlarl.data.rlds.ready import READY, ready_mapping
+from vlarl.data.statistics import dataset_statistics
 
 T = 5
 XYZ, RPY = np.float32([0.1, 0.2, 0.3]), np.float32([0.4, 0.5, 0.6])
@@ -370,6 +373,22 @@ def test_a_dataset_is_standardised_by_its_own_convention(tmp_path, name):
         for order in range(len(made.views)):
             assert demos.images[row][order].max() == demos.images[row][order].min() == 40 + 50 * order + step
     assert demos.action_mask == (True,) * 6 + (False,)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_inspection_shows_the_statistics_that_finetune_would_use(tmp_path, name):
+    demos = read(tmp_path, name, MADE[name]())
+    summary = summarize(RldsDataset(tmp_path))
+    assert summary.convention == "as a policy gives them"
+    assert summary.statistics == dataset_statistics(demos.actions, demos.proprio, 1, demos.action_mask)
+
+
+def test_an_inspection_says_that_no_mapping_fits(tmp_path):
+    fields = {"action": every(MOVE), "observation/state": ramp(8), "language_instruction": [TEXT] * T}
+    write_dataset(tmp_path, "bridge_orig", [fields | {"observation/state": ramp(3)}])
+    summary = summarize(RldsDataset(tmp_path))
+    assert summary.convention == "as recorded, because no ready mapping fits the fields"
+    assert summary.statistics is not None and summary.statistics["action"]["mean"] == pytest.approx(MOVE.tolist())
 
 
 def test_other_names_have_the_layout_of_a_recording():
