@@ -23,7 +23,7 @@ from vlarl.config.derive import kl_estimator
 from vlarl.config.schema import Config
 from vlarl.config.words import counted
 from vlarl.decisions import TrainBatch
-from vlarl.errors import ClusterError, LearnersLostError, VlarlError
+from vlarl.errors import ClusterError, LearnersLostError, UsageError, VlarlError
 from vlarl.evaluation.run import evaluate_policy, without_images
 from vlarl.export.merge import merge_final
 from vlarl.observability.clock import Stopwatch
@@ -76,7 +76,7 @@ def reopened(config: Config, folder: Path, callbacks: Callbacks) -> tuple[Parts,
     for pause_s in REOPENING_PAUSES_S:
         try:
             return open_run(config, folder, None, callbacks)
-        except ClusterError as error:
+        except (ClusterError, UsageError) as error:  # the latter: it names a machine's CPUs that it never gives out
             log.warning("the run could not be opened again, which is tried once more in %g s: %s", pause_s, error)
             time.sleep(pause_s)
     return open_run(config, folder, None, callbacks)

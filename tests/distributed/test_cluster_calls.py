@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from fakes.actors import Called, Here, HereWorker, worker
+from fakes.actors import Called, Here, HereWorker, never, worker
 from fakes.cluster_runs import SMALL
 from fakes.sleeping_llm import FakeLLM
 
 from vlarl.config.schema import VllmConfig
 from vlarl.config.source.load import load_config
 from vlarl.decisions import Sampling, TrainBatch
-from vlarl.distributed import actor
+from vlarl.distributed import actor, learners
 from vlarl.distributed.actor import Result, Worker, get_all
 from vlarl.distributed.engines import EngineCalls, EngineGroup
 from vlarl.distributed.environments import PoolGroup
-from vlarl.distributed.learners import LearnerGroup, Sent, transport_of
+from vlarl.distributed.learners import SYNC_LIMITS, LearnerGroup, Sent, transport_of
 from vlarl.envs.base import started
 from vlarl.errors import ClusterError, UsageError, VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.observability.trace import NoTrace
@@ -737,6 +737,44 @@ def test_a_commit_ends_when_all_engines_have_replied():
         EngineCalls(["engine 0", "engine 1"], [lost, loading], 60.0).commit(1)
     ready, _ = ray.wait(references, timeout=0)
     assert ready == references
+
+
+def test_engines_that_hang_are_given_one_limit_together_to_abandon_a_sync():
+    """One limit each would exceed that of the sync, and the learners would be taken for hanging."""
+    references = []
+
+    class Hanging(Called):
+        def remote(self, method, *arguments):
+            assert method == "abandon_sync"
+            references.append(never.remote())
+            return references[-1]
+
+    actors = [Here(Part()) for _ in range(5)]
+    for each in actors:
+        each.call = Hanging(each.part)
+    began = time.monotonic()
+    EngineCalls([f"engine {i}" for i in range(5)], actors, 1.0).abandon("engine 3")
+    waited = time.monotonic() - began
+    for reference in references:
+        ray.cancel(reference)
+    assert waited < SYNC_LIMITS * 1.0 and len(references) == 4
+
+
+def test_ranks_that_wait_for_a_sync_outlast_the_engines_that_rank_0_waits_for(monkeypatch):
+    """Otherwise an engine that hangs ends the learners, instead of being replaced."""
+    joined = []
+
+    def join(*arguments):
+        joined.append(arguments[-1].total_seconds())
+        raise StopIteration
+
+    monkeypatch.setattr(learners.ProcessGroup, "join", join)
+    config = sync_config(**{"distributed.timeout_s": 7.0})
+    with pytest.raises(StopIteration):
+        learners.Rank(config, 2, False, 1).join("127.0.0.1", 1, None)
+    assert joined == [SYNC_LIMITS * 7.0] and SYNC_LIMITS > 2, (
+        "a limit for its call, and one for the others to abandon it"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -14,7 +14,7 @@ from fakes.cluster_runs import wait_for
 from ray.cluster_utils import Cluster as Raylets
 
 STORE = 80 << 20
-SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}  # instead of a minute
+SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 4000, "failure_threshold": 4}  # instead of a minute
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
@@ -96,7 +96,9 @@ def network(name: str, delay: float = 0.0) -> Iterator[tuple[list[str], str, str
 
     With a delay each packet arrives so many seconds late, in either direction.
     """
-    link, peer, here, there = f"{name}a", f"{name}b", "10.199.16.1", "10.199.16.2"
+    name, pid = _own(name), os.getpid()
+    link, peer = f"{name}a", f"{name}b"
+    here, there = (f"10.199.{pid // 64 % 256}.{2 * (pid % 64) + side}" for side in (1, 2))
     carrier = None
     try:
         _permitted(f"ip netns add {name}")
@@ -116,6 +118,11 @@ def network(name: str, delay: float = 0.0) -> Iterator[tuple[list[str], str, str
             carrier.communicate(timeout=30)  # closes its input
         _runs(f"ip link del {link}")
         _runs(f"ip netns del {name}")
+
+
+def _own(name: str) -> str:
+    """The name in this process: another test run on the machine has others."""
+    return f"{name}{os.getpid() % 100_000}"
 
 
 def _carrier(name: str, delay: float) -> subprocess.Popen[str]:
@@ -150,7 +157,7 @@ def round_trip_s(prefix: list[str], address: str) -> float:
 
 def cut(name: str) -> None:
     """Separate the two sides of the network: nothing is refused, and nothing arrives."""
-    assert _runs(f"ip link set {name}a down")
+    assert _runs(f"ip link set {_own(name)}a down")
 
 
 def other_files(folder: Path) -> list[str]:

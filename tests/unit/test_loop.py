@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +15,11 @@ from fakes.groups import flat
 
 import vlarl.loop
 from vlarl.algorithms import build_algorithm
+from vlarl.callbacks import Callbacks
 from vlarl.config.schema import Config
 from vlarl.decisions import TrainBatch
-from vlarl.errors import VlarlError
-from vlarl.loop import estimated_batch, improve, refuse_unscored, score_evaluated
+from vlarl.errors import ClusterError, UsageError, VlarlError
+from vlarl.loop import REOPENING_PAUSES_S, estimated_batch, improve, refuse_unscored, reopened, score_evaluated
 from vlarl.policies.distribution import token_logprobs
 from vlarl.policies.tiny import init_tiny
 from vlarl.rewards.combined import CombinedReward
@@ -335,3 +337,34 @@ def test_an_evaluation_gives_images_to_a_reward_that_reads_them_and_drops_all_ot
     assert ended_by_then == ([3, 6] if reads_images else [6, 6]), "a batch with images is scored as soon as it is full"
     assert [(e.task.seed, e.episode_return) for e in recorded[0].episodes] == [(i, 1.0) for i in range(6)]
     assert shown == [(i, 6) for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("refusal", [ClusterError, UsageError])
+def test_a_run_is_opened_again_while_the_cluster_still_names_a_machine_that_is_gone(monkeypatch, refusal):
+    """Its CPUs can't be reserved: the error for the user is not final then."""
+    opened: list[object] = [
+        refusal("has not reserved 2 CPUs"),
+        refusal("has not reserved 2 CPUs"),
+        ("parts", "session"),
+    ]
+    pauses: list[float] = []
+
+    def open_run(*arguments: object) -> object:
+        if isinstance(next_one := opened.pop(0), VlarlError):
+            raise next_one
+        return next_one
+
+    monkeypatch.setattr(vlarl.loop, "open_run", open_run)
+    monkeypatch.setattr(vlarl.loop.time, "sleep", pauses.append)
+    assert reopened(Config(), Path("run"), Callbacks()) == ("parts", "session")
+    assert pauses == list(REOPENING_PAUSES_S) and not opened
+
+
+def test_a_run_that_can_not_be_opened_again_ends_with_the_last_refusal(monkeypatch):
+    def open_run(*arguments: object) -> None:
+        raise UsageError("has not reserved 2 CPUs")
+
+    monkeypatch.setattr(vlarl.loop, "open_run", open_run)
+    monkeypatch.setattr(vlarl.loop.time, "sleep", lambda seconds: None)
+    with pytest.raises(UsageError, match="has not reserved"):
+        reopened(Config(), Path("run"), Callbacks())

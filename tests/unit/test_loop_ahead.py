@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from fakes.decisions import NoInputs
 from fakes.streaming import CountingSampler, Stream, StreamEngine, StreamPolicy, StreamPool, groups_of, key
 
 from vlarl.config.schema import Config
-from vlarl.errors import VlarlError
+from vlarl.errors import UsageError, VlarlError
 from vlarl.interrupt import InterruptGuard
 from vlarl.loop import check_staleness, rollouts
 from vlarl.observability.clock import Stopwatch
@@ -20,6 +21,7 @@ from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.ahead import RolloutsAhead
 from vlarl.rollout.collector import Collector
+from vlarl.run.open import _restore_rollouts
 from vlarl.run.schedule import Schedule
 from vlarl.training.state import TrainerState
 
@@ -102,6 +104,20 @@ def test_a_resumed_loop_begins_with_the_outstanding_groups_of_its_state():
             parts.engine.version += 1
             source.updated()
     assert sorted(trained) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)] and parts.sampler.batches == [3]
+
+
+def test_a_run_that_was_asynchronous_before_is_not_continued_in_turn():
+    """Some groups of a batch are trained on, some are not: in turn, samples would be missed and others used twice."""
+    parts, session = opened()
+    with rollouts(parts, session) as source:
+        state = TrainerState(open_episodes=json.loads(json.dumps(source.get(1).open_episodes)))
+    restored = SimpleNamespace(sampler=SimpleNamespace(restore=lambda state: None), segments=None)
+    _restore_rollouts(restored, state, Path("step_000001"), True)
+    refusal = (
+        r"asynchronous = false: the checkpoint step_000001 is of an asynchronous run, and \d episodes .* --distributed"
+    )
+    with pytest.raises(UsageError, match=refusal):
+        _restore_rollouts(restored, state, Path("step_000001"), False)
 
 
 def test_a_run_that_was_not_asynchronous_before_continues_with_the_batch_of_its_iteration():

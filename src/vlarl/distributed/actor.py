@@ -107,8 +107,12 @@ class Host:
         if not _is_read(Path(log_file).with_name(SHARED_FILE), nonce):
             self._refusal = shared.refusal(Path(log_file).stem, Path(log_file).parents[1])
             return
-        _write_to(log_file)
-        self._log = open(log_file, "a+b", buffering=0)  # noqa: SIM115 - as long as the process
+        try:
+            _write_to(log_file)
+            self._log = open(log_file, "a+b", buffering=0)  # noqa: SIM115 - as long as the process
+        except OSError as error:
+            self._refusal = f"{log_file} can't be written on {socket.gethostname()} ({error.strerror}): allow it there."
+            return
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path += [path for path in modules if path not in sys.path]

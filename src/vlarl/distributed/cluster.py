@@ -73,8 +73,8 @@ class Cluster:
         self.trace = trace
         self._groups: list[PlacementGroup] = []
         self._lock = threading.Lock()
-        given = {name: str(int(v) if isinstance(v, bool) else v) for name, v in config.env_vars.items()}
-        self._variables = {"TOKENIZERS_PARALLELISM": "false", **given, "OMP_NUM_THREADS": str(num_threads)}
+        self._variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(num_threads)}
+        self._given = {name: str(int(v) if isinstance(v, bool) else v) for name, v in config.env_vars.items()}
         self._nonce = secrets.token_hex(16)
         self._exempts = False  # whether objects of this process are left out of garbage collections
         self._found = ray.is_initialized()  # started by the program that uses vlarl, which also ends it
@@ -173,6 +173,10 @@ class Cluster:
         last = num_engines + demand.num_envs
         return engines, others[num_engines:last], others[last:]
 
+    def variables(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The environment variables of a worker; those of the configuration win over its own, such as a renderer's."""
+        return {**self._variables, **own, **self._given}
+
     def worker(
         self,
         name: str,
@@ -187,7 +191,7 @@ class Cluster:
             "num_cpus": resources.cpus,
             "num_gpus": resources.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {**self._variables, **(variables or {})}},
+            "runtime_env": {"env_vars": self.variables(variables or {})},
         }
         if placement is not None:
             group, bundle = placement

@@ -26,7 +26,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,9 +224,8 @@ class EngineCalls:
     def abandon(self, lost: str) -> None:
         """Make all but the lost one abandon the current sync."""
         others = [actor for name, actor in zip(self.names, self.actors, strict=True) if name != lost]
-        for reference in [actor.call.remote("abandon_sync") for actor in others]:
-            with suppress(*LOST):
-                ray.get(reference, timeout=self.timeout_s)
+        if references := [actor.call.remote("abandon_sync") for actor in others]:
+            ray.wait(references, num_returns=len(references), timeout=self.timeout_s)  # for all of them together
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call all engines, and wait."""

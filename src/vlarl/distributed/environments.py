@@ -192,13 +192,19 @@ class PoolGroup(AsyncPool):
             self._call(index, "step", [slots[i] for i in own], _together([actions[i] for i in own]), record)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
-        """Outcomes of all workers that have finished their calls: one at least, all of them in lock-step."""
+        """Outcomes of all workers that have finished their calls: one at least, all of them in lock-step.
+
+        None after a while in which all calls waited for workers that are being replaced: the caller may want to stop.
+        """
         outcomes, self._failures = self._failures, []
         if not outcomes and not self._is_waiting():
             raise RuntimeError("nothing was sent that could be received")
         while self._is_waiting() and (self.lockstep or not outcomes):
-            for index in self._ready():
+            ready = self._ready()
+            for index in ready:
                 outcomes += self._outcomes(index)
+            if not ready and not outcomes:
+                break
         return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def frame(self, slot: int) -> UInt8Array:
@@ -242,12 +248,17 @@ class PoolGroup(AsyncPool):
         return any(self._pending.values()) or bool(self._held)
 
     def _ready(self) -> list[int]:
-        """Wait until a worker has finished all its calls, or missed its deadline; the indices of all such workers."""
+        """Wait until a worker has finished all its calls, or missed its deadline; the indices of all such workers.
+
+        None after a while in which all calls waited for workers that are being replaced.
+        """
         while True:
             self._send_held()
             last = {requests[-1][0].reference: index for index, requests in self._pending.items() if requests}
             if not last:
-                wait([self._replacing[index] for index in self._held], return_when=FIRST_COMPLETED)
+                held = [self._replacing[index] for index in self._held]
+                if not wait(held, timeout=POLL_S, return_when=FIRST_COMPLETED).done:
+                    return []
                 continue
             left = min(requests[-1][0].deadline for requests in self._pending.values() if requests) - time.monotonic()
             limit = min(left, POLL_S) if self._held else left

@@ -54,6 +54,7 @@ from vlarl.weights.sync import SyncCost
 log = logging.getLogger(__name__)
 
 MB = 10**6
+SYNC_LIMITS = 4  # times distributed.timeout_s: rank 0 gives an engine the whole limit for each of its calls in a sync
 ENGINE_ATTEMPTS = 3  # to send an engine the learners' weights, replacing it after each failure
 
 
@@ -134,7 +135,7 @@ class Rank:
         d = self.config.distributed
         ranks: Ranks = SingleRank()
         if self.world_size > 1 or d.sharding != "none":
-            deadline = timedelta(seconds=d.timeout_s)
+            deadline = timedelta(seconds=SYNC_LIMITS * d.timeout_s)  # of ranks that wait for rank 0 in a sync, too
             ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
         torch.manual_seed(self.config.run.seed)
         sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
@@ -320,9 +321,8 @@ class LearnerGroup:
 
     def _send(self, calls: EngineCalls, sync: _Sync, staged: bool) -> Sent:
         """Let the ranks send their weights once."""
-        # Rank 0 gives an engine the whole limit for each of its calls, so its own limit is larger.
         # In an asynchronous run the ranks may have finished an update that the driver does not know of yet.
-        sent: Sent = self.call_all("send_weights", calls, staged, timeout_s=4 * calls.timeout_s)
+        sent: Sent = self.call_all("send_weights", calls, staged, timeout_s=SYNC_LIMITS * calls.timeout_s)
         sync.num_bytes += sent.num_bytes
         sync.num_resent += sent.num_resent
         if sent.num_resent:

@@ -15,7 +15,7 @@ import numpy as np
 
 from vlarl.config.schema import RewardConfig
 from vlarl.distributed.actor import Worker, get_all, replace_lost
-from vlarl.errors import RowsLostError, VlarlError, WorkerFailedError, WorkerLostError
+from vlarl.errors import VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.rewards import RewardContext, build_bare_reward
 from vlarl.rewards.base import Reward
 from vlarl.types import FloatArray, Observation, Trajectory
@@ -57,11 +57,7 @@ class FetchingReward(Reward):
 
     def score_all(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Score several, in their order."""
-        try:
-            whole = [trajectory.whole() for trajectory in trajectories]
-        except RowsLostError as error:
-            raise VlarlError(f"its images can't be read: {error}") from None  # of some of them: others can be scored
-        scored = self._reward.score_all(whole)
+        scored = self._reward.score_all([trajectory.whole() for trajectory in trajectories])
         return [Scored.of(theirs).onto(own) for own, theirs in zip(trajectories, scored, strict=True)]
 
     def move_to_cpu(self) -> bool:

@@ -77,6 +77,7 @@ OF_LEARNERS = (
     "distributed.colocate",
     "distributed.learner_gpus",
     "distributed.reward_gpus",
+    "distributed.restarts",
     "distributed.asynchronous",
     "distributed.max_staleness",
     "distributed.sync_bucket_mb",

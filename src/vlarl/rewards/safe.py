@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vlarl.errors import ClusterError, VlarlError, excerpt
+from vlarl.errors import ClusterError, RowsLostError, VlarlError, excerpt
 from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError
 from vlarl.types import Trajectory
 
@@ -55,7 +55,8 @@ class SafeReward(Reward):
     def score_all(
         self, trajectories: Sequence[Trajectory], before_each: Callable[[], None] = lambda: None
     ) -> list[Trajectory]:
-        """Score all episodes that are ok; those that can't be scored have their `reward_error` set.
+        """Score all episodes that are ok; those that can't be scored have their `reward_error` set. One whose images
+        were lost with a machine counts as crashed.
 
         `before_each` is called before each batch, and may raise to stop.
         """
@@ -97,6 +98,8 @@ class SafeReward(Reward):
             results = self._call(batch)
         except RewardUnavailableError as error:
             return [self._replacement(trajectory, error) for trajectory in batch]
+        except RowsLostError:
+            return [self._score_one(trajectory) for trajectory in batch]  # of some of them
         except ClusterError:
             raise  # not specific to these episodes: the run can't continue
         except Exception:
@@ -115,6 +118,9 @@ class SafeReward(Reward):
                 self._timeouts += 1
                 self._stop_if_hanging(trajectory, error)
                 return self._replacement(trajectory, error)
+            except RowsLostError as error:
+                log.warning("episode %s is left out: %s", trajectory.task.episode_id, error)
+                return replace(trajectory, status="crashed")  # not the reward's fault
             except ClusterError:
                 raise
             except Exception as error:

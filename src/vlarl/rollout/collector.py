@@ -215,7 +215,7 @@ class Collector:
                     num_ran += 1
                 else:
                     cause = cause or outcome.error
-                    if self._is_retried(episode, outcome.error):
+                    if self.is_retried(episode, outcome.error):
                         supply.put_back(slot, episode.again())
                         del running[slot]
                         continue
@@ -251,7 +251,7 @@ class Collector:
             self.pool.send_reset(beginning, tasks, self._recorded(beginning, running))
         return [slot for slot in taken if slot not in beginning]
 
-    def _is_retried(self, episode: Running, error: str) -> bool:
+    def is_retried(self, episode: Running, error: str) -> bool:
         """Whether an episode whose simulator failed is run again; not once it was tried often enough."""
         again = episode.attempt < self.retries
         fate = "it is run again" if again else f"given up after {counted(episode.attempt + 1, 'attempt')}"

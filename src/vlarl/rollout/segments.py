@@ -150,13 +150,35 @@ class Segments:
 
         All arrive together, at the same turn: a batched environment moves all its slots at every step.
         """
-        pool = self.collector.pool
-        if self._displaced and pool.lockstep:
+        is_lockstep = self.collector.pool.lockstep
+        if self._displaced and is_lockstep:
             self._displaced = set(self._open)
         begun = {slot for slot in self._displaced if self._open[slot].fingerprint}
-        coming = {slot: self._open[slot].episode for slot in sorted(begun)}
         self._displaced = set()
         seen: dict[int, Observation] = {}
+        missing = set(begun)
+        while missing:
+            found, errors = self._run_again(begun if is_lockstep else missing, check)
+            seen |= found
+            missing = {slot for slot, why in errors.items() if self.collector.is_retried(self._open[slot].episode, why)}
+            for slot in missing:
+                self._open[slot].episode.attempt += 1
+        for slot in begun:
+            came = self._open[slot]
+            if slot in seen and fingerprint(seen[slot]) == came.fingerprint:
+                came.episode.observation = seen[slot]
+                continue
+            name, after = came.episode.task.episode_id, came.episode.earlier.num_steps
+            log.warning("episode %s did not come back to its step %d: it starts again from its beginning", name, after)
+            self._open[slot] = _Open(came.episode.again(failed=False))
+        return sum(not self._open[slot].fingerprint for slot in begun)
+
+    def _run_again(self, slots: set[int], check: Callable[[], None]) -> tuple[dict[int, Observation], dict[int, str]]:
+        """Run the actions of the open episodes in these slots: where each arrives, and why others failed."""
+        pool = self.collector.pool
+        coming = {slot: self._open[slot].episode for slot in sorted(slots)}
+        seen: dict[int, Observation] = {}
+        errors: dict[int, str] = {}
         for left in range(max((len(episode.actions) for episode in coming.values()), default=-1), -1, -1):
             moving = [slot for slot in coming if len(coming[slot].actions) > left]
             beginning = [slot for slot in coming if len(coming[slot].actions) == left]
@@ -170,18 +192,13 @@ class Segments:
                     awaited.remove(slot)
                     if _is_under_way(outcome):
                         seen[slot] = outcome.observation
-                    else:
-                        del coming[slot]
+                        continue
+                    del coming[slot]
+                    seen.pop(slot, None)
+                    if outcome.error is not None:
+                        errors[slot] = outcome.error
             check()
-        for slot in begun:
-            found = self._open[slot]
-            if slot in coming and fingerprint(seen[slot]) == found.fingerprint:
-                found.episode.observation = seen[slot]
-                continue
-            name, after = found.episode.task.episode_id, found.episode.earlier.num_steps
-            log.warning("episode %s did not come back to its step %d: it starts again from its beginning", name, after)
-            self._open[slot] = _Open(found.episode.again(failed=False))
-        return sum(not self._open[slot].fingerprint for slot in begun)
+        return seen, errors
 
 
 def fingerprint(observation: Observation) -> str:

@@ -16,6 +16,7 @@ from vlarl.config.rules.across import check
 from vlarl.config.schema import Config
 from vlarl.config.source.load import to_yaml
 from vlarl.config.suites import suite_label
+from vlarl.config.words import counted
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
@@ -72,7 +73,7 @@ def open_run(
         opening: list[str] = []
         if resume is not None:
             if checkpoint is not None:
-                _restore_rollouts(parts, state, checkpoint)
+                _restore_rollouts(parts, state, checkpoint, config.distributed.asynchronous)
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing trained: evaluate again
@@ -83,12 +84,18 @@ def open_run(
     return parts, Session(config, directory, learner, store, state, lock, trace, is_new, opening, callbacks)
 
 
-def _restore_rollouts(parts: Parts, state: TrainerState, checkpoint: Path) -> None:
+def _restore_rollouts(parts: Parts, state: TrainerState, checkpoint: Path, asynchronous: bool) -> None:
     try:
         parts.sampler.restore(state.sampler)
         if parts.segments is not None:
             parts.segments.restore(state.open_episodes)
         else:
-            read_outstanding(state.open_episodes)  # which the loop resumes with, if it is asynchronous
+            _, outstanding = read_outstanding(state.open_episodes)  # which the loop resumes with
+            if outstanding and not asynchronous:  # some of a batch are trained on, some not: it can't be taken again
+                raise UsageError(
+                    f"distributed.asynchronous = false: the checkpoint {checkpoint} is of an asynchronous run, and "
+                    f"{counted(len(outstanding), 'episode')} of its batches were still to be run. Resume it with "
+                    "--distributed.asynchronous true, or start a new run from its weights with --policy.path."
+                )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(damaged(checkpoint, error)) from error

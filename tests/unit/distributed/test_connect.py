@@ -81,12 +81,13 @@ def test_the_dashboard_is_started_on_request_and_its_address_is_shown(tmp_path, 
 
 def test_workers_get_the_variables_of_the_configuration(tmp_path):
     config = DistributedConfig(
-        backend="ray", env_vars={"NCCL_CUMEM_ENABLE": 0, "NCCL_P2P_DISABLE": True, "TOKENIZERS_PARALLELISM": "true"}
+        backend="ray", env_vars={"NCCL_CUMEM_ENABLE": 0, "TOKENIZERS_PARALLELISM": True, "LP_NUM_THREADS": 4}
     )
     made = Cluster(config, tmp_path / "logs", 3, NoTrace())
-    assert made._variables == {
+    assert made.variables({"LP_NUM_THREADS": "1", "MUJOCO_GL": "egl"}) == {
         "NCCL_CUMEM_ENABLE": "0",
-        "NCCL_P2P_DISABLE": "1",
-        "TOKENIZERS_PARALLELISM": "true",
+        "TOKENIZERS_PARALLELISM": "1",
+        "LP_NUM_THREADS": "4",
+        "MUJOCO_GL": "egl",
         "OMP_NUM_THREADS": "3",
     }

@@ -61,6 +61,21 @@ def test_a_worker_that_does_not_see_the_shared_folder_is_refused_and_writes_noth
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ([".shared"] if content else [])
 
 
+def test_a_worker_that_can_not_write_its_log_is_refused(tmp_path, monkeypatch):
+    """As where the machine's root user has no rights on a folder of another one's."""
+
+    def refused(log_file: str) -> None:
+        raise PermissionError(13, "Permission denied", log_file)
+
+    monkeypatch.setattr(worker, "_write_to", refused)
+    (tmp_path / worker.SHARED_FILE).write_text("nonce")
+    host = Host()
+    host.prepare(str(tmp_path / "engine-1.log"), "", [], "nonce")
+    error = host.begin(lambda: SimpleNamespace()).error
+    assert isinstance(error, UsageError)
+    assert f"engine-1.log can't be written on {socket.gethostname()} (Permission denied)" in str(error)
+
+
 def test_arguments_travel_as_one_object_unless_one_of_them_is_of_the_store():
     """Ray fetches what is an argument itself, and serializes each argument by itself."""
     host = Host()

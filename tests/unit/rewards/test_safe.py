@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlarl.errors import ClusterError, VlarlError
+from vlarl.errors import ClusterError, RowsLostError, VlarlError
 from vlarl.interrupt import Interrupted
 from vlarl.rewards.base import Reward, RewardTimeoutError, RewardUnavailableError, reward_at_end
 from vlarl.rewards.combined import CombinedReward
@@ -46,6 +46,19 @@ class Scripted(Reward):
 @pytest.fixture
 def episodes(trajectory):
     return lambda count: [trajectory([[0.5, 0.5]], group=n, seed=n) for n in range(count)]
+
+
+@pytest.mark.parametrize("num_lost", [1, 5, 8])
+def test_episodes_whose_images_were_lost_with_a_machine_are_left_out_and_are_no_failures(episodes, caplog, num_lost):
+    """Most of them or all: the reward is not to blame, and the run must not end because of it."""
+    lost = RowsLostError("processed observations are lost with the machine that they were made on", "ff")
+    reward = SafeReward(Scripted({n: lost for n in range(num_lost)}, batch_size=4))
+    scored = reward.score_all(episodes(8))
+    assert [t.status for t in scored] == ["crashed"] * num_lost + ["ok"] * (8 - num_lost)
+    assert all(t.reward_error is None for t in scored) and [t.env_return for t in scored[num_lost:]] == [1] * (
+        8 - num_lost
+    )
+    assert caplog.text.count("is left out: processed observations are lost") == num_lost
 
 
 def test_a_healthy_reward_is_left_alone(episodes, caplog):

@@ -262,6 +262,33 @@ def test_an_episode_that_does_not_come_back_starts_again_and_is_counted(caplog):
     assert "did not come back to its step 6: it starts again from its beginning" in caplog.text
 
 
+@pytest.mark.parametrize("pool", [{}, {"batched": True}, {"shuffled": True}], ids=["arrays", "batched", "processes"])
+def test_an_episode_whose_simulator_fails_while_it_is_brought_back_is_brought_back_again(pool, caplog):
+    calm = played(segments_of(WalkPool(3, **pool)), 8)
+    disturbed = WalkPool(3, **pool)
+    segments = segments_of(disturbed)
+    before = played(segments, 2)
+    (longest,) = [part for part in before[1] if part.continues and part.task.task_id == 1]
+    disturbed.fails_at = {(1, 2), (1, 4)}  # steps of its first segment: once each
+    list(segments.collector.episodes([Task("walk", 2, 1, seed=3)], SAMPLING))
+    after = played(segments, 6)
+    assert not disturbed.fails_at and contents(before + after) == contents(calm)
+    assert [part.num_retries for part in after[0] if part.task == longest.task] == [2]
+    assert caplog.text.count("it is run again: the simulator died") == 2 and "did not come back" not in caplog.text
+
+
+def test_an_episode_whose_simulator_always_fails_while_it_is_brought_back_starts_again(caplog):
+    pool = WalkPool(2)
+    segments = segments_of(pool, retries=0)
+    played(segments, 1)
+    list(segments.collector.episodes([Task("walk", 2, 1, seed=3)], SAMPLING))
+    pool.fails_at = {(1, 2)}
+    (second,) = played(segments, 1)
+    (again,) = [part for part in second if part.task.task_id == 1]
+    assert again.earlier.num_steps == 0 and segments.num_restarted == 1
+    assert "given up after 1 attempt: the simulator died" in caplog.text
+
+
 def test_an_episode_whose_simulator_failed_starts_again_without_what_was_collected():
     """Task 0 fails at the third decision of the first iteration, task 1 in the middle of its second segment."""
     pool = WalkPool(1)
