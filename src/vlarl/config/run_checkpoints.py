@@ -177,8 +177,8 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
 
 
 def is_flow(name: str) -> bool | None:
-    """Whether a checkpoint is a flow policy, by its config.json or that of the base under an adapter; on the hub, by its
-    name. None: that is not known before a download."""
+    """Whether a checkpoint is a flow policy: by its config.json, or by its name on the hub. None: that is not known
+    before a download."""
     if name.startswith(("builtin:", "init:")):
         return name in FRESH_FLOWS
     folder = local_folder(name)

@@ -20,7 +20,8 @@ SLAB = 256  # frames that are prepared at once
 
 
 class DemoBatches:
-    """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics."""
+    """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics, or all by the
+    pooled ones, as the policy has it."""
 
     def __init__(
         self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device, sampler: MixtureSampler

@@ -13,8 +13,8 @@ from vlarl.policies.family import BYTES, FLOAT32, Description, DtypeName, Memory
 from vlarl.policies.smolvla.checkpoint import COMPILED, UNUSED, backbone_folder
 from vlarl.policies.smolvla.config import SmolVLAConfig, TextSizes, read_config
 from vlarl.policies.smolvla.model import SmolVLAModel
+from vlarl.policies.smolvla.pipelines import PREPROCESSOR
 from vlarl.policies.smolvla.saving import MODEL
-from vlarl.policies.smolvla.statistics import PREPROCESSOR
 from vlarl.policies.stored import adapter_facts, stored_weights
 from vlarl.policies.weight_files import read_shapes
 

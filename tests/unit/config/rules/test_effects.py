@@ -130,7 +130,6 @@ def test_an_entropy_bonus_needs_a_std_that_is_learned():
     assert problems_of(None, given | {"policy.path": "init:tiny-oft"}) == []
 
 
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -181,7 +181,9 @@ def test_a_smolvla_of_real_size_is_not_taken_for_a_7b_model(work):
     named = ["lerobot/smolvla_libero", "me/my-SmolVLA@v2", "./mine", str(adapter(work / "a", "lerobot/smolvla_base"))]
     for path in named:
         given = {"policy.path": path, "env.suite": "libero_spatial"}
-        assert start_of(None, given).lines == [f"starts from the preset {TOY}, chosen because policy.path is a small model"]
+        assert start_of(None, given).lines == [
+            f"starts from the preset {TOY}, chosen because policy.path is a small model"
+        ]
         config, own = load_config(None, given), load_config(TOY).rollout.temperature
         assert config.rollout.temperature == own and not config.lora.enabled
         policy = config.policy.model_dump(exclude={"path"})
