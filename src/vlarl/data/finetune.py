@@ -24,7 +24,7 @@ from vlarl.config.training_data import by_demonstrations
 from vlarl.data.augmentation import AugmentedBatches
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
+from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_mixed_sizes, refuse_other_robot
 from vlarl.data.finetune_run import FinetuneRun
 from vlarl.data.held_out import build_validation, split_played
 from vlarl.data.mixtures import MixtureSampler, table
@@ -137,6 +137,7 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[SupervisedPolic
         sources = open_sources(config.demos, seed, size, policy.num_images)
     for source in sources:
         refuse_other_robot(policy, source)
+    refuse_mixed_sizes(policy, sources)
     policy.prepare_supervised(settings, config.lora, seed)
     recorded = [source.suite for source in sources if isinstance(source, RecordedSource)]
     policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))

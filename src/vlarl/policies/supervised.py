@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +33,9 @@ class ImitationErrors:
 
 class SupervisedPolicy(Policy):
     """A policy with a loss on demonstrated actions: cross-entropy of tokens, absolute error, flow matching."""
+
+    keeps_frame_size: ClassVar[bool] = False
+    """Frames of demonstrations stay as large as they were recorded, so that all must have one size."""
 
     @property
     @abstractmethod

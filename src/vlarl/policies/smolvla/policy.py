@@ -48,6 +48,7 @@ class SmolVLAPolicy(SupervisedPolicy):
 
     model: SmolVLAModel
     has_compute_dtype = False
+    keeps_frame_size = True
 
     def __init__(self, config: SmolVLAConfig, processor: Processor, conventions: Conventions) -> None:
         super().__init__()
