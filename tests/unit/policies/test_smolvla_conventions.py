@@ -19,7 +19,7 @@ from vlarl.decisions import Sampling
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 from vlarl.policies.family import FlowOptions
-from vlarl.policies.load import load_policy
+from vlarl.policies.load import describe_checkpoint, load_policy
 from vlarl.policies.smolvla.conventions import FILE_NAME, signed_statistics, to_signed
 from vlarl.policies.smolvla.pipelines import NORMALIZING
 from vlarl.policies.smolvla.policy import SmolVLAPolicy
@@ -253,6 +253,8 @@ def test_normalised_images_are_refused(folder, file):
         without_pipelines(folder)
     with pytest.raises(UsageError, match=r"normalisation of VISUAL is 'MEAN_STD', and only IDENTITY is supported"):
         load_policy(folder)
+    (problem,) = describe_checkpoint(folder).problems
+    assert "normalisation of VISUAL" in problem, "which vlarl doctor says, too"
 
 
 @pytest.mark.parametrize("file", NORMALIZING)
@@ -265,3 +267,4 @@ def test_steps_that_are_not_known_are_refused(folder, file, step):
         load_policy(folder)
     (name,) = step.values()
     assert f"{file} has the step '{name}', which is not supported" in str(error.value)
+    assert [f"the step '{name}'" in problem for problem in describe_checkpoint(folder).problems] == [True]

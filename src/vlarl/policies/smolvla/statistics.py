@@ -101,16 +101,22 @@ class Scalings:
 
 def read_scalings(folder: Path, config: SmolVLAConfig, unread: Mapping[str, torch.Tensor]) -> Scalings:
     """From the folder's pipelines; older folders have none, and the statistics among the tensors in `unread`."""
+    check_pipelines(folder, config)
+    return Scalings(
+        _of_pipeline(folder, PREPROCESSOR, STATE, "STATE", config, unread),
+        _of_pipeline(folder, POSTPROCESSOR, ACTION, "ACTION", config, unread),
+    )
+
+
+def check_pipelines(folder: Path, config: SmolVLAConfig) -> None:
+    """ValueError for normalised images, and for steps that are not known."""
     visual = _modes(config, normalizing_step(folder, PREPROCESSOR)).get("VISUAL", "IDENTITY")
     if visual != "IDENTITY":
         raise ValueError(
             f"the normalisation of VISUAL is {visual!r}, and only IDENTITY is supported: use a checkpoint whose images "
             "are not normalised"
         )
-    return Scalings(
-        _of_pipeline(folder, PREPROCESSOR, STATE, "STATE", config, unread),
-        _of_pipeline(folder, POSTPROCESSOR, ACTION, "ACTION", config, unread),
-    )
+    normalizing_step(folder, POSTPROCESSOR)
 
 
 def _of_pipeline(
