@@ -24,8 +24,14 @@ class DemoBatches:
     pooled ones, as the policy has it."""
 
     def __init__(
-        self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device, sampler: MixtureSampler
+        self,
+        demos: Sequence[DemoSet],
+        policy: SupervisedPolicy,
+        device: torch.device,
+        sampler: MixtureSampler,
+        max_bytes: int = MAX_HELD_BYTES,
     ) -> None:
+        """`max_bytes` of rows and frames are kept in memory; frames of larger sets are read for each batch."""
         parts: list[TensorRows] = []
         for part in demos:
             policy.use_statistics(None, part.name)
@@ -34,7 +40,7 @@ class DemoBatches:
             parts.append(policy.demo_rows(instructions, part.proprio, chunks))
         self._rows = type(parts[0]).cat(parts).to(device)
         own = sum(tensor.nbytes for tensor in self._rows.tensors())
-        self._frames = Frames(demos, policy, device, MAX_HELD_BYTES - own)
+        self._frames = Frames(demos, policy, device, max_bytes - own)
         self._starts = np.cumsum([0, *(len(part) for part in demos)])
         self._sampler, self._device = sampler, device
 

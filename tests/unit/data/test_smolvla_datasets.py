@@ -140,7 +140,7 @@ def test_frames_count_with_the_size_that_they_are_kept_at(tmp_path):
     assert torch.equal(fits.take(rows), too_large.take(rows))
 
 
-def test_rows_and_frames_together_are_below_the_limit(tmp_path, monkeypatch):
+def test_rows_and_frames_together_are_below_the_limit(tmp_path):
     write(tmp_path / "data", "mine", 1.0, episodes=2)
     policy, sources = command.start(configured(tmp_path, ("mine",)), CPU)
     demos, _ = collect_demos(sources, lambda line: None)
@@ -148,8 +148,7 @@ def test_rows_and_frames_together_are_below_the_limit(tmp_path, monkeypatch):
     size, sampler = 16 * 16 * 16 * 3, MixtureSampler([16], [1.0], 0)
 
     def held(limit: int) -> batches.DemoBatches:
-        monkeypatch.setattr(batches, "MAX_HELD_BYTES", limit)
-        return batches.DemoBatches(demos, policy, CPU, sampler)
+        return batches.DemoBatches(demos, policy, CPU, sampler, limit)
 
     own = sum(tensor.nbytes for tensor in held(size)._rows.tensors())
     assert own > 1000
