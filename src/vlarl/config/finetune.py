@@ -49,9 +49,9 @@ class DemoConfig(Section):
     dataset_name: str | None = None
     """LeRobot: the name of the suite that was recorded, such as libero_spatial; by default that of the folder."""
     gripper: Gripper | None = None
-    """LeRobot: what the recorded gripper, the last dimension of an action, means. The policy's gripper is 1 if it is
-    open and 0 if it is closed; as_recorded: not converted. Required unless vlarl wrote the dataset or demos.mapping
-    says it."""
+    """LeRobot: what the recorded gripper, the last dimension of an action, means. It becomes 1 for open and 0 for
+    closed, as libero_* and metaworld_* have it; the tabletop, whose 1 closes, needs as_recorded: not converted.
+    Required unless vlarl wrote the dataset or demos.mapping says it."""
     split: str = "train"
     """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
     holdout: BelowOne = 0.0
@@ -101,7 +101,7 @@ class AugmentConfig(Section):
     """Change the images, each sample by random numbers that follow from run.seed and its index. Checkpoints that are
     trained with crops are then used with policy.center_crop."""
     crop_area: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Fraction of the image's area that the crop keeps; 1: no crop."""
+    """Fraction of the image's area that the crop keeps; 1: no crop, which SmolVLA needs: it has no center crop."""
     brightness: UnitInterval = 0.2
     """Largest change of the brightness, of values between 0 and 1."""
     contrast: BelowOne = 0.2

@@ -85,6 +85,9 @@ BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 FRESH_NAMES = (*BUILTIN_DECODERS, "tiny-smolvla")
 """Policies of robots that `init:<name>` gives fresh weights."""
 
+FRESH_FLOWS = ("init:tiny-smolvla",)
+"""Those that are flow policies."""
+
 BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
 """Actions that each predicts at once."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_HOMES, FRESH_NAMES
+from vlarl.config.known import BUILTIN_HOMES, FRESH_FLOWS, FRESH_NAMES
 from vlarl.config.paths import brief, expanded
 from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
@@ -156,7 +156,8 @@ def holding_policy(name: str, folder: Path) -> Path:
 def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
     """Whether a checkpoint is a small model, by the size of its weights or of those of the base under an adapter.
 
-    A model on the hub counts as large; a name that is not a checkpoint, which is refused later, counts as small.
+    A SmolVLA of real size is small, too. Any other model on the hub counts as large; a name that is not a checkpoint,
+    which is refused later, counts as small.
     """
     if name.partition(":")[0] in ("builtin", "init"):
         return True
@@ -167,16 +168,36 @@ def is_small_checkpoint(name: str, root: Path | str = DEFAULT_ROOT) -> bool:
         if not isinstance(base, str) or Path(base, ADAPTER).is_file():  # an adapter on an adapter can't be loaded
             return False
         name, folder = base, local_folder(base)
+    if is_flow(name if folder is None else str(folder)):
+        return True
     if folder is None:
         return as_hub_id(name) is None
     weights = [path for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")]
     return sum(path.stat().st_size for path in weights if path.is_file() and path.name != TRAINER_WEIGHTS) < SMALL_BYTES
 
 
+def is_flow(name: str) -> bool | None:
+    """Whether a checkpoint is a flow policy: by its config.json, or by its name on the hub. None: that is not known
+    before a download."""
+    if name.startswith(("builtin:", "init:")):
+        return name in FRESH_FLOWS
+    folder = local_folder(name)
+    if folder is None:
+        return True if as_hub_id(name) and "smolvla" in _model_words(name) else None
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        return None
+    return read_object(folder / "config.json").get("type") == "smolvla"
+
+
+def _model_words(hub_id: str) -> list[str]:
+    """The words of a model's name, without its organisation."""
+    return re.split(r"[-_.@]", hub_id.lower().partition("/")[2])
+
+
 def other_model(name: str) -> str | None:
     """The message for a hub id that names another kind of policy; None for any other name."""
     organisation, _, model = name.partition("/")
-    kind = re.split(r"[-_.@]", model.lower())[0]
+    kind = _model_words(name)[0]
     if "/" in model or local_folder(name) is not None or (organisation != "lerobot" and kind not in OTHER_MODELS):
         return None
     if kind == "smolvla":

@@ -215,11 +215,14 @@ class FlowConfig(Section):
     flow_critic: Literal["vlm", "expert"] = "vlm"
     """Flow policies: the critic reads the last state of the vision-language model (vlm), or the mean of the action
     expert's states when denoising begins (expert)."""
-    gripper: Literal["same", "signed"] = "same"
-    """Flow policies: same takes the last action dimension as the suite reads it; signed is for checkpoints whose -1
-    opens the gripper and 1 closes it, such as lerobot's of LIBERO, where the suite has 1 and 0."""
+    gripper: Literal["same", "signed"] | None = None
+    """Flow policies: what the last dimension of the policy's actions means. signed: -1 opens the gripper and 1 closes
+    it, as in lerobot's LIBERO data; it is converted for suites where 1 opens and 0 closes (libero_*, metaworld_*, gym),
+    and left for the tabletop, where 1 closes, too. same: as the suite reads it. By default what the checkpoint says,
+    and same if it does not say."""
     state_dims: tuple[NonNegativeInt, ...] | None = None
-    """Flow policies: indices of the values of the robot's state that the policy reads, in its order; by default all."""
+    """Flow policies: indices of the values of the robot's state that the policy reads, in its order; by default the
+    checkpoint's, or all."""
 
 
 class ModelConfig(Section):

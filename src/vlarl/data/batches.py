@@ -15,16 +15,23 @@ from vlarl.observability.machine import available_cores
 from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.training.sft import DemoBatch
 
-MAX_HELD_BYTES = 8 * 2**30  # of frames in memory; larger sets are read for each batch
+MAX_HELD_BYTES = 8 * 2**30  # in memory; frames of larger sets are read for each batch
 SLAB = 256  # frames that are prepared at once
 
 
 class DemoBatches:
-    """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics."""
+    """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics, or all by the
+    pooled ones, as the policy has it."""
 
     def __init__(
-        self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device, sampler: MixtureSampler
+        self,
+        demos: Sequence[DemoSet],
+        policy: SupervisedPolicy,
+        device: torch.device,
+        sampler: MixtureSampler,
+        max_bytes: int = MAX_HELD_BYTES,
     ) -> None:
+        """`max_bytes` of rows and frames are kept in memory; frames of larger sets are read for each batch."""
         parts: list[TensorRows] = []
         for part in demos:
             policy.use_statistics(None, part.name)
@@ -32,7 +39,8 @@ class DemoBatches:
             chunks = part.chunks(np.arange(len(part)), policy.num_steps)
             parts.append(policy.demo_rows(instructions, part.proprio, chunks))
         self._rows = type(parts[0]).cat(parts).to(device)
-        self._frames = Frames(demos, policy, device)
+        own = sum(tensor.nbytes for tensor in self._rows.tensors())
+        self._frames = Frames(demos, policy, device, max_bytes - own)
         self._starts = np.cumsum([0, *(len(part) for part in demos)])
         self._sampler, self._device = sampler, device
 
@@ -56,7 +64,7 @@ class Frames:
         self._ends = np.cumsum([len(part) for part in demos])
         self._readers = ThreadPoolExecutor(available_cores())
         self._held: torch.Tensor | None = None  # [N, …]
-        if int(self._ends[-1]) * policy.num_images * policy.image_size**2 * 3 <= max_bytes:
+        if sum(len(part) * policy.demo_frames([part.images[0]]).nbytes for part in demos) <= max_bytes:
             parts = [self._all(part) for part in demos]
             self._held = parts[0] if len(parts) == 1 else torch.cat(parts)
             if device.type == "cuda":

@@ -238,6 +238,17 @@ def refuse_other_robot(policy: SupervisedPolicy, source: DemoSource, option: str
         )
 
 
+def refuse_mixed_sizes(policy: SupervisedPolicy, sources: Sequence[DemoSource]) -> None:
+    """Refuse datasets whose frames differ in size, for a policy that reads them as they were recorded."""
+    recorded = [source for source in sources if isinstance(source, RecordedSource)]
+    if policy.keeps_frame_size and len({source.frame_size for source in recorded}) > 1:
+        sizes = ", ".join(f"{source.name} {source.frame_size[1]} x {source.frame_size[0]}" for source in recorded)
+        raise UsageError(
+            f"demos.mixture: its datasets have frames of different sizes ({sizes}), and this policy reads them as they "
+            "were recorded; name datasets of one size, or record them again in one."
+        )
+
+
 def collect_demos(sources: Iterable[DemoSource], note: Note) -> tuple[list[DemoSet], float]:
     """The demonstrations to imitate from all sources, and the fraction of all of them that reached their goal."""
     kept: list[DemoSet] = []

@@ -24,13 +24,13 @@ from vlarl.config.training_data import by_demonstrations
 from vlarl.data.augmentation import AugmentedBatches
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
-from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_other_robot
+from vlarl.data.demos import DemoSource, collect_demos, open_sources, refuse_mixed_sizes, refuse_other_robot
 from vlarl.data.finetune_run import FinetuneRun
 from vlarl.data.held_out import build_validation, split_played
 from vlarl.data.mixtures import MixtureSampler, table
 from vlarl.data.recorded_demos import RecordedSource
 from vlarl.data.rlds.writer import STATISTICS
-from vlarl.data.statistics import dataset_statistics
+from vlarl.data.statistics import dataset_statistics, pooled_statistics
 from vlarl.data.tabletop_demos import TABLETOP
 from vlarl.devices import choose_device
 from vlarl.envs.tabletop.geometry import PROPRIO_HIGH, PROPRIO_LOW
@@ -87,11 +87,14 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         collected, demo_success = collect_demos(sources, run.progress.note)
         demos, held_out = split_played(collected, sources, config.demos.holdout)
         statistics = {part.name: demo_statistics(part) for part in demos}
-        for name, values in statistics.items():
-            policy.add_statistics(name, values)
+        weights = sampling_weights(config.demos, demos)
+        policy.add_all_statistics(
+            statistics,
+            lambda: pooled_statistics([part.actions for part in demos], [part.proprio for part in demos], weights),
+        )
         write_json(directory.path / STATISTICS, statistics)
         names = [part.name for part in demos]
-        sampler = MixtureSampler([len(part) for part in demos], sampling_weights(config.demos, demos), config.run.seed)
+        sampler = MixtureSampler([len(part) for part in demos], weights, config.run.seed)
         imitation = Imitation(policy, config.optim)
         validation = build_validation(config, policy, sources, held_out, list(sampler.weights), run.progress.note)
         batches: Batches = DemoBatches(demos, policy, device, sampler)
@@ -134,6 +137,7 @@ def start(config: FinetuneConfig, device: torch.device) -> tuple[SupervisedPolic
         sources = open_sources(config.demos, seed, size, policy.num_images)
     for source in sources:
         refuse_other_robot(policy, source)
+    refuse_mixed_sizes(policy, sources)
     policy.prepare_supervised(settings, config.lora, seed)
     recorded = [source.suite for source in sources if isinstance(source, RecordedSource)]
     policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))

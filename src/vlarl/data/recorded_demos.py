@@ -110,6 +110,11 @@ class RecordedSource:
         self.num_damaged = 0  # episodes that were skipped
 
     @property
+    def frame_size(self) -> tuple[int, int]:
+        """Height and width of the frames that are read."""
+        return self._size
+
+    @property
     def cameras(self) -> list[str]:
         """The fields of the views that are read."""
         return [camera for camera in self._cameras if camera is not None]

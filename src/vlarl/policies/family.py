@@ -38,7 +38,7 @@ class FlowOptions:
     steps: int | None = None
     stochastic_step: int | None = None
     critic: Literal["vlm", "expert"] = "vlm"
-    gripper: Literal["same", "signed"] = "same"
+    gripper: Literal["same", "signed"] | None = None  # None: the checkpoint's
     state_dims: tuple[int, ...] | None = None
 
     def refuse_given(self) -> None:

@@ -10,9 +10,9 @@ Rows are small and made once for all demonstrations. Frames are large: the calle
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,9 @@ class ImitationErrors:
 class SupervisedPolicy(Policy):
     """A policy with a loss on demonstrated actions: cross-entropy of tokens, absolute error, flow matching."""
 
+    keeps_frame_size: ClassVar[bool] = False
+    """Frames of demonstrations stay as large as they were recorded, so that all must have one size."""
+
     @property
     @abstractmethod
     def proprio_dim(self) -> int | None:
@@ -49,6 +52,14 @@ class SupervisedPolicy(Policy):
 
         They have the layout of dataset_statistics.json (docs/checkpoints.md).
         """
+
+    def add_all_statistics(
+        self, statistics: Mapping[str, Mapping[str, Any]], pooled: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Add those of all datasets of a run, by name; `pooled` computes what a policy takes that normalises all of
+        them alike."""
+        for name, values in statistics.items():
+            self.add_statistics(name, values)
 
     @abstractmethod
     def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> TensorRows:

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 from vlarl.cli import main
 from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
-from vlarl.data.statistics import dataset_statistics
 from vlarl.decisions import Sampling
 from vlarl.errors import UsageError
-from vlarl.policies.load import load_policy
 from vlarl.policies.smolvla import supervised
 from vlarl.policies.smolvla.inputs import chain_of
 from vlarl.policies.smolvla.policy import SmolVLAPolicy
@@ -73,34 +71,6 @@ def test_a_perfect_velocity_has_no_loss(monkeypatch):
     inputs = policy.process([seen(0), seen(1)])
     monkeypatch.setattr(policy.model, "velocity", lambda states: noise - rows.actions)
     assert supervised.matching_losses(policy, inputs, rows.actions, noise, times).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("pipelines", [True, False])
-def test_a_checkpoint_without_statistics_gets_those_of_the_demonstrations(tmp_path, pipelines):
-    policy = prepared()
-    kept = policy.processor.scalings
-    rng = np.random.default_rng(1)
-    actions, states = rng.normal(size=(50, 7)).astype(np.float32), rng.normal(size=(50, 8)).astype(np.float32)
-    found = dataset_statistics(actions, states, 2)
-    policy.add_statistics("mine", found)
-    assert policy.processor.scalings is kept, "the checkpoint's own are kept"
-    empty = {part: {} for part in ("state", "action")}
-    policy.processor.scalings = type(kept)(
-        *(type(kept.state)(getattr(kept, part).mode, stats) for part, stats in empty.items())
-    )
-    if not pipelines:
-        policy.files = {}
-        policy.config = type(policy.config)(**{**vars(policy.config), "backbone": "vlm"})
-    policy.add_statistics("mine", found)
-    policy.use_statistics(None, "mine")
-    policy.save(tmp_path)
-    if not pipelines:
-        (tmp_path / "vlm").mkdir()
-        for path in (FOLDER / "vlm").iterdir():
-            (tmp_path / "vlm" / path.name).write_bytes(path.read_bytes())
-    loaded = load_policy(tmp_path).processor.scalings
-    torch.testing.assert_close(loaded.action.stats["mean"], torch.tensor(actions.mean(axis=0)))
-    torch.testing.assert_close(loaded.state.stats["std"], torch.tensor(states.std(axis=0)))
 
 
 def test_a_regression_head_is_refused():

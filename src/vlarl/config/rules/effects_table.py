@@ -17,11 +17,10 @@ from vlarl.config.derive import policy_loss_of
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import EXPERTS, GROUP_METHODS, GYM, PROMPTS, is_prompts
 from vlarl.config.rules.reward import NAMED_BY, READ_BY, used_kinds, used_rewards
-from vlarl.config.run_checkpoints import ADAPTER
+from vlarl.config.run_checkpoints import ADAPTER, is_flow
 from vlarl.config.schema import Config, FlowConfig, TextConfig
 from vlarl.config.suites import suite_facts
 from vlarl.config.training_data import local_folder
-from vlarl.json_files import read_object
 
 AnyConfig = TypeVar("AnyConfig", Config, FinetuneConfig)
 
@@ -121,13 +120,8 @@ def _is_adapter(path: str) -> bool:
 
 
 def _may_be_flow(path: str) -> bool:
-    """Whether a policy may be a flow policy: on the hub, that is not known before the download."""
-    folder = local_folder(path)
-    if folder is None:
-        return not _is_builtin(path)
-    if _is_adapter(path) and not (folder / "config.json").is_file():
-        return True
-    return read_object(folder / "config.json").get("type") == "smolvla"
+    """Whether a policy may be a flow policy: for some, that is not known before a download."""
+    return is_flow(path) is not False
 
 
 def _is_whole(path: str) -> bool:
@@ -349,6 +343,12 @@ TRAIN: tuple[Condition[Config], ...] = (
         "without algorithm.name cpgd or algorithm.policy_loss cpg",
     ),
     Condition(
+        ("algorithm.entropy_coef",),
+        ("policy.path", "policy.flow_noise"),
+        lambda c: is_flow(c.policy.path) is not True or c.policy.flow_noise == "noise",
+        "on a flow policy without policy.flow_noise noise, whose std is learned; those of sde and cps are constant",
+    ),
+    Condition(
         ("algorithm.normalize_std",),
         ("algorithm.name",),
         lambda c: c.algorithm.name in STD_METHODS,
@@ -527,7 +527,7 @@ ALWAYS_TRAIN = _paths(
         "curriculum": "mode persist",
         "reward": "source models urls retries fallback max_failure_rate",
         "algorithm": (
-            "name policy_loss epochs clip_low clip_high ratio_level aggregate entropy_coef entropy_top_fraction "
+            "name policy_loss epochs clip_low clip_high ratio_level aggregate entropy_top_fraction "
             "max_approx_kl old_logprobs importance normalize_advantages "
             "advantage_clamp"
         ),

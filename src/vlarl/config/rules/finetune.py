@@ -9,6 +9,7 @@ from vlarl.config.known import GYM, KNOWN_SUITES, SUITES, is_prompts
 from vlarl.config.mixtures import NAMED, parse_mixture
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.env import check_suite, check_task_ids
+from vlarl.config.run_checkpoints import is_flow
 
 Problems = Iterator[Problem]
 
@@ -92,9 +93,13 @@ def check_microbatch(config: FinetuneConfig) -> Problems:
 
 
 def check_crops(config: FinetuneConfig) -> Problems:
-    """Images that are cropped at random are not cropped before."""
+    """Images that are cropped at random are not cropped before, and are for policies that crop them when they act."""
     augment = config.augment
-    if augment.enabled and augment.crop_area < 1 and config.policy.center_crop:
+    if augment.enabled and augment.crop_area < 1 and is_flow(config.policy.path):
+        remedy = "SmolVLA has no center crop to act with (policy.center_crop); set augment.crop_area to 1"
+        subject = f"augment.enabled with augment.crop_area = {augment.crop_area}"
+        yield Problem(subject, remedy, ("augment.crop_area", "augment.enabled", "policy.path"))
+    elif augment.enabled and augment.crop_area < 1 and config.policy.center_crop:
         remedy = (
             "the images would be cropped twice; leave policy.center_crop out, and set it in `vlarl eval` and `vlarl "
             "train` of the result"

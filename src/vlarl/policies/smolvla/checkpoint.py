@@ -22,15 +22,17 @@ from vlarl.policies.family import FlowOptions
 from vlarl.policies.flow import Denoising
 from vlarl.policies.locate import small_files
 from vlarl.policies.smolvla.config import SmolVLAConfig, read_config
-from vlarl.policies.smolvla.policy import Conventions, SmolVLAPolicy
+from vlarl.policies.smolvla.conventions import FILE_NAME, Conventions, StoredConventions, read_stored
+from vlarl.policies.smolvla.pipelines import PREPROCESSOR, pipeline_files
+from vlarl.policies.smolvla.policy import SmolVLAPolicy
 from vlarl.policies.smolvla.processor import Processor
 from vlarl.policies.smolvla.saving import BACKBONE, MODEL
-from vlarl.policies.smolvla.statistics import pipeline_files, read_scalings
+from vlarl.policies.smolvla.statistics import OLD_STATISTICS, read_scalings
 from vlarl.policies.value_head import ValueHead
 from vlarl.policies.weight_files import load_state, not_floats, read_tensors, weight_files
 
 COMPILED = "._orig_mod."  # in names of older folders
-UNUSED = ("model.vlm_with_expert.vlm.lm_head.", "normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+UNUSED = ("model.vlm_with_expert.vlm.lm_head.", *OLD_STATISTICS)
 BACKBONE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -56,16 +58,19 @@ def read_policy(
             verify_checksums(each, lambda name: "/" not in name and name != TRAINER_FILE)
     backbone = backbone_folder(origin)
     config = read_config(folder if (folder / "config.json").is_file() else origin, backbone)
-    conventions = _conventions(config, flow, chunk_length)
+    data = training_data_of(folder)
+    stored = read_stored(folder if (folder / FILE_NAME).is_file() else origin, data)
+    conventions = _conventions(config, flow, chunk_length, stored)
+    with_pipelines = folder if (folder / PREPROCESSOR).is_file() else origin
     tensors, files = _read_tensors(origin)
     unread = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(UNUSED)}
     processor = Processor(
         config,
         _read_tokenizer(backbone, config.max_tokens),
         _pad_id(backbone, config),
-        read_scalings(origin, config, unread),
-        _num_views(config, num_images),
-        flow.state_dims,
+        read_scalings(with_pipelines, config, unread),
+        _num_views(config, num_images or stored.num_images),
+        stored.state_dims if flow.state_dims is None else flow.state_dims,
     )
     with torch.device("meta"):
         policy = SmolVLAPolicy(config, processor, conventions)
@@ -74,8 +79,9 @@ def read_policy(
     policy.base = BaseCheckpoint(named_base, origin, adapters.fingerprint(origin))
     policy.unread = unread if has_weights else {}
     policy.stored = {name: tensor.dtype for name, tensor in tensors.items()}
-    policy.files = _files(origin, backbone)
-    policy.training_data = training_data_of(folder) or TrainingData(unknown=(str(path),))
+    policy.files = _files(with_pipelines, origin, backbone)
+    policy.statistics_of = stored.statistics
+    policy.training_data = data or TrainingData(unknown=(str(path),))
     _read_heads(policy, folder, device)
     if adapter is not None:
         policy.add_adapter_from(adapter)
@@ -94,7 +100,9 @@ def backbone_folder(folder: Path) -> Path:
     return small_files(name, BACKBONE_FILES)
 
 
-def _conventions(config: SmolVLAConfig, flow: FlowOptions, chunk_length: int | None) -> Conventions:
+def _conventions(
+    config: SmolVLAConfig, flow: FlowOptions, chunk_length: int | None, stored: StoredConventions
+) -> Conventions:
     if chunk_length is not None and chunk_length > config.chunk_size:
         raise ValueError(
             f"policy.chunk_length = {chunk_length}: the expert predicts {config.chunk_size} actions, of which at most "
@@ -103,7 +111,7 @@ def _conventions(config: SmolVLAConfig, flow: FlowOptions, chunk_length: int | N
     denoising = Denoising(
         flow.steps or config.num_steps, flow.noise, flow.level, flow.std[0], flow.std[1], flow.stochastic_step
     )
-    return Conventions(denoising, chunk_length or config.n_action_steps, flow.critic, flow.gripper == "signed")
+    return Conventions(denoising, chunk_length or config.n_action_steps, flow.critic, flow.gripper or stored.gripper)
 
 
 def _num_views(config: SmolVLAConfig, wanted: int | None) -> int:
@@ -171,9 +179,9 @@ def _copied(state: dict[str, torch.Tensor], device: torch.device | str) -> dict[
     return {name: tensor.to(device, torch.float32, copy=True) for name, tensor in state.items()}
 
 
-def _files(folder: Path, backbone: Path) -> dict[str, bytes]:
+def _files(with_pipelines: Path, folder: Path, backbone: Path) -> dict[str, bytes]:
     """Files beside the weights that are copied as they are: pipelines, and a backbone inside the folder."""
-    files = {name: (folder / name).read_bytes() for name in pipeline_files(folder)}
+    files = {name: (with_pipelines / name).read_bytes() for name in pipeline_files(with_pipelines)}
     if backbone.parent == folder:
         files |= {f"{backbone.name}/{file.name}": file.read_bytes() for file in sorted(backbone.glob("*.json"))}
     return files

@@ -13,6 +13,7 @@ from vlarl.policies.checkpoint_json import read_json, whole
 IMAGES, STATE, ACTION = "observation.images", "observation.state", "action"
 EMPTY_CAMERA = f"{IMAGES}.empty_camera_"  # views that nothing is shown to and nothing attends to
 LARGEST_CHUNK, LARGEST_IMAGE, LARGEST_LAYERS, LARGEST_WIDTH = 4096, 8192, 1024, 1 << 16
+DEFAULT_NORM_MODES = {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 EXPERT_MULTIPLE = 256  # the expert's inner width is rounded up to a multiple of this
 
 
@@ -115,7 +116,7 @@ def parse_config(raw: Mapping[str, Any], backbone: Mapping[str, Any]) -> SmolVLA
         self_attn_every=whole(raw.get("self_attn_every_n_layers", 2), "self_attn_every_n_layers", -1, LARGEST_LAYERS),
         min_period=_positive(raw.get("min_period", 4e-3), "min_period"),
         max_period=_positive(raw.get("max_period", 4.0), "max_period"),
-        norm_modes=dict(raw.get("normalization_mapping") or {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}),
+        norm_modes=dict(raw.get("normalization_mapping") or DEFAULT_NORM_MODES),
         backbone=str(raw.get("vlm_model_name", "HuggingFaceTB/SmolVLM2-500M-Video-Instruct")),
         raw=dict(raw),
     )

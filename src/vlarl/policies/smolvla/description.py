@@ -13,8 +13,9 @@ from vlarl.policies.family import BYTES, FLOAT32, Description, DtypeName, Memory
 from vlarl.policies.smolvla.checkpoint import COMPILED, UNUSED, backbone_folder
 from vlarl.policies.smolvla.config import SmolVLAConfig, TextSizes, read_config
 from vlarl.policies.smolvla.model import SmolVLAModel
+from vlarl.policies.smolvla.pipelines import PREPROCESSOR
 from vlarl.policies.smolvla.saving import MODEL
-from vlarl.policies.smolvla.statistics import PREPROCESSOR
+from vlarl.policies.smolvla.statistics import check_pipelines
 from vlarl.policies.stored import adapter_facts, stored_weights
 from vlarl.policies.weight_files import read_shapes
 
@@ -128,7 +129,7 @@ def describe(path: str, folder: Path) -> SmolVLADescription:
         kind="LoRA adapter" if adapter else "SmolVLA",
         adapter=adapter,
         stored=stored_weights(base),
-        problems=_problems(model, base),
+        problems=(*_problems(model, base), *_pipeline_problems(base, config)),
         config=config,
         backbone_weights=backbone,
         expert_weights=sum(p.numel() for p in model.parameters()) - backbone,
@@ -148,6 +149,15 @@ def _problems(model: SmolVLAModel, folder: Path) -> tuple[str, ...]:
         "of another shape": {name for name in wanted.keys() & found.keys() if wanted[name] != found[name]},
     }
     return tuple(f"{title} ({len(names)}): {', '.join(sorted(names))}" for title, names in titles.items() if names)
+
+
+def _pipeline_problems(folder: Path, config: SmolVLAConfig) -> tuple[str, ...]:
+    """Why its pipelines would not be read."""
+    try:
+        check_pipelines(folder, config)
+    except ValueError as error:
+        return (str(error),)
+    return ()
 
 
 def _keys(sizes: TextSizes) -> int:

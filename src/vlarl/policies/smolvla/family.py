@@ -64,4 +64,7 @@ def _refuse(given: Mapping[str, object]) -> None:
     defaults = {field.name: field.default for field in fields(LoadOptions)}
     wrong = [f"policy.{name} = {value!r}" for name, value in given.items() if value != defaults[name]]
     if wrong:
-        raise UsageError(f"{', '.join(wrong)}: a SmolVLA policy has no such option; leave it out.")
+        raise UsageError(
+            f"{', '.join(wrong)}: a SmolVLA policy has no such option; leave it out. If you did not give "
+            "it, a preset for other models did: start from one for small models, such as tabletop_grpo."
+        )

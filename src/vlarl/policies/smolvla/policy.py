@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ from vlarl.policies import adapters
 from vlarl.policies.base import Evaluation, Level
 from vlarl.policies.flow import (
     ChainSample,
-    Denoising,
     NoiseHead,
     denoise,
     gaussian_entropy,
@@ -29,11 +27,13 @@ from vlarl.policies.flow import (
 )
 from vlarl.policies.smolvla import saving, supervised
 from vlarl.policies.smolvla.config import SmolVLAConfig
+from vlarl.policies.smolvla.conventions import Conventions, StoredConventions, from_signed
 from vlarl.policies.smolvla.inputs import SmolVLAInputs, chain_decisions, chain_of, smolvla_inputs
 from vlarl.policies.smolvla.layers import DecoderLayer, ExpertLayer, ExpertLinear, ExpertNorm
 from vlarl.policies.smolvla.model import Prefix, SmolVLAModel
+from vlarl.policies.smolvla.pipelines import with_statistics
 from vlarl.policies.smolvla.processor import Processor
-from vlarl.policies.smolvla.statistics import Scalings, stored_statistics
+from vlarl.policies.smolvla.statistics import OLD_STATISTICS, Scalings
 from vlarl.policies.smolvla.vision import Connector, TowerLayer, VisionTower
 from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
 from vlarl.policies.value_head import ValueHead
@@ -42,24 +42,13 @@ from vlarl.types import Action, FloatArray, Observation, UInt8Array
 
 log = logging.getLogger(__name__)
 
-OPEN_IS_ONE = -0.5, 0.5  # factor and offset: a gripper where -1 opens and 1 closes becomes one where 1 opens, 0 closes
-
-
-@dataclass(frozen=True)
-class Conventions:
-    """How the policy is used, beyond what its checkpoint says."""
-
-    denoising: Denoising
-    num_steps: int  # actions of a chunk that are executed
-    critic: Literal["vlm", "expert"] = "vlm"  # whose state the critic reads
-    signed_gripper: bool = False  # the last dimension of the policy's actions: -1 opens, 1 closes
-
 
 class SmolVLAPolicy(SupervisedPolicy):
     """A vision-language model with an action expert, its processor, and optional critic, noise head and adapters."""
 
     model: SmolVLAModel
     has_compute_dtype = False
+    keeps_frame_size = True
 
     def __init__(self, config: SmolVLAConfig, processor: Processor, conventions: Conventions) -> None:
         super().__init__()
@@ -76,6 +65,8 @@ class SmolVLAPolicy(SupervisedPolicy):
         self.files: dict[str, bytes] = {}  # beside the weights, which are written as they were read
         self.unread: dict[str, torch.Tensor] = {}  # in the weight file: what SmolVLA does not use
         self.stored: dict[str, torch.dtype] = {}  # the type of each tensor of the weight file
+        self.statistics_of: tuple[str, ...] = ()  # the datasets whose statistics they are, as far as that is known
+        self.flips_gripper = conventions.flips_gripper(())
 
     @property
     def device(self) -> torch.device:
@@ -152,9 +143,8 @@ class SmolVLAPolicy(SupervisedPolicy):
     def act(self, decisions: Decisions) -> list[Action]:
         """The actions [K, D] of each decision, in the robot's units."""
         actions = self.processor.scalings.action_array(chain_of(decisions).actions)
-        if self.conventions.signed_gripper:
-            factor, offset = OPEN_IS_ONE
-            actions[..., -1] = factor * actions[..., -1] + offset
+        if self.flips_gripper:
+            actions[..., -1] = from_signed(actions[..., -1])
         return list(actions)
 
     def prefix(self, inputs: SmolVLAInputs) -> Prefix:
@@ -194,7 +184,7 @@ class SmolVLAPolicy(SupervisedPolicy):
         return values
 
     def use_statistics(self, unnorm_key: str | None, *suites: str) -> None:
-        """Check the only statistics that the checkpoint has."""
+        """Check the only statistics that the checkpoint has, and convert its gripper to that of these suites."""
         if unnorm_key is not None:
             raise UsageError(
                 f"policy.unnorm_key = {unnorm_key!r}: a SmolVLA checkpoint has one set of statistics; leave it out."
@@ -204,6 +194,7 @@ class SmolVLAPolicy(SupervisedPolicy):
                 f"policy.path: {problem}. Take a checkpoint that was trained on data of this robot, with its "
                 "policy_preprocessor.json and policy_postprocessor.json."
             )
+        self.flips_gripper = self.conventions.flips_gripper(suites)
 
     def freeze(self, part: Literal["vision", "backbone"]) -> None:
         """Exclude the vision tower, or the whole model without its heads, from training."""
@@ -315,14 +306,20 @@ class SmolVLAPolicy(SupervisedPolicy):
         self.num_steps = self.config.chunk_size
 
     def add_statistics(self, name: str, statistics: Mapping[str, Any]) -> None:
-        """Normalise by these, unless the checkpoint has statistics."""
-        supervised.add_statistics(self, statistics)
+        """Normalise by these, unless the checkpoint has statistics that are known to be of this dataset."""
+        supervised.add_statistics(self, {name: statistics}, lambda: statistics)
+
+    def add_all_statistics(
+        self, statistics: Mapping[str, Mapping[str, Any]], pooled: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Normalise all datasets by the pooled ones, unless the checkpoint's are known to be of them."""
+        supervised.add_statistics(self, statistics, pooled)
 
     def use_scalings(self, scalings: Scalings) -> None:
         """Normalise by these statistics, which checkpoints are saved with."""
         self.processor.scalings = scalings
-        self.files |= stored_statistics(self.files, scalings)
-        self.unread |= {} if self.files else scalings.buffers()
+        self.files = with_statistics(self.files, self.config.raw, scalings.tensors())
+        self.unread = {n: t for n, t in self.unread.items() if not n.startswith(OLD_STATISTICS)}
 
     def demo_rows(self, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> supervised.DemoRows:
         """Instructions, states and actions, normalised."""
@@ -341,6 +338,17 @@ class SmolVLAPolicy(SupervisedPolicy):
     def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:
         """Of the actions that the ODE leads to, from the same noise in every batch."""
         return supervised.imitation_errors(self, rows, frames)
+
+    @property
+    def stored_conventions(self) -> StoredConventions:
+        """What is said beside the weights about how they are used."""
+        views = None if self.num_images == len(self.config.views) else self.num_images
+        return StoredConventions(
+            gripper=self.conventions.gripper,
+            state_dims=self.processor.state_dims,
+            num_images=views,
+            statistics=self.statistics_of,
+        )
 
     def save(self, folder: Path, dtype: torch.dtype | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the folder as lerobot does, or the adapters if there are any; `dtype` converts the backbone's weights,

@@ -11,6 +11,7 @@ import torch
 
 from vlarl.config.training_data import write_training_data
 from vlarl.policies import adapters, checksums
+from vlarl.policies.smolvla.conventions import FILE_NAME
 from vlarl.policies.weight_files import save_module, save_weights
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def save(policy: SmolVLAPolicy, folder: Path, dtype: torch.dtype | None, max_sha
     }
     (folder / "config.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
     write_training_data(folder, policy.training_data)
+    (folder / FILE_NAME).write_text(policy.stored_conventions.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for name, data in policy.files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)

@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 
-from vlarl.policies.checkpoint_json import read_json
 from vlarl.policies.smolvla.config import ACTION, STATE, SmolVLAConfig
+from vlarl.policies.smolvla.pipelines import POSTPROCESSOR, PREPROCESSOR, normalizing_step, state_file
 from vlarl.policies.weight_files import read_tensors
 from vlarl.types import FloatArray
 
-PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor.json", "policy_postprocessor.json"
-NORMALIZER, UNNORMALIZER = "normalizer_processor", "unnormalizer_processor"
 EPS = 1e-8  # the original's, where a file does not say
 NEEDED = {  # by the kind of normalisation: the statistics that are read
     "IDENTITY": (),
@@ -30,6 +27,7 @@ OLD_BUFFERS = {  # of folders without pipelines: where their weight file has the
     STATE: "normalize_inputs.buffer_observation_state.",
     ACTION: "unnormalize_outputs.buffer_action.",
 }
+OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")  # names that they begin with
 
 
 @dataclass(frozen=True)
@@ -90,10 +88,10 @@ class Scalings:
                 return f"the statistics of the {title} can't be used: {reason}"
         return ""
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """As an older folder has them among its weights."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By feature and name, as the state file of a pipeline has them."""
         features = ((STATE, self.state), (ACTION, self.action))
-        return {f"{OLD_BUFFERS[feature]}{n}": t for feature, scaling in features for n, t in scaling.stats.items()}
+        return {f"{feature}.{n}": t.contiguous() for feature, scaling in features for n, t in scaling.stats.items()}
 
     def action_array(self, normalized: torch.Tensor) -> FloatArray:
         """[…, D] in the robot's units."""
@@ -101,68 +99,46 @@ class Scalings:
         return array
 
 
-def stored_statistics(files: Mapping[str, bytes], scalings: Scalings) -> dict[str, bytes]:
-    """The state files of a folder's pipelines with these statistics; none for a folder without pipelines."""
-    content = {
-        f"{feature}.{name}": tensor.contiguous()
-        for feature, scaling in ((STATE, scalings.state), (ACTION, scalings.action))
-        for name, tensor in scaling.stats.items()
-    }
-    return {name: save(content) for name in files if name.endswith(".safetensors")}
-
-
 def read_scalings(folder: Path, config: SmolVLAConfig, unread: Mapping[str, torch.Tensor]) -> Scalings:
     """From the folder's pipelines; older folders have none, and the statistics among the tensors in `unread`."""
+    check_pipelines(folder, config)
     return Scalings(
-        _of_pipeline(folder, PREPROCESSOR, NORMALIZER, STATE, "STATE", config)
-        or _of_buffers(config, STATE, "STATE", unread),
-        _of_pipeline(folder, POSTPROCESSOR, UNNORMALIZER, ACTION, "ACTION", config)
-        or _of_buffers(config, ACTION, "ACTION", unread),
+        _of_pipeline(folder, PREPROCESSOR, STATE, "STATE", config, unread),
+        _of_pipeline(folder, POSTPROCESSOR, ACTION, "ACTION", config, unread),
     )
 
 
-def pipeline_files(folder: Path) -> list[str]:
-    """The pipelines of a folder and their state files, by name."""
-    names = []
-    for name in (PREPROCESSOR, POSTPROCESSOR):
-        if (folder / name).is_file():
-            names += [name, *(_state_file(folder, step) for step in _steps(folder, name) if step.get("state_file"))]
-    return names
-
-
-def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
-    steps = read_json(folder / name).get("steps")
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ValueError(f"{folder / name} has no list of steps: copy or download it again")
-    return steps
-
-
-def _state_file(folder: Path, step: Mapping[str, Any]) -> str:
-    name = str(step["state_file"])
-    if Path(name).name != name or not name.endswith(".safetensors"):
-        raise ValueError(f"{folder}: a pipeline names the state file {name[:80]!r}, which is not a file beside it")
-    return name
+def check_pipelines(folder: Path, config: SmolVLAConfig) -> None:
+    """ValueError for normalised images, and for steps that are not known."""
+    visual = _modes(config, normalizing_step(folder, PREPROCESSOR)).get("VISUAL", "IDENTITY")
+    if visual != "IDENTITY":
+        raise ValueError(
+            f"the normalisation of VISUAL is {visual!r}, and only IDENTITY is supported: use a checkpoint whose images "
+            "are not normalised"
+        )
+    normalizing_step(folder, POSTPROCESSOR)
 
 
 def _of_pipeline(
-    folder: Path, file: str, registry_name: str, feature: str, kind: str, config: SmolVLAConfig
-) -> Scaling | None:
-    if not (folder / file).is_file():
-        return None
-    step = next((step for step in _steps(folder, file) if step.get("registry_name") == registry_name), None)
+    folder: Path, file: str, feature: str, kind: str, config: SmolVLAConfig, unread: Mapping[str, torch.Tensor]
+) -> Scaling:
+    """As the pipeline says, with its statistics or those of the buffers."""
+    step = normalizing_step(folder, file)
+    mode = _mode(_modes(config, step).get(kind))
     if step is None or not step.get("state_file"):
-        return None
-    settings = step.get("config") or {}
-    modes = {**config.norm_modes, **(settings.get("norm_map") or {})}
-    stored = dict(read_tensors(folder / _state_file(folder, step)))
+        prefix = OLD_BUFFERS[feature]
+        return Scaling(
+            mode, {n.removeprefix(prefix): t.float().clone() for n, t in unread.items() if n.startswith(prefix)}
+        )
+    stored = dict(read_tensors(folder / state_file(folder, step)))
     stats = {n.removeprefix(f"{feature}."): t.float().clone() for n, t in stored.items() if n.startswith(f"{feature}.")}
-    return Scaling(_mode(modes.get(kind)), stats, float(settings.get("eps", EPS)))
+    return Scaling(mode, stats, float((step.get("config") or {}).get("eps", EPS)))
 
 
-def _of_buffers(config: SmolVLAConfig, feature: str, kind: str, unread: Mapping[str, torch.Tensor]) -> Scaling:
-    prefix = OLD_BUFFERS[feature]
-    stats = {n.removeprefix(prefix): t.float().clone() for n, t in unread.items() if n.startswith(prefix)}
-    return Scaling(_mode(config.norm_modes.get(kind)), stats)
+def _modes(config: SmolVLAConfig, step: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The kind of normalisation by the kind of feature: as the step says, else config.json."""
+    settings = {} if step is None else step.get("config") or {}
+    return {**config.norm_modes, **(settings.get("norm_map") or {})}
 
 
 def _mode(mode: object) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from vlarl.decisions import Sampling, TensorRows
 from vlarl.errors import UsageError
+from vlarl.policies.smolvla.conventions import signed_statistics, to_signed
 from vlarl.policies.smolvla.inputs import SmolVLAInputs, chain_of
 from vlarl.policies.smolvla.statistics import NEEDED, Scaling, Scalings
 from vlarl.policies.supervised import ImitationErrors
@@ -18,6 +21,8 @@ from vlarl.types import FloatArray
 
 if TYPE_CHECKING:
     from vlarl.policies.smolvla.policy import SmolVLAPolicy
+
+log = logging.getLogger(__name__)
 
 BETA = 1.5  # times are distributed as Beta(1.5, 1), which favours those near the noise
 TIME_RANGE = 0.001, 0.999  # the smallest time, and how far the others reach beyond it
@@ -36,6 +41,8 @@ class DemoRows(TensorRows):
 def demo_rows(policy: SmolVLAPolicy, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> DemoRows:
     """Instructions, states and whole chunks of actions, normalised by the statistics in use."""
     tokens, mask = policy.processor.instructions(instructions)
+    if policy.flips_gripper:
+        actions = np.concatenate([actions[..., :-1], to_signed(actions[..., -1:])], axis=-1)
     targets = policy.processor.scalings.action.normalize(torch.from_numpy(actions).float())
     padded = F.pad(targets, (0, policy.config.max_action_dim - policy.action_dim))
     return DemoRows(tokens, mask, policy.processor.states(proprio), padded)
@@ -76,15 +83,41 @@ def matching_losses(
         return (velocity - (noise - actions)).square().mean(dim=(1, 2))
 
 
-def add_statistics(policy: SmolVLAPolicy, statistics: Mapping[str, Any]) -> None:
-    """Normalise by these statistics of demonstrations, unless the checkpoint has some that can be used."""
-    scalings = policy.processor.scalings
-    if not scalings.problem(policy.config):
+def add_statistics(
+    policy: SmolVLAPolicy, statistics: Mapping[str, Mapping[str, Any]], pooled: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Normalise by the statistics of demonstrations, pooled if they are of several datasets, unless the checkpoint has
+    some that are known to be of these."""
+    scalings, names = policy.processor.scalings, ", ".join(statistics)
+    has_own = not scalings.problem(policy.config)
+    if has_own and statistics.keys() <= set(policy.statistics_of):
         return
-    found = Scalings(_filled(scalings.state, statistics["proprio"]), _filled(scalings.action, statistics["action"]))
+    columns = next(iter(statistics.values())) if len(statistics) == 1 else pooled()
+    flips = policy.conventions.flips_gripper(tuple(statistics))
+    action = signed_statistics(columns["action"]) if flips else columns["action"]
+    found = Scalings(_filled(scalings.state, columns["proprio"]), _filled(scalings.action, action))
     if problem := found.problem(policy.config):
-        raise UsageError(f"policy.path has no statistics, and those of the demonstrations don't fit: {problem}.")
+        if not has_own:
+            raise UsageError(f"policy.path has no statistics, and those of the demonstrations don't fit: {problem}.")
+        log.warning("the checkpoint's statistics are kept, because those of %s don't fit: %s", names, problem)
+        return
+    if not found.tensors():
+        return
+    if has_own:
+        known = ", ".join(policy.statistics_of) or "data that the checkpoint does not name"
+        before, now = _described(scalings.action), _described(found.action)
+        log.warning(
+            "the checkpoint's statistics are of %s: those of %s are used instead; of actions, before: %s; now: %s",
+            *(known, names, before, now),
+        )
     policy.use_scalings(found)
+    policy.statistics_of = tuple(statistics)
+
+
+def _described(scaling: Scaling) -> str:
+    """`mean 0, 0.1; std 1, 0.5`."""
+    listed = {name: ", ".join(f"{float(x):.3g}" for x in scaling.stats[name]) for name in NEEDED[scaling.mode]}
+    return "; ".join(f"{name} {values}" for name, values in listed.items())
 
 
 def _filled(scaling: Scaling, columns: Mapping[str, Any]) -> Scaling:

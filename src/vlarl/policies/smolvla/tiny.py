@@ -7,28 +7,21 @@ add have the same std, `STREAM`; a tenfold std of either would make one of them 
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from vlarl.policies.flow import Denoising
 from vlarl.policies.smolvla.config import ACTION, IMAGES, STATE, SmolVLAConfig, parse_config
+from vlarl.policies.smolvla.conventions import Conventions
 from vlarl.policies.smolvla.layers import RMSNorm
 from vlarl.policies.smolvla.model import SmolVLAModel
-from vlarl.policies.smolvla.policy import Conventions, SmolVLAPolicy
+from vlarl.policies.smolvla.pipelines import standard_pipelines, written
+from vlarl.policies.smolvla.policy import SmolVLAPolicy
 from vlarl.policies.smolvla.processor import Processor
-from vlarl.policies.smolvla.statistics import (
-    NORMALIZER,
-    POSTPROCESSOR,
-    PREPROCESSOR,
-    UNNORMALIZER,
-    Scaling,
-    Scalings,
-)
+from vlarl.policies.smolvla.statistics import Scaling, Scalings
 from vlarl.policies.smolvla.vision import Embeddings
 from vlarl.policies.tiny_inputs import (
     ACTION_DIM,
@@ -50,7 +43,6 @@ HIDDEN, LAYERS, HEADS = 128, 4, 4
 PADDED = 8  # the least dimensions that states and actions are padded to
 STREAM = 3.0  # std of the language model's states
 NORM_MODES = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
-STATE_FILE = "policy_{}_step_{}_{}.safetensors"
 
 
 def backbone_config(image_size: int) -> dict[str, Any]:
@@ -155,10 +147,10 @@ def init_tiny_smolvla(
     empty = Scaling("MEAN_STD")
     processor = Processor(config, tokenizer, TOKENS.index("<pad>"), Scalings(empty, empty), num_images)
     policy = SmolVLAPolicy(config, processor, Conventions(Denoising(config.num_steps), config.n_action_steps))
-    policy.files = _pipelines(raw) | {
-        f"{BACKBONE}/config.json": _written(backbone),
+    policy.files = standard_pipelines(raw) | {
+        f"{BACKBONE}/config.json": written(backbone),
         f"{BACKBONE}/tokenizer.json": tokenizer.to_str().encode(),
-        f"{BACKBONE}/tokenizer_config.json": _written(
+        f"{BACKBONE}/tokenizer_config.json": written(
             TOKENIZER_CONFIG | {"additional_special_tokens": list(IMAGE_TOKENS)}
         ),
     }
@@ -171,41 +163,6 @@ def unit_scalings(config: SmolVLAConfig) -> Scalings:
     sizes = (config.state_dim, config.action_dim)
     state, action = (Scaling("MEAN_STD", {"mean": torch.zeros(n), "std": torch.ones(n)}) for n in sizes)
     return Scalings(state, action)
-
-
-def _written(content: object) -> bytes:
-    return json.dumps(content, indent=2).encode()
-
-
-def _pipelines(raw: dict[str, Any]) -> dict[str, bytes]:
-    """What lerobot runs before and after the policy, and empty state files, which statistics are written to."""
-    outputs, inputs = raw["output_features"], raw["input_features"]
-    before, after = (
-        STATE_FILE.format("preprocessor", 5, NORMALIZER),
-        STATE_FILE.format("postprocessor", 0, UNNORMALIZER),
-    )
-    tokens = {"max_length": 48, "task_key": "task", "padding_side": "right", "padding": "longest", "truncation": True}
-    device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
-
-    def scaling(name: str, features: dict[str, Any], file: str) -> dict[str, Any]:
-        config = {"eps": 1e-8, "features": features, "norm_map": NORM_MODES}
-        return {"registry_name": name, "config": config, "state_file": file}
-
-    preprocessor = [
-        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
-        {"registry_name": "to_batch_processor", "config": {}},
-        {"registry_name": "smolvla_new_line_processor", "config": {}},
-        {"registry_name": "tokenizer_processor", "config": tokens | {"tokenizer_name": BACKBONE}},
-        device,
-        scaling(NORMALIZER, inputs | outputs, before),
-    ]
-    postprocessor = [scaling(UNNORMALIZER, outputs, after), device]
-    return {
-        PREPROCESSOR: _written({"name": "policy_preprocessor", "steps": preprocessor}),
-        POSTPROCESSOR: _written({"name": "policy_postprocessor", "steps": postprocessor}),
-        before: save({}),
-        after: save({}),
-    }
 
 
 @torch.no_grad()

@@ -108,6 +108,28 @@ def test_an_option_without_effect_is_refused_by_name(overrides, words):
     assert problem.split(" = ")[0] in overrides
 
 
+@pytest.mark.parametrize("option", [{"policy.flow_noise": "cps"}, {"policy.train_backbone": True}])
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_a_fresh_flow_policy_has_the_options_of_flow_policies(command, option):
+    schema = SCHEMAS[command][0]
+    if not option.keys() <= options(schema).keys():
+        return
+    source = None if schema is Config else "tabletop_base"
+    assert problems_of(source, {"policy.path": "init:tiny-smolvla"} | option, schema) == []
+    for other in ("init:tiny-oft", "builtin:tiny-oft"):
+        (problem,) = problems_of(source, {"policy.path": other} | option, schema)
+        assert "has no effect without a flow policy such as SmolVLA" in problem
+
+
+def test_an_entropy_bonus_needs_a_std_that_is_learned():
+    given = {"policy.path": "init:tiny-smolvla", "algorithm.entropy_coef": 0.01}
+    for noise in ("sde", "cps"):
+        (problem,) = problems_of(None, given | {"policy.flow_noise": noise})
+        assert problem.startswith("algorithm.entropy_coef = 0.01: has no effect on a flow policy without")
+    assert problems_of(None, given | {"policy.flow_noise": "noise"}) == []
+    assert problems_of(None, given | {"policy.path": "init:tiny-oft"}) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -174,6 +174,25 @@ def test_an_adapter_is_as_large_as_its_base(work):
         assert not is_small_checkpoint(str(adapter(work / f"c{number}", base)))
 
 
+def test_a_smolvla_of_real_size_is_not_taken_for_a_7b_model(work):
+    """What is for OpenVLA-OFT would be refused when it is loaded, and the user gave none of it."""
+    folder = checkpoint(work / "mine", SMALL_BYTES + 1)
+    (folder / "config.json").write_text('{"type": "smolvla"}')
+    named = ["lerobot/smolvla_libero", "me/my-SmolVLA@v2", "./mine", str(adapter(work / "a", "lerobot/smolvla_base"))]
+    for path in named:
+        given = {"policy.path": path, "env.suite": "libero_spatial"}
+        assert start_of(None, given).lines == [
+            f"starts from the preset {TOY}, chosen because policy.path is a small model"
+        ]
+        config, own = load_config(None, given), load_config(TOY).rollout.temperature
+        assert config.rollout.temperature == own and not config.lora.enabled
+        policy = config.policy.model_dump(exclude={"path"})
+        assert policy == Config().policy.model_dump(exclude={"path"}), "none of the options of another checkpoint"
+    assert start_of(None, {"policy.path": "smolvla/openvla-7b"}).source == GRPO, "an organisation is not a model"
+    (folder / "config.json").write_text('{"type": "other"}')
+    assert not is_small_checkpoint("mine")
+
+
 def test_a_run_is_as_large_as_its_checkpoint(work):
     checkpoint(work / "runs" / "first" / "checkpoints" / "final", 1)
     (work / "runs" / "first" / "config.yaml").touch()
