@@ -23,8 +23,14 @@ class DemoBatches:
     """Demonstrations on the device, and batches of them. Each set is normalised by its own statistics."""
 
     def __init__(
-        self, demos: Sequence[DemoSet], policy: SupervisedPolicy, device: torch.device, sampler: MixtureSampler
+        self,
+        demos: Sequence[DemoSet],
+        policy: SupervisedPolicy,
+        device: torch.device,
+        sampler: MixtureSampler,
+        max_bytes: int = MAX_HELD_BYTES,
     ) -> None:
+        """`max_bytes` of frames are kept in memory; larger sets are read for each batch."""
         parts: list[TensorRows] = []
         for part in demos:
             policy.use_statistics(None, part.name)
@@ -32,9 +38,9 @@ class DemoBatches:
             chunks = part.chunks(np.arange(len(part)), policy.num_steps)
             parts.append(policy.demo_rows(instructions, part.proprio, chunks))
         self._rows = type(parts[0]).cat(parts).to(device)
-        self._frames = Frames(demos, policy, device)
+        self._frames = Frames(demos, policy, device, max_bytes)
         self._starts = np.cumsum([0, *(len(part) for part in demos)])
-        self._sampler, self._device = sampler, device
+        self._policy, self._sampler, self._device = policy, sampler, device
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -43,7 +49,10 @@ class DemoBatches:
         """Samples `first` … `first + size - 1` of the run: the observations, and the demonstrator's actions."""
         datasets, frames = self._sampler.samples(first, size)
         rows = torch.from_numpy(self._starts[datasets] + frames)
-        return DemoBatch(self._rows.rows(rows.to(self._device)), self._frames.take(rows).to(self._device))
+        found = self._policy.with_noise(
+            self._rows.rows(rows.to(self._device)), self._sampler.noise_seed, range(first, first + size)
+        )
+        return DemoBatch(found, self._frames.take(rows).to(self._device))
 
 
 class Frames:

@@ -11,11 +11,12 @@ from vlarl.config.dataset_folder import dataset_folders
 from vlarl.config.finetune import DemoConfig, FinetuneConfig
 from vlarl.config.mixtures import NAMED, WeightedDataset, parse_mixture
 from vlarl.data.demos import open_sources
-from vlarl.data.finetune import finetune, sampling_weights
+from vlarl.data.finetune import sampling_weights
 from vlarl.data.mixtures import MixtureSampler, table
 from vlarl.data.rlds.ready import READY
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
+from vlarl.run.finetune import finetune
 
 SIZES, WEIGHTS = [50, 7, 200], [0.5, 0.2, 0.3]
 
@@ -50,14 +51,6 @@ def test_a_run_that_resumes_reads_what_the_undisturbed_one_would(sampler):
     batches = [np.stack(sampler.samples(first, 100)) for first in range(0, 4000, 100)]
     np.testing.assert_array_equal(np.concatenate(batches, axis=1), whole)
     np.testing.assert_array_equal(np.stack(sampler.samples(300, 5)), whole[:, 300:305])  # and back
-
-
-def test_ranks_divide_each_batch_among_them(sampler):
-    whole = np.stack(sampler.samples(600, 900))
-    for num_ranks in (2, 3):
-        parts = [np.stack(sampler.samples(600, 900, rank, num_ranks)) for rank in range(num_ranks)]
-        for rank, part in enumerate(parts):
-            np.testing.assert_array_equal(part, whole[:, rank::num_ranks])
 
 
 def test_the_order_depends_on_the_seed(sampler):

@@ -1,0 +1,68 @@
+"""Learner ranks as workers of a cluster: what `vlarl train` (learners.py) and `vlarl finetune` (finetune.py) share.
+
+Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from vlarl.config.schema import RanksConfig
+from vlarl.distributed.actor import Worker, get_all
+from vlarl.distributed.address import free_address
+from vlarl.policies.load import DTYPES
+from vlarl.training.fsdp import Sharding
+from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
+
+
+class RankProcess:
+    """One of the learner processes; built and called in the worker's process."""
+
+    def __init__(self, distributed: RanksConfig, world_size: int, on_gpu: bool, rank: int) -> None:
+        self._distributed = distributed
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray makes visible to this process
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Address and free port of this machine, where the process group's ranks meet."""
+        return free_address()
+
+    def join_others(self, address: str, port: int) -> Ranks:
+        """Join the other ranks."""
+        if self.world_size == 1 and self._distributed.sharding == "none":
+            return SingleRank()
+        deadline = timedelta(seconds=self._distributed.timeout_s)
+        return ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the weights are distributed over the ranks."""
+        d = self._distributed
+        return Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
+
+
+class RankGroup:
+    """All ranks, which are called together. Several threads may call: a lock keeps the order."""
+
+    def __init__(self, workers: Sequence[Worker], start_timeout_s: float) -> None:
+        self.workers = list(workers)
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+
+    def join(self, *arguments: Any) -> Any:
+        """Make the ranks join at rank 0's address and build what they train; rank 0's result."""
+        first = self.workers[0]
+        address, port = first.get(first.call("meeting_point"))
+        return self.call_all("join", address, port, *arguments, timeout_s=self._start_timeout_s)
+
+    def call_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method on all ranks; rank 0's result. What fails on one of them fails here at once."""
+        with self._lock:
+            requests = [worker.call(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
+        return get_all(requests)[0]
