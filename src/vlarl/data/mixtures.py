@@ -51,13 +51,17 @@ class MixtureSampler:
         """`sizes`: frames of each dataset; `weights`: how often it is sampled, relative to the others."""
         if len(sizes) != len(weights) or not all(size > 0 for size in sizes) or not all(w > 0 for w in weights):
             raise ValueError(f"datasets of {list(sizes)} frames have the weights {list(weights)}")
-        self.sizes = tuple(sizes)
+        self.sizes, self._given = tuple(sizes), tuple(weights)
         self.weights: FloatArray = np.asarray(weights, np.float64) / np.sum(weights)
         self._bounds = np.cumsum(self.weights)[:-1]
         self._seed = seed
         self.noise_seed = derive_seed(seed, _NOISE)  # of what a loss samples, together with the sample's index
         self._orders = [Epochs(derive_seed(seed, _FRAMES, index), size) for index, size in enumerate(sizes)]
         self._before: tuple[int, IntArray] = (0, np.zeros(len(sizes), np.int64))  # samples before a block
+
+    def __reduce__(self) -> tuple[type[MixtureSampler], tuple[Sequence[int], Sequence[float], int]]:
+        """It travels between processes as what it is made of: its orders are kept in a cache that can't."""
+        return type(self), (self.sizes, self._given, self._seed)
 
     def samples(self, first: int, count: int) -> tuple[IntArray, IntArray]:
         """Datasets and frames of samples `first` … `first + count - 1`."""

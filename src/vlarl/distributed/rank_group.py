@@ -1,23 +1,29 @@
 """Learner ranks as workers of a cluster: what `vlarl train` (learners.py) and `vlarl finetune` (finetune.py) share.
 
-Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none.
+Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none. When one of
+them dies, the others fail in their call, since nothing comes from it any more: the error is about the one that died.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import ray
 import torch
 
 from vlarl.config.schema import RanksConfig
-from vlarl.distributed.actor import Worker, get_all
+from vlarl.distributed.actor import Request, Worker, get_all
 from vlarl.distributed.address import free_address
+from vlarl.errors import VlarlError, WorkerFailedError, WorkerLostError
 from vlarl.policies.load import DTYPES
 from vlarl.training.fsdp import Sharding
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
+
+DEATH_S = 5.0  # until the death of a worker is seen, after others have failed because of it
 
 
 class RankProcess:
@@ -65,4 +71,25 @@ class RankGroup:
         """Call a method on all ranks; rank 0's result. What fails on one of them fails here at once."""
         with self._lock:
             requests = [worker.call(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
-        return get_all(requests)[0]
+        try:
+            return get_all(requests)[0]
+        except WorkerFailedError as failed:
+            raise _death_behind(failed, requests) from None
+
+
+def _death_behind(failed: WorkerFailedError, requests: Sequence[Request]) -> WorkerLostError:
+    """The death of another worker that a failure may come from, which is seen a little later; else the failure."""
+    waiting = {request.reference: request for request in requests if request.worker.name != failed.worker}
+    end = time.monotonic() + DEATH_S
+    while waiting and (left := end - time.monotonic()) > 0:
+        for reference in ray.wait(list(waiting), timeout=left)[0]:
+            request = waiting.pop(reference)
+            try:
+                request.worker.get(request)
+            except WorkerFailedError:
+                continue
+            except WorkerLostError as lost:
+                return lost
+            except VlarlError:
+                continue
+    return failed

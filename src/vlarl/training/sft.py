@@ -3,8 +3,8 @@
     batch of a step    0 1 2 3 4 5 6 7      one process, all of it or in microbatches
                        └ rank 0┘└ rank 1┘   several ranks (ranks.py): each has the same part of every batch
 
-The loss of a batch is the mean over its samples, whoever computes them: parts and microbatches are weighted by how many
-samples they have, and gradients are summed, in each pass where weights are sharded (fsdp.py). All ranks know the whole
+The loss of a batch is the mean over its samples on all ranks: parts and microbatches are weighted by how many samples
+they have, and gradients are summed, in each pass where weights are sharded (fsdp.py). All ranks know the whole
 batch's loss and gradient norm, and so decide alike whether a step is taken.
 """
 

@@ -1,6 +1,7 @@
 """Mixtures: fractions, epochs, ranks and positions, and a policy that is trained on three datasets of different schemas."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -51,6 +52,13 @@ def test_a_run_that_resumes_reads_what_the_undisturbed_one_would(sampler):
     batches = [np.stack(sampler.samples(first, 100)) for first in range(0, 4000, 100)]
     np.testing.assert_array_equal(np.concatenate(batches, axis=1), whole)
     np.testing.assert_array_equal(np.stack(sampler.samples(300, 5)), whole[:, 300:305])  # and back
+
+
+def test_a_sampler_is_the_same_in_another_process(sampler):
+    sampler.samples(0, 100)
+    again = pickle.loads(pickle.dumps(sampler))
+    assert again.weights.tobytes() == sampler.weights.tobytes() and again.noise_seed == sampler.noise_seed
+    np.testing.assert_array_equal(np.stack(again.samples(600, 900)), np.stack(sampler.samples(600, 900)))
 
 
 def test_the_order_depends_on_the_seed(sampler):
