@@ -15,7 +15,7 @@ from rank_cases import in_ranks, small_policy
 from safetensors.torch import load_file
 
 from vlarl.decisions import TensorRows
-from vlarl.errors import VlarlError
+from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.load import load_policy
 from vlarl.policies.supervised import ImitationErrors
 from vlarl.training.fsdp import Sharding
@@ -73,6 +73,19 @@ def validated(root: Path, folder: Path, ranks: Ranks) -> list[int]:
     return found
 
 
+def other_demos(root: Path, folder: Path, ranks: Ranks) -> str:
+    """What a rank says when the other one has read another dataset."""
+    name = ("viola", "mine")[ranks.rank]
+    case = Case("parallel", {"demos": {"path": str(root / "data" / name), "mapping": None, "holdout": 0.0}}, NONE)
+    if name == "mine":
+        case = replace(case, sections={"demos": {"holdout": 0.0}})
+    try:
+        build(configured(case, root), case, folder, ranks)
+    except UsageError as error:
+        return str(error)
+    return "trained"
+
+
 def refusal(root: Path, folder: Path, ranks: Ranks) -> str:
     """What a rank says when the weights of the other one are not finite."""
     case = CASES["tokens, none"]
@@ -95,6 +108,7 @@ def work_of_two(ranks: Ranks, folder: Path, root: Path, alone: Path) -> dict[str
         again = run_here(f"{name}, resumed", case, root, folder, ranks, resume=folder / name / SAVED)
         results[f"{name}, resumed"] = again
     results["of one"] = run_here("of one", CASES["tokens"], root, folder, ranks, resume=alone / "tokens" / SAVED)
+    results["other demos"] = other_demos(root, folder, ranks)
     results["validated"] = validated(root, folder / "validated", ranks)
     results["refusal"] = refusal(root, folder / "refusal", ranks)
     return results
@@ -213,6 +227,12 @@ def test_lower_precision_of_sharded_weights_is_near(two, alone):
 def test_what_is_not_finite_on_one_rank_is_saved_by_none(two):
     assert all("so they are not saved" in results["refusal"] for results in two[0])
     assert not list((two[1] / "refusal").glob("step*"))
+
+
+def test_ranks_that_see_different_demonstrations_are_refused(two):
+    first, second = (results["other demos"] for results in two[0])
+    assert "rank 0 has read 32 frames of viola, rank 1 24 frames of mine" in first
+    assert "rank 1 has read 24 frames of mine, rank 0 32 frames of viola" in second
 
 
 def test_parts_of_a_batch_are_equal(root, tmp_path):

@@ -27,6 +27,7 @@ from vlarl.policies.load import load_supervised
 from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.policies.tiny import unit_statistics
 from vlarl.policies.tiny_inputs import IMAGE_SIZE
+from vlarl.training.prepare import refuse_compute_dtype
 
 
 def start(
@@ -48,6 +49,7 @@ def start(
         sources = open_sources(config.demos, seed, size, policy.num_images)
     for source in sources:
         refuse_other_robot(policy, source)
+    refuse_compute_dtype(policy, config.distributed)
     policy.prepare_supervised(settings, config.lora, seed)
     recorded = [source.suite for source in sources if isinstance(source, RecordedSource)]
     policy.training_data = policy.training_data.joined(by_demonstrations(config.demos, *recorded))

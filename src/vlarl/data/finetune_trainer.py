@@ -26,6 +26,7 @@ from vlarl.data.demos import DemoSource, Note
 from vlarl.data.finetune import demo_statistics, sampling_weights
 from vlarl.data.held_out import build_validation, split_played
 from vlarl.data.mixtures import MixtureSampler
+from vlarl.errors import UsageError
 from vlarl.observability.machine import gpu_peak_gib
 from vlarl.policies.load import DTYPES
 from vlarl.policies.supervised import SupervisedPolicy
@@ -34,7 +35,7 @@ from vlarl.training.fsdp import Sharding
 from vlarl.training.random_states import default_generators, restore_random_states
 from vlarl.training.ranks import Ranks, SingleRank
 from vlarl.training.sft import Batches, Imitation, ImitationState
-from vlarl.training.sft_checkpoint import restore_imitation, save_imitation
+from vlarl.training.sft_checkpoint import listed_frames, restore_imitation, save_imitation
 from vlarl.training.stored_tensors import refuse_diverged
 from vlarl.training.validation import WATCHED, is_best
 
@@ -120,6 +121,7 @@ class DemoTrainer:
         names = tuple(part.name for part in demos)
         self.trained_on = TrainedOn(names, sampler, statistics, collected.success)
         self._frames = dict(zip(names, sampler.sizes, strict=True))
+        _refuse_other_demos(self._frames, ranks)
         self._validation = build_validation(
             config, policy, sources, held_out, list(sampler.weights), note, device, ranks
         )
@@ -171,3 +173,14 @@ class DemoTrainer:
     @property
     def _dtype(self) -> torch.dtype:
         return DTYPES[self.optim.save_dtype]
+
+
+def _refuse_other_demos(frames: Mapping[str, int], ranks: Ranks) -> None:
+    """Refuse ranks that have read different demonstrations: a sample's index would mean another frame on each."""
+    for rank, other in enumerate(ranks.gather(dict(frames))):
+        if other != frames:
+            raise UsageError(
+                f"demos.path: rank {ranks.rank} has read {listed_frames(frames)}, rank {rank} {listed_frames(other)}. "
+                "All machines must see the same datasets under the same path: copy them again, or use a folder that "
+                "all of them mount."
+            )

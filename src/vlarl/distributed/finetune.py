@@ -23,7 +23,6 @@ from vlarl.data.finetune import start
 from vlarl.data.finetune_trainer import Collected, DemoTrainer, TrainedOn
 from vlarl.distributed.actor import Worker, put
 from vlarl.distributed.rank_group import RankGroup, RankProcess
-from vlarl.errors import UsageError
 from vlarl.training.ranks import Ranks
 from vlarl.training.sft import ImitationState
 
@@ -44,12 +43,6 @@ class FinetuneRank(RankProcess):
         torch.manual_seed(self.config.run.seed)
         sharded = self.sharding.mode != "none"
         self._policy, self._sources = start(self.config, torch.device("cpu") if sharded else self.device, sharded)
-        d = self.config.distributed
-        if d.compute_dtype is not None and not self._policy.has_compute_dtype:
-            raise UsageError(
-                f"distributed.compute_dtype = {d.compute_dtype!r}: this policy computes in the types of its weights; "
-                "leave it out and set policy.dtype."
-            )
 
     def open(self, played: Collected | None, folder: Path) -> tuple[TrainedOn, list[str], ImitationState]:
         """Read the demonstrations, unless experts have played them, and build the trainer, with checkpoints in this

@@ -73,10 +73,11 @@ def restore_imitation(
     counters = read_counters(checkpoint)
     before = counters.pop(FRAMES, None)
     if before != dict(frames):
+        trained_on = listed_frames(before if isinstance(before, dict) else {})
         raise UsageError(
-            f"the demonstrations have changed: there are {_listed(frames)}, and the checkpoint {checkpoint} was "
-            f"trained on {_listed(before if isinstance(before, dict) else {})}. A run resumes on the same ones; to "
-            "train on others, start a new one from its weights with --policy.path."
+            f"the demonstrations have changed: there are {listed_frames(frames)}, and the checkpoint {checkpoint} was "
+            f"trained on {trained_on}. A run resumes on the same ones; to train on others, start a new one from its "
+            "weights with --policy.path."
         )
     own = store.generators(imitation.device)
     try:
@@ -117,5 +118,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _listed(frames: Mapping[str, int]) -> str:
+def listed_frames(frames: Mapping[str, int]) -> str:
+    """How many frames of which datasets, in words."""
     return ", ".join(f"{count:,} frames of {name}" for name, count in frames.items()) or "none"
