@@ -43,7 +43,7 @@ def launch_finetune(
     is_recorded = any(isinstance(source, RecordedSource) for source in sources)
     played = None if is_recorded else Collected(*collect_demos(sources, note))
     if is_here:
-        demand = _reserve(config, cluster, _store_mib(played))
+        demand = _reserve(config, cluster, store_mib(played))
     build = partial(FinetuneRank, config, demand.num_learners, demand.learner.gpus > 0)
     learners = [
         cluster.worker(f"learner {rank}", partial(build, rank), demand.learner, place)
@@ -61,7 +61,7 @@ def _reserve(config: FinetuneConfig, cluster: Cluster, store_mib: int) -> Demand
     return demand
 
 
-def _store_mib(played: Collected | None) -> int:
+def store_mib(played: Collected | None) -> int:
     """MiB of the object store of a cluster that this run starts: what experts have played passes through it."""
     if played is None:
         return DEFAULT_STORE_MIB

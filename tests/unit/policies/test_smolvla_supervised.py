@@ -65,6 +65,20 @@ def test_times_follow_the_originals_distribution(monkeypatch):
     assert given.min() >= 0.001 and given.max() <= 1.0
 
 
+def test_noise_and_time_of_a_sample_are_the_same_in_any_batch():
+    policy = prepared()
+    rows, frames = demonstrations(policy, 3)
+    whole = policy.with_noise(rows, 2**64 - 1, range(7, 10))
+    part = policy.with_noise(rows.rows(slice(1, 3)), 2**64 - 1, range(8, 10))
+    assert torch.equal(part.noise, whole.noise[1:]) and torch.equal(part.uniforms, whole.uniforms[1:])
+    for other in (policy.with_noise(rows, 2**64 - 2, range(7, 10)), policy.with_noise(rows, 2**64 - 1, range(8, 11))):
+        assert not (other.noise == whole.noise).any() and not (other.uniforms == whole.uniforms).any()
+    with torch.no_grad():
+        each = [policy.supervised_loss(whole.rows(slice(i, i + 1)), frames[i : i + 1]) for i in range(3)]
+        together = policy.supervised_loss(whole, frames)
+    torch.testing.assert_close(torch.stack(each).mean(), together, rtol=1e-5, atol=0)
+
+
 def test_a_perfect_velocity_has_no_loss(monkeypatch):
     policy = prepared()
     rows, frames = demonstrations(policy, 2)
