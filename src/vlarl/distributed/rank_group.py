@@ -23,7 +23,7 @@ from vlarl.policies.load import DTYPES
 from vlarl.training.fsdp import Sharding
 from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 
-DEATH_S = 5.0  # until the death of a worker is seen, after others have failed because of it
+DEATH_S = 10.0  # until the death of a worker is seen, after others have failed because of it
 
 
 class RankProcess:
