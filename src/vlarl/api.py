@@ -35,9 +35,9 @@ from vlarl.python_messages import explained
 from vlarl.types import EvalResult, Trajectory
 
 if TYPE_CHECKING:
-    from vlarl.data.finetune import FinetuneSummary
     from vlarl.evaluation.compare import Comparison
     from vlarl.evaluation.record import EvalRecord
+    from vlarl.run.finetune import FinetuneSummary
     from vlarl.run.session import RunSummary
 
 
@@ -201,7 +201,7 @@ def finetune(
     else:
         request = Request(None, as_flags(overrides, FinetuneConfig), resume=str(resume))
         config, folder, checkpoint = resumed_run(request, FinetuneConfig)
-    from vlarl.data.finetune import finetune as run  # loads torch, which takes seconds
+    from vlarl.run.finetune import finetune as run  # loads torch, which takes seconds
 
     return run(config) if folder is None else run(config, folder, checkpoint)
 

@@ -13,9 +13,9 @@ import pytest
 
 import vlarl
 import vlarl.api
-import vlarl.data.finetune
 import vlarl.evaluation.run
 import vlarl.loop
+import vlarl.run.finetune
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.source.load import to_yaml
 from vlarl.errors import UsageError, VlarlError
@@ -398,7 +398,7 @@ def test_a_callback_that_fails_names_itself():
 
 def test_finetune_takes_presets_and_options(monkeypatch):
     configs = []
-    monkeypatch.setattr(vlarl.data.finetune, "finetune", configs.append)
+    monkeypatch.setattr(vlarl.run.finetune, "finetune", configs.append)
     vlarl.finetune("tabletop_base_openvla", {"optim.steps": 300})
     vlarl.finetune()
     assert configs[0].optim.steps == 300 and configs[0].policy.path != configs[1].policy.path

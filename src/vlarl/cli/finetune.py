@@ -27,11 +27,11 @@ from vlarl.observability.run_dir import RunDirectory
 from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
 
 if TYPE_CHECKING:
-    from vlarl.data.finetune import FinetuneSummary
+    from vlarl.run.finetune import FinetuneSummary
 
 
 def _supervised(config: FinetuneConfig, resume: Path | None, checkpoint: Path | None) -> FinetuneSummary:
-    from vlarl.data.finetune import finetune
+    from vlarl.run.finetune import finetune
 
     return finetune(config, resume, checkpoint)
 

@@ -37,13 +37,12 @@ def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | 
     loaded; and the note on the start."""
     if isinstance(config, Config):
         what = f"{plural(len(suites_of(config.env)), 'suite')} {_listed(suites_of(config.env))}"
-        is_here = config.distributed.backend == "local"
     else:
         demos = config.demos
         what = f"demonstrations {brief(demos.path) if demos.path else 'of ' + _listed(demos.suites)}"
         if demos.mixture:
             what += f" ({_listed(demos.mixture)})"
-        is_here = True
+    is_here = config.distributed.backend == "local"
     device = _device(config.run.device) if is_here else "those of a Ray cluster"
     label = "" if start is None else f"{start.label}, "
     line = f"run {brief(folder)}: {label}policy {brief(config.policy.path)}, {what}, device {device}"

@@ -50,6 +50,7 @@ class FinetuneDerived:
     world_size: int
     num_tasks: int | None
     num_demonstrations: int | None
+    samples_per_rank: int  # of each batch
     total_samples: int  # over all steps
 
 
@@ -136,7 +137,7 @@ def kl_estimator(kl: KlConfig) -> Literal["k1", "k2", "k3"]:
     return kl.estimator or ("k1" if kl.place == "reward" else "k2")
 
 
-def world_size(config: Config) -> int:
+def world_size(config: Config | FinetuneConfig) -> int:
     """How many learner processes there are."""
     return sum(config.distributed.learners_per_node) if config.distributed.backend == "ray" else 1
 
@@ -237,9 +238,10 @@ def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
         chosen = [SUITES[suite].num_tasks if demos.task_ids is None else len(demos.task_ids) for suite in demos.suites]
         num_tasks = sum(chosen)
     return FinetuneDerived(
-        world_size=1,
+        world_size=world_size(config),
         num_tasks=num_tasks,
         num_demonstrations=None if num_tasks is None else num_tasks * demos.episodes_per_task,
+        samples_per_rank=config.optim.batch_size // world_size(config),
         total_samples=config.optim.steps * config.optim.batch_size,
     )
 

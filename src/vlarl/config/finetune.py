@@ -15,6 +15,7 @@ from vlarl.config.schema import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RanksConfig,
     RunFolderConfig,
     Section,
     SinksConfig,
@@ -118,10 +119,10 @@ class FinetuneOptimConfig(Section):
     steps: PositiveInt = 10_000
     """Optimizer steps."""
     batch_size: Many = 1024
-    """Samples per step."""
+    """Samples per step, on all learner ranks together."""
     microbatch_size: Many | None = None
     """Samples per forward and backward pass, whose gradients add up to those of the batch: fewer need less memory. By
-    default the whole batch is one pass."""
+    default the whole batch is one pass, or a rank's part of it."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate, after a linear warm-up and before a cosine decay."""
     warmup_steps: NonNegativeInt = 500
@@ -185,3 +186,4 @@ class FinetuneConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: FinetuneCheckpointConfig = FinetuneCheckpointConfig()
     logging: SinksConfig = SinksConfig()
+    distributed: RanksConfig = RanksConfig()

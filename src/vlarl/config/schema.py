@@ -723,12 +723,11 @@ class VllmConfig(Section):
     wrong; compare train/engine_logprob_error."""
 
 
-class DistributedConfig(Section):
-    """One process, or workers on a Ray cluster: their placement, resources and timeouts."""
+class RanksConfig(Section):
+    """One process, or learner ranks on a Ray cluster: their placement, resources and timeouts."""
 
     backend: Literal["local", "ray"] = "local"
-    """One process; or learners, engines, environments and the curriculum as workers of a Ray cluster (extra
-    `cluster`)."""
+    """One process; or learner ranks as workers of a Ray cluster (extra `cluster`)."""
     address: str | None = None
     """ray: a running cluster, `auto` or host:port; by default a cluster is started on this machine and ends with the
     run."""
@@ -743,6 +742,28 @@ class DistributedConfig(Section):
     """Keep sharded weights and their optimizer state in the host's memory."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of sharded weights in a forward or backward pass; by default policy.dtype."""
+    learner_gpus: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """ray: fraction of a GPU for each learner, on machines with GPUs; below 1 to share the GPU with other workers."""
+    worker_cpus: NonNegativeFloat = 1.0
+    """ray: CPU cores that each worker reserves."""
+    env_vars: dict[str, bool | int | float | str] = {}
+    """ray: environment variables of all workers, such as {NCCL_CUMEM_ENABLE: 0, NCCL_SOCKET_IFNAME: eth0}; true and
+    false are 1 and 0. They are saved with the configuration, so secrets are refused."""
+    dashboard: bool = False
+    """ray: start Ray's dashboard, on 127.0.0.1, with a cluster that this run starts; it needs ray[default]."""
+    timeout_s: PositiveFloat = 1800.0
+    """ray: seconds after which a call of a learner counts as hung: reading demonstrations, an optimizer step, a
+    validation, a checkpoint."""
+    start_timeout_s: PositiveFloat = 600.0
+    """ray: seconds after which a worker that has not started counts as failed."""
+
+
+class DistributedConfig(RanksConfig):
+    """One process, or workers on a Ray cluster: their placement, resources and timeouts."""
+
+    backend: Literal["local", "ray"] = "local"
+    """One process; or learners, engines, environments and the curriculum as workers of a Ray cluster (extra
+    `cluster`)."""
     torch_num_engines: Size = 1
     """ray: PyTorch engines among which the decisions are distributed, if vllm.num_engines is 0."""
     num_env_workers: Size = 2
@@ -751,17 +772,14 @@ class DistributedConfig(Section):
     num_reward_workers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """ray: workers that score episodes; 0: the driver scores them."""
     colocate: bool = False
-    """ray: engines share the learners' GPUs, by the fractions below; by default they have their own GPUs."""
-    learner_gpus: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """ray: fraction of a GPU for each learner, on machines with GPUs; below 1 to share the GPU with other workers."""
+    """ray: engines share the learners' GPUs, by learner_gpus and engine_gpus; by default they have their own GPUs."""
     engine_gpus: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """ray: the same for each engine; an engine with tensor_parallel_size above 1 takes that many whole GPUs."""
+    """ray: fraction of a GPU for each engine, as learner_gpus; an engine with tensor_parallel_size above 1 takes that
+    many whole GPUs."""
     env_gpus: Annotated[float, Field(ge=0, le=1)] = 0.0
     """ray: the same for each environment worker, such as 0.1 if simulators render on a GPU."""
     reward_gpus: Annotated[float, Field(ge=0, le=1)] = 0.0
     """ray: the same for each reward worker."""
-    worker_cpus: NonNegativeFloat = 1.0
-    """ray: CPU cores that each worker reserves."""
     asynchronous: bool = False
     """ray: run episodes while the policy is updated, which it is as soon as enough groups are complete."""
     max_staleness: PositiveInt = 1
@@ -771,11 +789,6 @@ class DistributedConfig(Section):
     """ray: megabytes of weights that are sent to the engines at a time."""
     sync_checksum: bool = False
     """ray: verify the checksum of every bucket of weights on arrival."""
-    env_vars: dict[str, bool | int | float | str] = {}
-    """ray: environment variables of all workers, such as {NCCL_CUMEM_ENABLE: 0, NCCL_SOCKET_IFNAME: eth0}; true and
-    false are 1 and 0. They are saved with the configuration, so secrets are refused."""
-    dashboard: bool = False
-    """ray: start Ray's dashboard, on 127.0.0.1, with a cluster that this run starts; it needs ray[default]."""
     object_store_mb: PositiveInt | None = None
     """ray: object store memory in megabytes of a cluster that this run starts; by default what the run needs, at least
     2048 and at most half of the free memory."""
@@ -785,8 +798,6 @@ class DistributedConfig(Section):
     restarts: Annotated[int, Field(ge=0, le=1000)] = 2
     """ray: how often learners that are lost are started again from the newest checkpoint; 0: the run ends, and is
     resumed by hand."""
-    start_timeout_s: PositiveFloat = 600.0
-    """ray: seconds after which a worker that has not started counts as failed."""
 
 
 class Config(Section):

@@ -42,7 +42,7 @@ class DemoBatches:
         own = sum(tensor.nbytes for tensor in self._rows.tensors())
         self._frames = Frames(demos, policy, device, max_bytes - own)
         self._starts = np.cumsum([0, *(len(part) for part in demos)])
-        self._sampler, self._device = sampler, device
+        self._policy, self._sampler, self._device = policy, sampler, device
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -51,7 +51,10 @@ class DemoBatches:
         """Samples `first` … `first + size - 1` of the run: the observations, and the demonstrator's actions."""
         datasets, frames = self._sampler.samples(first, size)
         rows = torch.from_numpy(self._starts[datasets] + frames)
-        return DemoBatch(self._rows.rows(rows.to(self._device)), self._frames.take(rows).to(self._device))
+        found = self._policy.with_noise(
+            self._rows.rows(rows.to(self._device)), self._sampler.noise_seed, range(first, first + size)
+        )
+        return DemoBatch(found, self._frames.take(rows).to(self._device))
 
 
 class Frames:

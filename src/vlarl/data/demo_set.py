@@ -47,6 +47,11 @@ class DemoSet:
         return len(self.actions)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays in memory."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+
+    @property
     def episode_starts(self) -> IntArray:
         """[E] the first frame of each episode."""
         return np.cumsum(self.episode_lengths) - self.episode_lengths

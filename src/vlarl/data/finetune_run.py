@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -12,30 +11,25 @@ from typing import IO
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.paths import brief, located
 from vlarl.config.resume_command import resume_command
-from vlarl.config.run_checkpoints import FINAL, PERIODIC
+from vlarl.config.run_checkpoints import PERIODIC
 from vlarl.config.secrets import public
 from vlarl.config.source.load import to_yaml
-from vlarl.data.mixtures import MixtureSampler
-from vlarl.errors import DivergedError, UsageError, VlarlError, excerpt
+from vlarl.data.finetune_trainer import FinetuneTrainer
+from vlarl.errors import UsageError, VlarlError, excerpt
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.files import write_atomically
-from vlarl.observability.machine import gpu_peak_gib
 from vlarl.observability.metrics import MetricLogger
 from vlarl.observability.progress import Progress
 from vlarl.observability.report import write_report
 from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.sinks import open_sinks
-from vlarl.policies.load import DTYPES
 from vlarl.training.checkpoint import CheckpointStore, read_counters
 from vlarl.training.rewind import resume_lines, set_later_aside
-from vlarl.training.sft import Imitation, ImitationState
-from vlarl.training.sft_checkpoint import refuse_diverged, restore_imitation, save_imitation
 from vlarl.training.state import TrainerState
-from vlarl.training.validation import WATCHED, Validation, is_best, is_exhausted
+from vlarl.training.validation import WATCHED, is_exhausted
 
 log = logging.getLogger(__name__)
 
-BEST = "best_validation"  # checkpoint of the policy with the lowest error on held-out episodes
 ACCURACY = "val/token_accuracy"
 
 
@@ -50,16 +44,13 @@ class FinetuneRun:
     ) -> None:
         """`lock` is held to the end; `checkpoint`: the one to resume from, by default the newest."""
         self.config, self.directory, self._lock = config, directory, lock
-        options = config.checkpoint
-        self._store = CheckpointStore(directory.checkpoints, options.keep, max_total_gib=options.max_total_gib)
         self._is_new, self._is_chosen = is_new, checkpoint is not None
-        self._checkpoint = checkpoint = checkpoint or self._store.latest()
-        self._dtype = DTYPES[config.optim.save_dtype]
+        checkpoint = checkpoint or CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
+        self._checkpoint = checkpoint
         self._begun = 0 if checkpoint is None else int(read_counters(checkpoint)["iteration"])
         self._saved = self._begun  # the step of the newest checkpoint
         self._row: dict[str, float] = {}  # of the current step, not yet written
-        self._imitation: Imitation | None = None
-        self._frames: Mapping[str, int] = {}
+        self._trainer: FinetuneTrainer | None = None
         self.progress = Progress(config.optim.steps, start=self._begun)
         self.interrupted = False
         self._status_before = ""  # of a run that is resumed
@@ -67,7 +58,7 @@ class FinetuneRun:
 
     @property
     def _step(self) -> int:
-        return self._begun if self._imitation is None else self._imitation.state.iteration
+        return self._begun if self._trainer is None else self._trainer.state.iteration
 
     def __enter__(self) -> FinetuneRun:
         with ExitStack() as stack:
@@ -80,14 +71,10 @@ class FinetuneRun:
             self._stack = stack.pop_all()
         return self
 
-    def begin(
-        self, imitation: Imitation, sampler: MixtureSampler, names: list[str], validation: Validation | None
-    ) -> None:
+    def begin(self, trainer: FinetuneTrainer) -> None:
         """Restore the state of the checkpoint, if there is one, and open the metrics."""
-        self._frames = dict(zip(names, sampler.sizes, strict=True))
-        self._sampler, self._names, self._validation = sampler, names, validation
         if self._checkpoint is not None:
-            restore_imitation(self._store, self._checkpoint, imitation, self._frames, self.config.run.seed)
+            trainer.restore(self._checkpoint)
         if not self._is_new:
             later: list[str] = []
             if self._checkpoint is not None and self._is_chosen:
@@ -97,29 +84,28 @@ class FinetuneRun:
             self.directory.write_config(to_yaml(located(self.config)))
             for line in resume_lines(self._checkpoint, self._begun, later, "step"):
                 self.progress.note(line)
-        self._imitation = imitation
+        self._trainer = trainer
         sinks = open_sinks(self.directory, self.config.logging, public(self.config), self._begun or None)
         self._metrics = self._stack.enter_context(MetricLogger(sinks))
         self._guard = self._stack.enter_context(InterruptGuard(self.progress.note))
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Take the metrics of the steps up to here; `after_step` writes them."""
-        self._row = dict(row)
-        if len(self._names) > 1:
-            drawn = self._sampler.drawn(self._names, step * self.config.optim.batch_size)
+        assert self._trainer is not None
+        self._row, trained_on = dict(row), self._trainer.trained_on
+        if len(trained_on.names) > 1:
+            drawn = trained_on.sampler.drawn(trained_on.names, step * self.config.optim.batch_size)
             self._row |= {f"data/fraction/{one.name}": one.fraction for one in drawn}
-        if (peak := gpu_peak_gib()) is not None:
-            self._row["perf/gpu_peak_gib"] = peak
         self.progress.training(step, self._row)
 
     def after_step(self) -> bool:
         """Validate, write the row and save what is due; whether training continues."""
-        assert self._imitation is not None
-        step, config, state = self._step, self.config, self._imitation.state
+        assert self._trainer is not None
+        step, config = self._step, self.config
         is_last = step == config.optim.steps
-        if self._validation is not None and (step % config.validation.interval == 0 or is_last):
-            self._validate(self._validation, state)
-        is_last = is_last or is_exhausted(state, config.validation.patience)
+        if config.demos.holdout and (step % config.validation.interval == 0 or is_last):
+            self._validate(self._trainer)
+        is_last = is_last or is_exhausted(self._trainer.state, config.validation.patience)
         if self._row:
             self._metrics.log(step, self._row)
             self._row = {}
@@ -136,25 +122,15 @@ class FinetuneRun:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to train: an earlier session has stopped by validation."""
-        assert self._imitation is not None
-        return is_exhausted(self._imitation.state, self.config.validation.patience)
+        assert self._trainer is not None
+        return is_exhausted(self._trainer.state, self.config.validation.patience)
 
-    def _validate(self, validation: Validation, state: ImitationState) -> None:
-        row = validation.measure()
+    def _validate(self, trainer: FinetuneTrainer) -> None:
+        if (row := trainer.validate()) is None:
+            return
         self._row |= row
         accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
         self.progress.note(f"validation after step {self._step}: L1 {row[WATCHED]:.4f}{accuracy}")
-        if is_best(state, row[WATCHED]):
-            note = {"training_step": self._step, **row}
-            self._store.save_policy(BEST, validation.policy, note, self._dtype)
-
-    def finish(self) -> Path:
-        """Write the final policy; returns its folder."""
-        assert self._imitation is not None
-        state = self._imitation.state
-        refuse_diverged(self._imitation, self.directory.checkpoints)
-        note = {"training_step": state.iteration, "loss": state.last_loss}
-        return self._store.save_policy(FINAL, self._imitation.policy, note, self._dtype)
 
     def report(self) -> Path | None:
         """Write the report, if that is wanted."""
@@ -172,8 +148,8 @@ class FinetuneRun:
                 self.interrupted = True
                 try:
                     self._save()
-                except DivergedError as diverged:
-                    self._fail(diverged)
+                except VlarlError as failure:  # diverged weights, or a rank that was lost
+                    self._fail(failure)
             elif isinstance(error, KeyboardInterrupt):
                 self._write_status("interrupted", "stopped at once")
             else:
@@ -181,15 +157,14 @@ class FinetuneRun:
         return isinstance(error, Interrupted)
 
     def _save(self) -> None:
-        if self._imitation is None or self._saved == self._step:
+        if self._trainer is None or self._saved == self._step:
             return
-        name = f"{PERIODIC}{self._step:06d}"
-        save_imitation(self._store, name, self._imitation, self._frames, self._dtype)
+        self._trainer.save(f"{PERIODIC}{self._step:06d}")
         self._saved = self._step
 
     def _fail(self, error: BaseException) -> None:
         """Say that the run failed, and how it resumes; a resume that is refused changes nothing."""
-        if self._status_before and self._imitation is None and isinstance(error, UsageError):
+        if self._status_before and self._trainer is None and isinstance(error, UsageError):
             write_atomically(self.directory.status_file, self._status_before)
             return
         log.error("the run failed", exc_info=error)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.words import counted
@@ -14,8 +15,11 @@ from vlarl.data.demos import DemoSource, Note
 from vlarl.data.recorded_demos import NothingLeftError, RecordedSource, is_in_fraction
 from vlarl.errors import UsageError
 from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.training.ranks import Ranks
 from vlarl.training.sft import DemoBatch
 from vlarl.training.validation import HeldOut, Validation
+
+VALIDATION_NOISE = 0  # the seed of what losses on held-out decisions sample, the same in every validation
 
 
 def split_played(
@@ -49,6 +53,8 @@ def build_validation(
     played: Mapping[str, DemoSet],
     weights: Sequence[float],
     note: Note,
+    device: torch.device,
+    ranks: Ranks,
 ) -> Validation | None:
     """The validation of a run; None without held-out episodes. The policy has the statistics of all datasets.
 
@@ -71,7 +77,7 @@ def build_validation(
             f"validation.patience = {config.validation.patience}: there is no held-out episode to validate on; raise "
             f"demos.holdout (now {config.demos.holdout}), or leave the option out."
         )
-    return Validation(policy, parts, config.optim, config.run.seed) if parts else None
+    return Validation(policy, parts, config.optim, config.run.seed, device, ranks) if parts else None
 
 
 def _read(source: RecordedSource, note: Note) -> DemoSet | None:
@@ -91,4 +97,5 @@ def held_out_batch(demos: DemoSet, policy: SupervisedPolicy, count: int) -> Demo
     policy.use_statistics(None, demos.name)
     instructions = [demos.instructions[index] for index in demos.instruction_ids[rows]]
     chosen = policy.demo_rows(instructions, demos.proprio[rows], demos.chunks(rows, policy.num_steps))
+    chosen = policy.with_noise(chosen, VALIDATION_NOISE, range(len(rows)))
     return DemoBatch(chosen, policy.demo_frames([demos.images[int(row)] for row in rows]))

@@ -3,7 +3,7 @@
     sample i ─► its dataset, by the weights ─► the dataset's next frame, in an order that is shuffled for every epoch
 
 There is no state: a run that resumes at sample i reads what the undisturbed run would have read, and so does a run
-with another number of ranks, each of which takes every R-th sample of a batch.
+with another number of ranks, each of which reads its own part of every batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlarl.types import FloatArray, IntArray
 
 BLOCK = 1024  # samples whose datasets are sampled at once: each block has every dataset as often as its weight says
 
-_DATASETS, _FRAMES = 9, 10  # keep these seeds different from those of rollout/tasks.py
+_DATASETS, _FRAMES, _NOISE = 9, 10, 12  # keep these seeds different from those of rollout/tasks.py, augmentation.py
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,26 @@ class MixtureSampler:
         """`sizes`: frames of each dataset; `weights`: how often it is sampled, relative to the others."""
         if len(sizes) != len(weights) or not all(size > 0 for size in sizes) or not all(w > 0 for w in weights):
             raise ValueError(f"datasets of {list(sizes)} frames have the weights {list(weights)}")
-        self.sizes = tuple(sizes)
+        self.sizes, self._given = tuple(sizes), tuple(weights)
         self.weights: FloatArray = np.asarray(weights, np.float64) / np.sum(weights)
         self._bounds = np.cumsum(self.weights)[:-1]
         self._seed = seed
+        self.noise_seed = derive_seed(seed, _NOISE)  # of what a loss samples, together with the sample's index
         self._orders = [Epochs(derive_seed(seed, _FRAMES, index), size) for index, size in enumerate(sizes)]
         self._before: tuple[int, IntArray] = (0, np.zeros(len(sizes), np.int64))  # samples before a block
 
-    def samples(self, first: int, count: int, rank: int = 0, num_ranks: int = 1) -> tuple[IntArray, IntArray]:
-        """Datasets and frames of a rank's samples among `first` … `first + count - 1`."""
+    def __reduce__(self) -> tuple[type[MixtureSampler], tuple[Sequence[int], Sequence[float], int]]:
+        """It travels between processes as what it is made of: its orders are kept in a cache that can't."""
+        return type(self), (self.sizes, self._given, self._seed)
+
+    def samples(self, first: int, count: int) -> tuple[IntArray, IntArray]:
+        """Datasets and frames of samples `first` … `first + count - 1`."""
         datasets = self._datasets(first, count)
         frames = np.empty(count, np.int64)
         for index, before in enumerate(self.counts(first)):
             mine = np.flatnonzero(datasets == index)
             frames[mine] = self._frames(index, int(before) + np.arange(len(mine)))
-        return datasets[rank::num_ranks], frames[rank::num_ranks]
+        return datasets, frames
 
     def counts(self, position: int) -> IntArray:
         """How often each dataset was sampled before a position."""

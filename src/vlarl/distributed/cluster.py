@@ -32,7 +32,7 @@ from ray._private.state import available_resources_per_node  # of Ray's develope
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from vlarl.config.schema import DistributedConfig
+from vlarl.config.schema import RanksConfig
 from vlarl.distributed.actor import SHARED_FILE, Build, Host, Worker
 from vlarl.distributed.demand import Demand, Resources, choose_machines, describe, fits
 from vlarl.distributed.shared_folder import RUN_FOLDER, SharedFolder
@@ -59,7 +59,7 @@ class Cluster:
 
     def __init__(
         self,
-        config: DistributedConfig,
+        config: RanksConfig,
         logs: Path,
         num_threads: int,
         trace: NoTrace,

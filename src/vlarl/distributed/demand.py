@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from vlarl.config.derive import num_engines
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, RanksConfig
 from vlarl.errors import UsageError
 
 ROUNDING = 1e-6  # of sums of fractions
@@ -55,6 +55,13 @@ class Demand:
             reward=Resources(cpus, d.reward_gpus if on_gpus else 0.0),
             colocate=d.colocate,
         )
+
+    @classmethod
+    def of_learners(cls, distributed: RanksConfig, on_gpus: bool) -> Demand:
+        """Learner ranks alone, for supervised training."""
+        learner = Resources(distributed.worker_cpus, distributed.learner_gpus if on_gpus else 0.0)
+        none = Resources(0.0, 0.0)
+        return cls(distributed.learners_per_node, learner, 0, none, 0, none, 0, none, colocate=False)
 
     def without_learners(self) -> Demand:
         """The same engines and environments, for an evaluation."""

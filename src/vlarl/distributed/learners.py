@@ -4,9 +4,8 @@
                  ◄── rank 0's result ────────────────────
     Rank 0 ── weights, bucket by bucket ──► engines         the others take part where weights are gathered
 
-Ranks wait for each other inside every call (training/ranks.py), so a call goes to all of them or to none. Several
-threads may call: a lock keeps the order. The batch is put into the object store once, where all ranks of a machine
-read it; of its inputs it has the names, and each rank fetches those of its own microbatches (stored_rows.py).
+How ranks are called together is rank_group.py's. The batch is put into the object store once, where all ranks of a
+machine read it; of its inputs it has the names, and each rank fetches those of its own microbatches (stored_rows.py).
 
 Weights go to the engines directly, while nothing is generated, or staged: the engines decide until they switch to the
 new weights (`staged_syncs`). engines.py says which locks a sync takes.
@@ -15,13 +14,11 @@ new weights (`staged_syncs`). engines.py says which locks a sync takes.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +34,14 @@ from vlarl.distributed.actor import Worker, get_all, put
 from vlarl.distributed.address import free_address
 from vlarl.distributed.engines import EngineCalls, EngineGroup
 from vlarl.distributed.kept_rows import kept_rows, memory_limit
+from vlarl.distributed.rank_group import RankGroup, RankProcess
 from vlarl.errors import ClusterError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import DTYPES
 from vlarl.training.annotate import Annotations
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
-from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
 from vlarl.training.prepare import load_trained_policy
-from vlarl.training.ranks import ProcessGroup, Ranks, SingleRank
 from vlarl.training.state import TrainerState
 from vlarl.types import UpdateResult
 from vlarl.weights.sender import EngineLostError, Transport, WeightSender
@@ -116,29 +112,19 @@ class _Sync:
         return SyncCost(time.monotonic() - self.began, self.commit_s, self.num_bytes, self.num_resent)
 
 
-class Rank:
+class Rank(RankProcess):
     """One of the learner processes; built and called in the worker's process."""
 
     def __init__(self, config: Config, world_size: int, on_gpu: bool, rank: int) -> None:
+        super().__init__(config.distributed, world_size, on_gpu, rank)
         self.config = config
-        self.rank = rank
-        self.world_size = world_size
-        self.device = torch.device("cuda:0" if on_gpu else "cpu")  # the first that Ray makes visible to this process
         self.annotated: TensorRows | None = None  # inputs of a batch that is updated on next
-
-    def meeting_point(self) -> tuple[str, int]:
-        """Address and free port of this machine, where the process group's ranks meet."""
-        return free_address()
 
     def join(self, address: str, port: int, checkpoint: Path | None) -> None:
         """Join the other ranks and build the learner."""
-        d = self.config.distributed
-        ranks: Ranks = SingleRank()
-        if self.world_size > 1 or d.sharding != "none":
-            deadline = timedelta(seconds=SYNC_LIMITS * d.timeout_s)  # of ranks that wait for rank 0 in a sync, too
-            ranks = ProcessGroup.join(self.rank, self.world_size, address, port, self.device, deadline)
+        limit_s = SYNC_LIMITS * self.config.distributed.timeout_s  # of ranks that wait for rank 0 in a sync, too
+        ranks, sharding = self.join_others(address, port, limit_s), self.sharding
         torch.manual_seed(self.config.run.seed)
-        sharding = Sharding(d.sharding, d.shard_group_size, d.cpu_offload, d.compute_dtype and DTYPES[d.compute_dtype])
         sharded = sharding.mode != "none"
         device = torch.device("cpu") if sharded else self.device
         folder = policy_folder(checkpoint) if checkpoint else None
@@ -216,11 +202,11 @@ class Rank:
         return Sent(self.learner.version, lost, self.sender.num_bytes, engines.num_resent)
 
 
-class LearnerGroup:
+class LearnerGroup(RankGroup):
     """All ranks as one learner. `policy` reads observations; it has no weights."""
 
     def __init__(self, workers: Sequence[Worker], config: Config, policy: Policy) -> None:
-        self.workers = list(workers)
+        super().__init__(workers, config.distributed.start_timeout_s)
         self.config = config
         self.policy = policy
         self.version = 0
@@ -229,19 +215,6 @@ class LearnerGroup:
         self.average = None if config.ema.beta is None else RankAverages(self)
         self.before_training: Callable[[], None] = lambda: None  # makes engines release memory that the ranks need
         self._annotated: TensorRows | None = None  # inputs that the ranks have, until the update
-        self._lock = threading.Lock()
-
-    def join(self, checkpoint: Path | None) -> None:
-        """Make the ranks join at rank 0's address and build their learners."""
-        first = self.workers[0]
-        address, port = first.get(first.call("meeting_point"))
-        self.call_all("join", address, port, checkpoint, timeout_s=self.config.distributed.start_timeout_s)
-
-    def call_all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call a method on all ranks; rank 0's result. What fails on one of them fails here at once."""
-        with self._lock:
-            requests = [worker.call(method, *arguments, timeout_s=timeout_s) for worker in self.workers]
-        return get_all(requests)[0]
 
     def update(
         self, batch: TrainBatch, iteration: int, on_step: Callable[[int, int], None], iterations: int | None = None

@@ -225,7 +225,7 @@ def _flow_options(settings: ModelConfig) -> FlowOptions:
     )
 
 
-def load_supervised(settings: FinetunePolicyConfig, device: torch.device) -> SupervisedPolicy:
+def load_supervised(settings: FinetunePolicyConfig, device: torch.device, deferred: bool = False) -> SupervisedPolicy:
     """The policy that supervised training starts from: with its regression head if that is trained and the checkpoint
     has one."""
     folder = checkpoint_folder(settings.path)
@@ -233,7 +233,7 @@ def load_supervised(settings: FinetunePolicyConfig, device: torch.device) -> Sup
         has_head = settings.actions == "l1" and family_of(folder, settings.base).has_regression_head(folder)
     except (OSError, ValueError) as error:
         raise UsageError(f"the policy {settings.path} can't be loaded: {error}") from error
-    policy = load_configured(settings, settings.path, device, actions="l1" if has_head else "tokens")
+    policy = load_configured(settings, settings.path, device, actions="l1" if has_head else "tokens", deferred=deferred)
     if not isinstance(policy, SupervisedPolicy):
         raise UsageError(f"policy.path = {settings.path!r}: this kind of policy can't be trained on demonstrations.")
     return policy

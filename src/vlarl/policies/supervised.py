@@ -1,8 +1,8 @@
 """The contract of policies that can be trained on demonstrations.
 
-    instructions, states, actions ─► demo_rows ───┐
-                                                  ├─► supervised_loss
-    images ─────────────────────────► demo_frames ┘
+    instructions, states, actions ─► demo_rows ─► with_noise ───┐
+                                                                ├─► supervised_loss
+    images ─────────────────────────► demo_frames ──────────────┘
 
 Rows are small and made once for all demonstrations. Frames are large: the caller keeps them, or reads some for a batch.
 """
@@ -68,13 +68,19 @@ class SupervisedPolicy(Policy):
         States [N, R] and actions [N, K, D] are in the robot's units; `use_statistics` says how they are normalised.
         """
 
+    def with_noise(self, rows: TensorRows, seed: int, samples: Sequence[int]) -> TensorRows:
+        """The rows with the random values that their loss reads; those of a sample follow from the seed and its index
+        alone, so that it has the same loss in any batch. Unchanged for losses that sample nothing."""
+        return rows
+
     @abstractmethod
     def demo_frames(self, images: Sequence[UInt8Array] | UInt8Array) -> torch.Tensor:
         """[N, …] uint8: images [I, H, W, 3] as the policy reads them, or the given array where they are so already."""
 
     @abstractmethod
     def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
-        """The mean loss over a batch, with gradients. What is random in it comes from torch's default generator."""
+        """The mean loss over a batch, with gradients. What else is random in it, such as dropout, comes from torch's
+        default generator."""
 
     @abstractmethod
     def imitation_errors(self, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:

@@ -84,7 +84,7 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
             Demand.of(config, len(sizes), on_gpus=False).total("CPU"),
             _store_here(config, slots, policy, reward is None or reward.reads_images),
         )
-        on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
+        on_gpus = choose_gpus(config.run.device, cluster.num_gpus)
         demand = Demand.of(config, len(sizes), on_gpus)
         cluster.reserve(demand)
         engine_placements, env_placements, reward_placements = cluster.other_placements(demand)
@@ -170,7 +170,7 @@ def launch_evaluation(config: Config, num_slots: int, logs: Path) -> ActingParts
         cluster = Cluster(config.distributed, logs.absolute(), threads, NoTrace(), EVALUATION_FOLDER)
         stack.callback(cluster.close)
         cluster.connect(Demand.of(config, len(sizes), on_gpus=False).without_learners().total("CPU"))
-        on_gpus = _on_gpus(config.run.device, cluster.num_gpus)
+        on_gpus = choose_gpus(config.run.device, cluster.num_gpus)
         demand = Demand.of(config, len(sizes), on_gpus).without_learners()
         cluster.reserve(demand)
         engine_placements, env_placements, _ = cluster.other_placements(demand)
@@ -244,7 +244,7 @@ def _keeps_samples(config: Config) -> bool:
     return is_prompts(config.env.suite) and config.logging.samples > 0
 
 
-def _on_gpus(device: str, num_gpus: float) -> bool:
+def choose_gpus(device: str, num_gpus: float) -> bool:
     """Whether learners and engines run on GPUs: as configured, or where the cluster has some."""
     if device == "auto":
         return num_gpus > 0

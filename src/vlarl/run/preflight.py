@@ -20,7 +20,7 @@ from vlarl.config.known import EXPERTS, PROMPTS, is_prompts
 from vlarl.config.reward_module import import_function, refuse_missing_module
 from vlarl.config.rules.reward import own_rewards
 from vlarl.config.run_checkpoints import OPTIONS, checkpoint_here
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, RanksConfig
 from vlarl.config.suites import suites_of
 from vlarl.errors import MissingExtraError, UsageError
 from vlarl.observability.capacity import check_memory_for_config
@@ -60,7 +60,10 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, FinetuneConfig):
         for folder in dataset_folders(config.demos) if config.demos.path is not None else ():
             _refuse_unreadable(folder)
-        _refuse_missing_packages((("wandb", "wandb", config.logging.wandb),))
+        _refuse_missing_packages(
+            (("ray", "cluster", config.distributed.backend == "ray"), ("wandb", "wandb", config.logging.wandb))
+        )
+        _refuse_missing_dashboard(config.distributed)
         return
     imitated = config.ptx.path
     if imitated is not None and not is_prompts(config.env.suite) and imitated != EXPERTS and config.ptx.coef > 0:
@@ -72,15 +75,19 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
             ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
         )
     )
-    if config.distributed.dashboard and importlib.util.find_spec("aiohttp_cors") is None:
-        raise UsageError(
-            "distributed.dashboard: Ray is installed without its dashboard; run: pip install "
-            f"'ray[default]=={importlib.metadata.version('ray')}', or leave the option out."
-        )
+    _refuse_missing_dashboard(config.distributed)
     if config.env.suite.startswith(("libero_", "metaworld_")):
         from vlarl.envs.build import refuse_missing_simulator  # loads numpy
 
         refuse_missing_simulator(config.env)
+
+
+def _refuse_missing_dashboard(distributed: RanksConfig) -> None:
+    if distributed.dashboard and importlib.util.find_spec("aiohttp_cors") is None:
+        raise UsageError(
+            "distributed.dashboard: Ray is installed without its dashboard; run: pip install "
+            f"'ray[default]=={importlib.metadata.version('ray')}', or leave the option out."
+        )
 
 
 def _refuse_missing_packages(packages: Sequence[tuple[str, str, bool]]) -> None:
@@ -93,7 +100,6 @@ def _refuse_missing_packages(packages: Sequence[tuple[str, str, bool]]) -> None:
 def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None:
     """Refuse what the code of the user, or the device, can't do, too."""
     refuse_missing(config, is_new)
-    is_here = isinstance(config, FinetuneConfig) or config.distributed.backend == "local"
     if isinstance(config, Config):
         for source in _own_rewards(config):
             import_function(source)
@@ -101,7 +107,7 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
         from vlarl.observability.sinks import refuse_without_login  # loads numpy
 
         refuse_without_login()
-    if is_here and config.run.device not in ("auto", "cpu"):
+    if config.distributed.backend == "local" and config.run.device not in ("auto", "cpu"):
         from vlarl.devices import usable_device  # loads torch, which takes seconds
 
         usable_device("run.device", config.run.device)

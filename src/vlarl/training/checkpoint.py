@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vlarl.config.run_checkpoints import PERIODIC
-from vlarl.errors import DivergedError, UsageError, VlarlError
+from vlarl.errors import UsageError, VlarlError
 from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
@@ -39,22 +39,23 @@ from vlarl.training.random_states import (
     Generator,
     Generators,
     default_generators,
-    own_keys,
     random_states,
     restore_random_states,
 )
 from vlarl.training.ranks import Ranks, SingleRank, on_each, on_first
 from vlarl.training.retention import retire
-from vlarl.training.shards import OPTIMIZER, WEIGHTS, is_of_rank, is_sharded, read_shards, stored_shapes, write_shards
+from vlarl.training.shards import WEIGHTS, is_of_rank, is_sharded, stored_shapes, write_shards
 from vlarl.training.state import TrainerState
 from vlarl.training.stored_tensors import (
     TENSORS,
     fill,
     on_host,
     optimizer_tensors,
+    refuse_diverged,
     restore_optimizers,
+    restore_shards,
     stored_states,
-    weight_fault,
+    trained_tensors,
     with_prefix,
 )
 
@@ -84,7 +85,7 @@ class CheckpointStore:
 
     def save(self, name: str, learner: Learner, state: TrainerState) -> Path:
         """Write a checkpoint that training can resume from, and the average of the weights as a policy of its own."""
-        self._refuse_diverged(learner)
+        refuse_diverged(learner.named_trained(), learner.config.optim.lr, self.folder, self.ranks)
         exported = not (learner.sharded and name.startswith(PERIODIC))
         tensors = trainer_tensors(learner) | random_states(self.generators(learner.device), self.ranks)
 
@@ -104,7 +105,7 @@ class CheckpointStore:
 
         def write(folder: Path) -> None:
             if learner.sharded:
-                write_shards(tensors | trained_tensors(learner), folder)
+                write_shards(tensors | trained_tensors(learner.named_trained()), folder)
             with consolidated(learner.policy, self.ranks) if exported else nullcontext():
                 on_first(self.ranks, lambda: write_whole(folder))
 
@@ -145,17 +146,6 @@ class CheckpointStore:
         """The newest checkpoint that training can resume from, None before the first."""
         found = [path for path in self.folder.iterdir() if (path / COUNTERS).is_file()]
         return max(found, key=lambda path: read_counters(path)["iteration"], default=None)
-
-    def _refuse_diverged(self, learner: Learner) -> None:
-        """Refuse diverged weights. All ranks must call: each checks its own parts."""
-        faults = ((name, weight_fault(parameter)) for name, parameter, _ in learner.named_trained())
-        name, fault = next(((name, fault) for name, fault in faults if fault), ("", ""))
-        if self.ranks.any(bool(fault)):
-            raise DivergedError(
-                f"the weights are {fault or 'not finite or absurd'} ({name or 'on another rank'}), so they are not "
-                f"saved; earlier checkpoints are in {self.folder}. Lower optim.lr (now "
-                f"{learner.config.optim.lr}) and resume."
-            )
 
     def _replace(self, name: str, write: Callable[[Path], None]) -> Path:
         final, fresh, old = self.folder / name, self.folder / f".new-{name}", self.folder / f".old-{name}"
@@ -206,11 +196,6 @@ def trainer_tensors(learner: Learner) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def trained_tensors(learner: Learner) -> dict[str, torch.Tensor]:
-    """All weights that an optimizer updates, including a separate critic's."""
-    return {f"{WEIGHTS}.{name}": parameter.detach() for name, parameter, _ in learner.named_trained()}
-
-
 def policy_folder(checkpoint: Path) -> Path | None:
     """The checkpoint, if it contains the policy; None: `restore` loads the trained weights into the policy that the run
     started from."""
@@ -236,7 +221,7 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
     own = generators(learner.device)
     try:
         _refuse_other_critic(learner, folder)
-        _verify(folder, learner.ranks)
+        verify(folder, learner.ranks)
         states, averaged = (_restore_shards if is_sharded(folder) else _restore_trainer)(learner, folder, own)
         learner.version = _count(counters.pop("version"), "version")
         learner.policy_updates = _count(counters.pop("policy_updates"), "policy_updates")
@@ -259,7 +244,7 @@ def restore(learner: Learner, folder: Path, generators: Generators = default_gen
         raise UsageError(damaged(folder, error)) from error
 
 
-def _verify(folder: Path, ranks: Ranks) -> None:
+def verify(folder: Path, ranks: Ranks) -> None:
     """Raise the same ValueError on all ranks if one of them finds that a file of its own has changed."""
 
     def find_damage() -> str:
@@ -289,20 +274,11 @@ def _restore_trainer(learner: Learner, folder: Path, own: Mapping[str, Generator
 
 
 def _restore_shards(learner: Learner, folder: Path, own: Mapping[str, Generator]) -> Restored:
-    shapes = stored_shapes(folder)
-    keys = own_keys(own, learner.ranks.rank, shapes).values()
-    states = {key: torch.zeros(shapes[key], dtype=torch.uint8) for key in keys}
-    into = states | trained_tensors(learner)
-    trained = {name: (parameter, optimizer) for name, parameter, optimizer in learner.named_trained()}
-    for full_name, shape in with_prefix(shapes, OPTIMIZER).items():
-        name, _, key = full_name.rpartition(".")
-        parameter, optimizer = trained[name]
-        fresh = torch.zeros_like(parameter.detach()) if shape else torch.zeros((), device=parameter.device)
-        optimizer.state[parameter][key] = into[f"{OPTIMIZER}.{full_name}"] = fresh
-    averaged = bool(with_prefix(shapes, AVERAGE))
+    averaged = bool(with_prefix(stored_shapes(folder), AVERAGE))
+    more: dict[str, torch.Tensor] = {}
     if learner.average is not None and averaged:
-        into |= {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
-    read_shards(into, folder, learner.ranks)
+        more = {f"{AVERAGE}.{name}": average for name, average in learner.average.weights.items()}
+    states = restore_shards(learner.named_trained(), more, folder, own, learner.ranks)
     learner.policy.weights_changed()
     return states, averaged
 

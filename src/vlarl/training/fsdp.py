@@ -41,7 +41,8 @@ from vlarl.policies.base import Evaluation, Policy
 from vlarl.policies.deferred import StoredWeight, stored_weight
 from vlarl.training.ranks import Ranks
 
-PASSES = ("evaluate", "values", "sample")  # a policy's entry points; FSDP hooks only `forward`
+# A policy's entry points: FSDP hooks only `forward`.
+PASSES = ("evaluate", "values", "sample", "supervised_loss", "imitation_errors")
 BUCKET_BYTES = 64 << 20  # gradients that are summed in one call
 
 # FSDP gathers the root's weights again when a gradient reaches the output of a pass, and must find tensors in it.

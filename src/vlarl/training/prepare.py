@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vlarl.config.derive import engine_dtype
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, RanksConfig
 from vlarl.config.training_data import by_run
 from vlarl.errors import UsageError
 from vlarl.policies.base import Policy
@@ -57,15 +57,20 @@ def refuse_unsupported(policy: Policy, config: Config) -> None:
             f"algorithm.aux_loss_coef = {algorithm.aux_loss_coef:g}: this model reports no auxiliary loss, as mixtures "
             "of experts do; set it to 0."
         )
-    if config.distributed.compute_dtype is not None and not policy.has_compute_dtype:
-        raise UsageError(
-            f"distributed.compute_dtype = {config.distributed.compute_dtype!r}: this policy computes in the types of "
-            "its weights; leave it out and set policy.dtype."
-        )
+    refuse_compute_dtype(policy, config.distributed)
     if optim.microbatch_tokens is not None and not policy.differs_in_length:
         raise UsageError(
             f"optim.microbatch_tokens = {optim.microbatch_tokens}: the decisions of this policy all have the same "
             "length; leave it out and set optim.microbatch_size."
+        )
+
+
+def refuse_compute_dtype(policy: Policy, distributed: RanksConfig) -> None:
+    """Refuse another precision of gathered weights for a policy that has none but that of its weights."""
+    if distributed.compute_dtype is not None and not policy.has_compute_dtype:
+        raise UsageError(
+            f"distributed.compute_dtype = {distributed.compute_dtype!r}: this policy computes in the types of its "
+            "weights; leave it out and set policy.dtype."
         )
 
 

@@ -1,4 +1,12 @@
-"""Supervised training: the optimizer steps of `vlarl finetune`, on batches of demonstrated decisions."""
+"""Supervised training: the optimizer steps of `vlarl finetune`, on batches of demonstrated decisions.
+
+    batch of a step    0 1 2 3 4 5 6 7      one process, all of it or in microbatches
+                       └ rank 0┘└ rank 1┘   several ranks (ranks.py): each has the same part of every batch
+
+The loss of a batch is the mean over its samples on all ranks: parts and microbatches are weighted by how many samples
+they have, and gradients are summed, in each pass where weights are sharded (fsdp.py). All ranks know the whole
+batch's loss and gradient norm, and so decide alike whether a step is taken.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +17,14 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from vlarl.config.finetune import FinetuneOptimConfig
 from vlarl.decisions import TensorRows
 from vlarl.errors import VlarlError
 from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
+from vlarl.training.ranks import Ranks, SingleRank
 from vlarl.training.stored_tensors import Trained
 
 BETAS = (0.9, 0.95)
@@ -37,8 +46,11 @@ class DemoBatch:
             yield self
             return
         for first in range(0, len(self), size):
-            part = slice(first, first + size)
-            yield DemoBatch(self.rows.rows(part), self.frames[part])
+            yield self.part(slice(first, first + size))
+
+    def part(self, rows: slice) -> DemoBatch:
+        """Some of its decisions, not copied."""
+        return DemoBatch(self.rows.rows(rows), self.frames[rows])
 
 
 class Batches(Protocol):
@@ -66,15 +78,25 @@ class ImitationState:
 class Imitation:
     """A supervised run in progress: policy, optimizer and counters, which are all that a checkpoint has to hold."""
 
-    def __init__(self, policy: SupervisedPolicy, optim: FinetuneOptimConfig) -> None:
-        self.policy, self.optim = policy, optim
+    def __init__(
+        self,
+        policy: SupervisedPolicy,
+        optim: FinetuneOptimConfig,
+        batches: Batches,
+        device: torch.device,
+        ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
+        sharding: Sharding = Sharding(),  # noqa: B008 - frozen
+    ) -> None:
+        """A policy that is to be sharded may wait on the host; its parts go to the device."""
+        if optim.batch_size % ranks.world_size:
+            raise ValueError(f"{ranks.world_size} ranks can't have equal parts of {optim.batch_size} samples")
+        self.policy, self.optim, self.batches = policy, optim, batches
+        self.device, self.ranks, self.sharded = device, ranks, sharding.mode != "none"
+        if self.sharded:
+            shard(policy, sharding, sharding.mesh(ranks, device))
         self.optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
         self.state = ImitationState()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the policy."""
-        return next(self.policy.parameters()).device
+        policy.train()
 
     def named_trained(self) -> Iterator[Trained]:
         """Everything that the optimizer moves, by name."""
@@ -82,31 +104,37 @@ class Imitation:
             if parameter.requires_grad:
                 yield name, parameter, self.optimizer
 
-    def step(self, batches: Batches) -> dict[str, float] | None:
+    def step(self) -> dict[str, float] | None:
         """The next optimizer step; the row of metrics that is due after it."""
         optim, state = self.optim, self.state
         state.iteration += 1
         set_lr(self.optimizer, optim.lr * warmup_cosine(state.iteration, optim.steps, optim.warmup_steps))
-        batch = batches.batch((state.iteration - 1) * optim.batch_size, optim.batch_size)
+        size = optim.batch_size // self.ranks.world_size
+        batch = self.batches.batch((state.iteration - 1) * optim.batch_size + self.ranks.rank * size, size)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._backward(batch)
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), optim.max_grad_norm)
-        value, size = float(loss), float(norm)
-        if np.isfinite([value, size]).all():  # an L1 loss that is not finite still has a finite gradient
+        trained = [parameter for _, parameter, _ in self.named_trained()]
+        if not self.sharded:
+            sum_gradients(trained, self.ranks)
+        norm = clip_gradients(trained, optim.max_grad_norm)
+        # An L1 loss that is not finite still has a finite gradient.
+        if not self.ranks.any(not np.isfinite([loss, norm]).all()):
             self.optimizer.step()
-            state.losses.append(value)
-            state.norms.append(size)
+            state.losses.append(loss)
+            state.norms.append(norm)
         is_due = state.iteration % optim.log_interval == 0 or state.iteration == optim.steps
         return self._row() if is_due else None
 
-    def _backward(self, batch: DemoBatch) -> torch.Tensor:
-        """Add the gradients of the batch's mean loss, microbatch by microbatch; returns that loss."""
-        losses = []
+    def _backward(self, batch: DemoBatch) -> float:
+        """Add the gradients of this rank's part of the batch's mean loss, microbatch by microbatch; returns the mean
+        loss of the batches of all ranks together."""
+        losses, num_samples = [], len(batch) * self.ranks.world_size
         for part in batch.parts(self.optim.microbatch_size):
-            loss = imitation_loss(self.policy, part, self.optim) * (len(part) / len(batch))
+            loss = imitation_loss(self.policy, part, self.optim) * (len(part) / num_samples)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        own: list[float] = torch.stack(losses).tolist()
+        return sum(value for each in self.ranks.gather(own) for value in each)
 
     def _row(self) -> dict[str, float]:
         """The metrics since the last row."""
@@ -129,23 +157,37 @@ class Imitation:
         return row
 
 
+class Steps(Protocol):
+    """What is trained step by step: an `Imitation`, or the ranks of one."""
+
+    optim: FinetuneOptimConfig
+
+    @property
+    def state(self) -> ImitationState:
+        """The counters so far."""
+        ...
+
+    def step(self) -> dict[str, float] | None:
+        """The next optimizer step; the row of metrics that is due after it."""
+        ...
+
+
 def imitate(
-    imitation: Imitation,
-    batches: Batches,
+    steps: Steps,
     on_log: Callable[[int, dict[str, float]], None],
     after_step: Callable[[], bool] = lambda: True,
 ) -> tuple[float, float]:
     """Train to the last step, or until `after_step` returns false; returns the first and the last logged loss."""
-    imitation.policy.train()
-    state, optim = imitation.state, imitation.optim
-    begun, started = state.iteration, time.monotonic()
+    optim = steps.optim
+    begun, started = steps.state.iteration, time.monotonic()
     is_wanted = True
-    while is_wanted and state.iteration < optim.steps:
-        if (row := imitation.step(batches)) is not None:
-            samples = (state.iteration - begun) * optim.batch_size
-            on_log(state.iteration, row | {"perf/train_samples_per_s": samples / (time.monotonic() - started)})
+    while is_wanted and steps.state.iteration < optim.steps:
+        if (row := steps.step()) is not None:
+            step = steps.state.iteration
+            samples = (step - begun) * optim.batch_size
+            on_log(step, row | {"perf/train_samples_per_s": samples / (time.monotonic() - started)})
         is_wanted = after_step()
-    return state.first_loss or 0.0, state.last_loss or 0.0
+    return steps.state.first_loss or 0.0, steps.state.last_loss or 0.0
 
 
 def imitation_loss(policy: SupervisedPolicy, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:

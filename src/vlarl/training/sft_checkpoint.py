@@ -1,8 +1,9 @@
 """Checkpoints of supervised training, from which it resumes to the bit.
 
 A checkpoint is the policy in its original layout and the chosen precision, as everywhere, and beside it what training
-resumes from: trainer.safetensors (the trained weights as they are, optimizer state, random states) and trainer.json
-(counters). The policy that a run resumes with is made as in the beginning, and then gets these weights.
+resumes from: trainer.safetensors (the trained weights as they are, optimizer state, random states of all ranks) and
+trainer.json (counters). Ranks whose weights are sharded write their parts of the former (shards.py). The policy that a
+run resumes with is made as in the beginning, and then gets these weights.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from vlarl.errors import DivergedError, UsageError
-from vlarl.policies.checksums import verify_checksums
+from vlarl.errors import UsageError
 from vlarl.policies.tensor_file import write_tensors
-from vlarl.training.checkpoint import COUNTERS, CheckpointStore, damaged, read_counters
+from vlarl.training.checkpoint import COUNTERS, CheckpointStore, damaged, read_counters, verify
+from vlarl.training.fsdp import consolidated
 from vlarl.training.random_states import random_states, restore_random_states
+from vlarl.training.ranks import on_first
 from vlarl.training.sft import Imitation, ImitationState
-from vlarl.training.shards import WEIGHTS
+from vlarl.training.shards import WEIGHTS, is_sharded, write_shards
 from vlarl.training.stored_tensors import (
     TENSORS,
     fill,
     on_host,
     optimizer_tensors,
+    refuse_diverged,
     restore_optimizers,
+    restore_shards,
     stored_states,
-    weight_fault,
+    trained_tensors,
     with_prefix,
 )
 
@@ -40,16 +44,23 @@ FRAMES = "frames"  # of each dataset: a sample's index means another frame if th
 def save_imitation(
     store: CheckpointStore, name: str, imitation: Imitation, frames: Mapping[str, int], dtype: torch.dtype
 ) -> Path:
-    """Write a checkpoint that training can resume from."""
-    refuse_diverged(imitation, store.folder)
-    weights = {f"{WEIGHTS}.{name}": parameter for name, parameter, _ in imitation.named_trained()}
-    states = random_states(store.generators(imitation.device), store.ranks)
+    """Write a checkpoint that training can resume from; all ranks must call."""
+    refuse_diverged(imitation.named_trained(), imitation.optim.lr, store.folder, store.ranks)
+    tensors = trained_tensors(imitation.named_trained()) | optimizer_tensors(imitation.named_trained())
+    tensors |= random_states(store.generators(imitation.device), store.ranks)
 
-    def write(folder: Path) -> None:
+    def write_whole(folder: Path) -> None:
         imitation.policy.save(folder, dtype)
-        write_tensors(on_host(weights | optimizer_tensors(imitation.named_trained()) | states), folder / TENSORS)
+        if not imitation.sharded:
+            write_tensors(on_host(tensors), folder / TENSORS)
         counters = asdict(imitation.state) | {FRAMES: dict(frames)}
         (folder / COUNTERS).write_text(json.dumps(counters, indent=2))
+
+    def write(folder: Path) -> None:
+        if imitation.sharded:
+            write_shards(tensors, folder)
+        with consolidated(imitation.policy, store.ranks):
+            on_first(store.ranks, lambda: write_whole(folder))
 
     return store.write(name, write)
 
@@ -57,38 +68,32 @@ def save_imitation(
 def restore_imitation(
     store: CheckpointStore, checkpoint: Path, imitation: Imitation, frames: Mapping[str, int], seed: int
 ) -> None:
-    """Bring a run's beginning to the state of the checkpoint."""
+    """Bring a run's beginning to the state of the checkpoint, which any number of ranks has written; all ranks must
+    call."""
     counters = read_counters(checkpoint)
     before = counters.pop(FRAMES, None)
     if before != dict(frames):
+        trained_on = listed_frames(before if isinstance(before, dict) else {})
         raise UsageError(
-            f"the demonstrations have changed: there are {_listed(frames)}, and the checkpoint {checkpoint} was "
-            f"trained on {_listed(before if isinstance(before, dict) else {})}. A run resumes on the same ones; to "
-            "train on others, start a new one from its weights with --policy.path."
+            f"the demonstrations have changed: there are {listed_frames(frames)}, and the checkpoint {checkpoint} was "
+            f"trained on {trained_on}. A run resumes on the same ones; to train on others, start a new one from its "
+            "weights with --policy.path."
         )
     own = store.generators(imitation.device)
     try:
-        verify_checksums(checkpoint, lambda name: name == TENSORS)
-        tensors = load_file(checkpoint / TENSORS)
-        trained = {name: parameter for name, parameter, _ in imitation.named_trained()}
-        fill({name: parameter.data for name, parameter in trained.items()}, with_prefix(tensors, WEIGHTS))
-        restore_optimizers(imitation.named_trained(), tensors)
+        verify(checkpoint, store.ranks)
+        if is_sharded(checkpoint):
+            states = restore_shards(imitation.named_trained(), {}, checkpoint, own, store.ranks)
+        else:
+            tensors = load_file(checkpoint / TENSORS)
+            fill({name: parameter for name, parameter, _ in imitation.named_trained()}, with_prefix(tensors, WEIGHTS))
+            restore_optimizers(imitation.named_trained(), tensors)
+            states = stored_states(own, store.ranks.rank, tensors)
         imitation.policy.weights_changed()
         imitation.state = _state(counters)
-        states = stored_states(own, store.ranks.rank, tensors)
         restore_random_states(own, states, store.ranks.rank, seed)  # last: loading may sample
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UsageError(damaged(checkpoint, error)) from error
-
-
-def refuse_diverged(imitation: Imitation, folder: Path) -> None:
-    """Refuse to save weights that are not finite, or absurdly large."""
-    for name, parameter, _ in imitation.named_trained():
-        if fault := weight_fault(parameter):
-            raise DivergedError(
-                f"the weights are {fault} ({name}), so they are not saved; earlier checkpoints are in {folder}. Lower "
-                f"optim.lr (now {imitation.optim.lr})."
-            )
 
 
 def _state(counters: dict[str, object]) -> ImitationState:
@@ -113,5 +118,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _listed(frames: Mapping[str, int]) -> str:
+def listed_frames(frames: Mapping[str, int]) -> str:
+    """How many frames of which datasets, in words."""
     return ", ".join(f"{count:,} frames of {name}" for name, count in frames.items()) or "none"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from vlarl.errors import DivergedError
 from vlarl.training.fsdp import part_like
 from vlarl.training.random_states import Generator, own_keys
-from vlarl.training.shards import OPTIMIZER
+from vlarl.training.ranks import Ranks
+from vlarl.training.shards import OPTIMIZER, WEIGHTS, read_shards, stored_shapes
 
 Entry = TypeVar("Entry")
 Trained = tuple[str, torch.nn.Parameter, torch.optim.Optimizer]
@@ -19,6 +22,11 @@ Trained = tuple[str, torch.nn.Parameter, torch.optim.Optimizer]
 
 TENSORS = "trainer.safetensors"
 LARGEST_WEIGHT = 1e6  # beyond it training has diverged, even if the weights are finite
+
+
+def trained_tensors(trained: Iterable[Trained]) -> dict[str, torch.Tensor]:
+    """All weights that an optimizer updates, by key."""
+    return {f"{WEIGHTS}.{name}": parameter.detach() for name, parameter, _ in trained}
 
 
 def optimizer_tensors(trained: Iterable[Trained]) -> dict[str, torch.Tensor]:
@@ -39,6 +47,29 @@ def restore_optimizers(trained: Iterable[Trained], tensors: dict[str, torch.Tens
         name, _, key = full_name.rpartition(".")
         parameter, optimizer = found[name]
         optimizer.state[parameter][key] = part_like(tensor, parameter)
+
+
+def restore_shards(
+    named_trained: Iterable[Trained],
+    more: Mapping[str, torch.Tensor],
+    folder: Path,
+    own: Mapping[str, Generator],
+    ranks: Ranks,
+) -> dict[str, torch.Tensor]:
+    """Fill weights and optimizer state, or this rank's parts of them, and `more` tensors by their keys from a
+    checkpoint in parts; returns the random states of this rank by key."""
+    named, shapes = list(named_trained), stored_shapes(folder)
+    keys = own_keys(own, ranks.rank, shapes).values()
+    states = {key: torch.zeros(shapes[key], dtype=torch.uint8) for key in keys}
+    trained = {name: (parameter, optimizer) for name, parameter, optimizer in named}
+    into = states | dict(more) | trained_tensors(named)
+    for full_name, shape in with_prefix(shapes, OPTIMIZER).items():
+        name, _, key = full_name.rpartition(".")
+        parameter, optimizer = trained[name]
+        fresh = torch.zeros_like(parameter.detach()) if shape else torch.zeros((), device=parameter.device)
+        optimizer.state[parameter][key] = into[f"{OPTIMIZER}.{full_name}"] = fresh
+    read_shards(into, folder, ranks)
+    return states
 
 
 def stored_states(
@@ -104,3 +135,14 @@ def weight_fault(parameter: torch.Tensor) -> str:
     if not math.isfinite(largest):  # a NaN anywhere makes both ends NaN
         return "not finite"
     return f"absurd, up to {largest:.0e}" if largest > LARGEST_WEIGHT else ""
+
+
+def refuse_diverged(trained: Iterable[Trained], lr: float, folder: Path, ranks: Ranks) -> None:
+    """Refuse weights that are not finite, or absurdly large. All ranks must call: each checks its own parts."""
+    faults = ((name, weight_fault(parameter)) for name, parameter, _ in trained)
+    name, fault = next(((name, fault) for name, fault in faults if fault), ("", ""))
+    if ranks.any(bool(fault)):
+        raise DivergedError(
+            f"the weights are {fault or 'not finite or absurd'} ({name or 'on another rank'}), so they are not saved; "
+            f"earlier checkpoints are in {folder}. Lower optim.lr (now {lr}) and resume."
+        )

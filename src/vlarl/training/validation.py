@@ -9,6 +9,7 @@ import torch
 
 from vlarl.config.finetune import FinetuneOptimConfig
 from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.sft import DemoBatch, ImitationState, imitation_loss
 
 WATCHED = "val/l1"
@@ -24,23 +25,34 @@ class HeldOut:
 
 
 class Validation:
-    """Measures a policy on held-out decisions; the random numbers of training are the same without it."""
+    """Measures a policy on held-out decisions; the random numbers of training are the same without it.
+
+    Ranks take their turns at the passes, and all of them have the results.
+    """
 
     def __init__(
-        self, policy: SupervisedPolicy, parts: Sequence[HeldOut], optim: FinetuneOptimConfig, seed: int
+        self,
+        policy: SupervisedPolicy,
+        parts: Sequence[HeldOut],
+        optim: FinetuneOptimConfig,
+        seed: int,
+        device: torch.device,
+        ranks: Ranks = SingleRank(),  # noqa: B008 - it has no state
     ) -> None:
+        """`device` is the one that the policy's passes run on."""
         self.policy, self._parts, self._optim, self._seed = policy, tuple(parts), optim, seed
+        self._device, self._ranks = device, ranks
 
     def measure(self) -> dict[str, float]:
         """Loss, absolute error of normalised actions, and token accuracy of policies with action tokens.
 
         Each is the mean over a dataset's decisions, and over datasets by their weights.
         """
-        device = next(self.policy.parameters()).device
+        device = self._device
         self.policy.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(self._seed)  # for losses that sample: the same in every validation
-            found = [self._of(part.batch, device) for part in self._parts]
+            found = [self._of(part.batch) for part in self._parts]
         self.policy.train()
         total = sum(part.weight for part in self._parts)
         row = {
@@ -53,18 +65,23 @@ class Validation:
                 row |= {f"val/{part.name}/{name}": value for name, value in values.items()}
         return row
 
-    def _of(self, batch: DemoBatch, device: torch.device) -> dict[str, float]:
+    def _of(self, batch: DemoBatch) -> dict[str, float]:
+        size = self._optim.microbatch_size or self._optim.batch_size // self._ranks.world_size
         sums: dict[str, float] = {}
-        for part in batch.parts(self._optim.microbatch_size or self._optim.batch_size):
-            here = DemoBatch(part.rows.to(device), part.frames.to(device))
-            loss = imitation_loss(self.policy, here, self._optim)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self._optim.autocast == "bfloat16"):
-                errors = self.policy.imitation_errors(here.rows, here.frames)
-            values = {"loss": float(loss) * len(part), "l1": float(errors.l1.double().sum())}
-            if errors.token_accuracy is not None:
-                values["token_accuracy"] = float(errors.token_accuracy.double().sum())
+        for values in distribute(list(batch.parts(size)), batch.part(slice(1)), self._sums, self._ranks):
             sums = {name: sums.get(name, 0.0) + value for name, value in values.items()}
         return {name: value / len(batch) for name, value in sums.items()}
+
+    def _sums(self, part: DemoBatch) -> dict[str, float]:
+        """Over the decisions of a pass."""
+        here = DemoBatch(part.rows.to(self._device), part.frames.to(self._device))
+        loss = imitation_loss(self.policy, here, self._optim)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._optim.autocast == "bfloat16"):
+            errors = self.policy.imitation_errors(here.rows, here.frames)
+        values = {"loss": float(loss) * len(part), "l1": float(errors.l1.double().sum())}
+        if errors.token_accuracy is not None:
+            values["token_accuracy"] = float(errors.token_accuracy.double().sum())
+        return values
 
 
 def is_best(state: ImitationState, value: float) -> bool:

@@ -14,7 +14,7 @@ from vlarl.config.schema import LoraConfig
 from vlarl.data.batches import DemoBatches
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
-from vlarl.data.finetune import FinetuneSummary, finetune, start
+from vlarl.data.finetune import start
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
@@ -23,6 +23,7 @@ from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.openvla.supervised import DemoRows
 from vlarl.policies.tiny import init_tiny
+from vlarl.run.finetune import FinetuneSummary, finetune
 from vlarl.training.sft import DemoBatch, Imitation, imitate, imitation_loss
 
 
@@ -197,7 +198,7 @@ def poisoned_run(regression: tuple[FinetuneConfig, DemoSet], bad: set[int]) -> t
     rows: list[dict] = []
     sampler = MixtureSampler([len(demos)], [1.0], 0)
     batches = Poisoned(DemoBatches([demos], policy, torch.device("cpu"), sampler), bad)
-    imitate(Imitation(policy, config.optim), batches, lambda step, row: rows.append(row))
+    imitate(Imitation(policy, config.optim, batches, torch.device("cpu")), lambda step, row: rows.append(row))
     return policy, rows
 
 

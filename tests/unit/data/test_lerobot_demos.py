@@ -11,7 +11,7 @@ from fakes.lerobot_data import IMAGE, WRIST, episode, features, write
 from vlarl.config.finetune import DemoConfig, FinetuneConfig
 from vlarl.data.conversion import Conversion, to_lerobot
 from vlarl.data.demos import collect_demos, open_recording, open_sources
-from vlarl.data.finetune import finetune, sampling_weights
+from vlarl.data.finetune import sampling_weights
 from vlarl.data.lerobot.declared import Declared
 from vlarl.data.lerobot.demos import LeRobotSource
 from vlarl.data.lerobot.mapped import MappedDataset
@@ -20,6 +20,7 @@ from vlarl.data.lerobot.writer import LeRobotWriter
 from vlarl.data.recorded_demos import is_in_fraction
 from vlarl.data.rlds.reader import RldsDataset
 from vlarl.errors import UsageError
+from vlarl.run.finetune import finetune
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

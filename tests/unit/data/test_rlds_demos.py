@@ -11,7 +11,7 @@ from vlarl.config.finetune import DemoConfig, FinetuneConfig
 from vlarl.data.batches import DemoBatches, Frames
 from vlarl.data.demo_set import DemoSet
 from vlarl.data.demos import collect_demos, open_sources
-from vlarl.data.finetune import demo_statistics, finetune
+from vlarl.data.finetune import demo_statistics
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.data.recording import open_experts, record
 from vlarl.data.rlds.demos import RldsSource
@@ -21,6 +21,7 @@ from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.images import ImagePipeline
 from vlarl.policies.openvla.processor import Processor
 from vlarl.policies.tiny import init_tiny
+from vlarl.run.finetune import finetune
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "rlds"
 CPU = torch.device("cpu")

@@ -177,7 +177,9 @@ def test_a_fresh_policy_is_trained_by_processes_and_finds_its_statistics_again(t
     )
     rows: list[dict[str, float]] = []
     batches = DemoBatches(demos, policy, torch.device("cpu"), in_turn(*demos))
-    first, last = imitate(Imitation(policy, train.optim), batches, lambda step, row: rows.append(row))
+    first, last = imitate(
+        Imitation(policy, train.optim, batches, torch.device("cpu")), lambda step, row: rows.append(row)
+    )
     assert last < 0.5 * first and [row["train/skipped_steps"] for row in rows] == [0, 0, 0]
     policy.save(tmp_path / "trained")
     again = load_policy(tmp_path / "trained")

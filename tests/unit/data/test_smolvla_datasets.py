@@ -13,14 +13,15 @@ from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.problems import ConfigError
 from vlarl.config.source.load import load_config
 from vlarl.data import batches
-from vlarl.data import finetune as command
 from vlarl.data.demos import collect_demos
+from vlarl.data.finetune import demo_statistics
 from vlarl.data.held_out import held_out_batch
 from vlarl.data.mixtures import MixtureSampler
 from vlarl.data.statistics import dataset_statistics, pooled_statistics
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_policy
 from vlarl.policies.smolvla.supervised import DemoRows
+from vlarl.run import finetune as command
 from vlarl.types import FloatArray
 
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def test_one_of_the_datasets_keeps_what_was_pooled(tmp_path, caplog):
     config = configured(tmp_path, ("small:1", "large:3"))
     policy, sources = command.start(config, CPU)
     demos, _ = collect_demos(sources, lambda line: None)
-    found = {part.name: command.demo_statistics(part) for part in demos}
+    found = {part.name: demo_statistics(part) for part in demos}
     pooled = pooled_statistics([part.actions for part in demos], [part.proprio for part in demos], [1, 3])
     with caplog.at_level(logging.WARNING):
         policy.add_all_statistics(found, lambda: pooled)
@@ -144,7 +145,7 @@ def test_rows_and_frames_together_are_below_the_limit(tmp_path):
     write(tmp_path / "data", "mine", 1.0, episodes=2)
     policy, sources = command.start(configured(tmp_path, ("mine",)), CPU)
     demos, _ = collect_demos(sources, lambda line: None)
-    policy.add_statistics("mine", command.demo_statistics(demos[0]))
+    policy.add_statistics("mine", demo_statistics(demos[0]))
     size, sampler = 16 * 16 * 16 * 3, MixtureSampler([16], [1.0], 0)
 
     def held(limit: int) -> batches.DemoBatches:

@@ -37,7 +37,7 @@ def test_whole_chunks_are_trained_though_fewer_actions_are_executed(tmp_path):
     policy = prepared()
     rows, frames = demonstrations(policy, 3)
     assert rows.actions.shape == (3, 8, 12) and frames.shape == (3, 2, 24, 24, 3) and frames.dtype == torch.uint8
-    policy.supervised_loss(rows, frames).backward()
+    policy.supervised_loss(policy.with_noise(rows, 0, range(3)), frames).backward()
     assert policy.model.action_out_proj.weight.grad.abs().sum() > 0
     assert all(p.grad is None for p in policy.model.backbone.parameters())
     policy.save(tmp_path)
@@ -56,12 +56,25 @@ def test_times_follow_the_originals_distribution(monkeypatch):
 
     monkeypatch.setattr(supervised, "matching_losses", keep)
     index = torch.zeros(20_000, dtype=torch.int64)
-    torch.manual_seed(0)
-    policy.supervised_loss(rows.rows(index), frames)
+    policy.supervised_loss(policy.with_noise(rows.rows(index), 0, range(len(index))), frames)
     (given,) = times
     assert given.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.01)
     assert given.median().item() == pytest.approx(0.001 + 0.999 * 0.5 ** (1 / 1.5), abs=0.01)
     assert given.min() >= 0.001 and given.max() <= 1.0
+
+
+def test_noise_and_time_of_a_sample_are_the_same_in_any_batch():
+    policy = prepared()
+    rows, frames = demonstrations(policy, 3)
+    whole = policy.with_noise(rows, 2**64 - 1, range(7, 10))
+    part = policy.with_noise(rows.rows(slice(1, 3)), 2**64 - 1, range(8, 10))
+    assert torch.equal(part.noise, whole.noise[1:]) and torch.equal(part.uniforms, whole.uniforms[1:])
+    for other in (policy.with_noise(rows, 2**64 - 2, range(7, 10)), policy.with_noise(rows, 2**64 - 1, range(8, 11))):
+        assert not (other.noise == whole.noise).any() and not (other.uniforms == whole.uniforms).any()
+    with torch.no_grad():
+        each = [policy.supervised_loss(whole.rows(slice(i, i + 1)), frames[i : i + 1]) for i in range(3)]
+        together = policy.supervised_loss(whole, frames)
+    torch.testing.assert_close(torch.stack(each).mean(), together, rtol=1e-5, atol=0)
 
 
 def test_a_perfect_velocity_has_no_loss(monkeypatch):

@@ -18,6 +18,7 @@ from vlarl.policies.supervised import ImitationErrors, SupervisedPolicy
 from vlarl.training.sft import DemoBatch, Imitation, imitate
 from vlarl.types import FloatArray, UInt8Array
 
+CPU = torch.device("cpu")
 COMMANDS = np.float32([[0.0, -0.5], [0.0, 0.75]])  # [task, D] no motion and a gripper, as past an episode's end
 
 
@@ -83,8 +84,8 @@ def trained(seed: int) -> tuple[FlowPolicy, float, float]:
         {"optim": {"steps": 300, "batch_size": 16, "lr": 2e-2, "warmup_steps": 0, "log_interval": 50}}
     ).optim
     demos = demonstrations()
-    batches = DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], seed))
-    first, last = imitate(Imitation(policy, optim), batches, lambda step, row: None)
+    batches = DemoBatches([demos], policy, CPU, MixtureSampler([len(demos)], [1.0], seed))
+    first, last = imitate(Imitation(policy, optim, batches, CPU), lambda step, row: None)
     return policy, first, last
 
 
@@ -116,8 +117,8 @@ def test_batches_follow_each_other():
     demos = demonstrations()
     policy = FlowPolicy()
     optim = FinetuneConfig.model_validate({"optim": {"steps": 3, "batch_size": 4, "warmup_steps": 0}}).optim
-    batches = Recorded(DemoBatches([demos], policy, torch.device("cpu"), MixtureSampler([len(demos)], [1.0], 0)))
-    imitate(Imitation(policy, optim), batches, lambda step, row: None)
+    batches = Recorded(DemoBatches([demos], policy, CPU, MixtureSampler([len(demos)], [1.0], 0)))
+    imitate(Imitation(policy, optim, batches, CPU), lambda step, row: None)
     assert batches.read == [(0, 4), (4, 4), (8, 4)]
 
 
@@ -130,6 +131,12 @@ class Accumulating:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return [self.weight]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [("weight", self.weight)]
+
+    def train(self) -> None:
+        pass
 
     def supervised_loss(self, rows: PointRows, frames: torch.Tensor) -> torch.Tensor:
         self.passes.append(len(rows))
@@ -145,14 +152,14 @@ def accumulated(microbatch_size: int | None) -> tuple[float, float, list[int]]:
     generator = np.random.default_rng(3)
     actions = torch.from_numpy(generator.normal(size=(10, 2, 2)))
     frames = torch.from_numpy(generator.integers(0, 9, (10, 1, 2, 2, 3)).astype(np.uint8))
-    imitation = Imitation(policy, optim)
-    imitation.optim = optim.model_copy(update={"max_grad_norm": 1e9})
 
     class Whole:
         def batch(self, first: int, size: int) -> DemoBatch:
             return DemoBatch(PointRows(torch.zeros(size, dtype=torch.int64), actions), frames)
 
-    imitation.step(Whole())
+    imitation = Imitation(policy, optim, Whole(), CPU)
+    imitation.optim = optim.model_copy(update={"max_grad_norm": 1e9})
+    imitation.step()
     return float(policy.weight.grad), imitation.state.losses[0], policy.passes
 
 

@@ -11,7 +11,6 @@ import torch
 from fakes.three_schemas import three_schemas
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.data.finetune import finetune
 from vlarl.data.held_out import held_out_batch, split_played
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
@@ -19,8 +18,11 @@ from vlarl.errors import UsageError
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny import init_tiny
+from vlarl.run.finetune import finetune
 from vlarl.training.sft import DemoBatch, ImitationState
 from vlarl.training.validation import HeldOut, Validation, is_best, is_exhausted
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_accuracy_and_error_are_those_of_the_most_likely_tokens(demos, decoder):
     with torch.no_grad():  # what it would do first becomes what was demonstrated, so that some of it is right
         likely = policy.score(inputs_of(batch), batch.rows.token_ids).logits.argmax(-1) + policy.codec.first_id
     batch.rows.token_ids[0] = likely[0]
-    row = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=0).measure()
+    row = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=0, device=CPU).measure()
     assert row["val/token_accuracy"] >= 1 / 5 / likely.shape[1]
     with torch.no_grad():
         logits = policy.score(inputs_of(batch), batch.rows.token_ids).logits.double().numpy()
@@ -72,7 +74,7 @@ def test_a_policy_that_does_what_was_demonstrated_has_no_error(demos):
     policy.attach_l1_head(0)
     policy.acts_by_regression = True
     policy.__class__ = Perfect
-    row = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=0).measure()
+    row = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=0, device=CPU).measure()
     assert row == pytest.approx({"val/loss": 0.25, "val/l1": 0.25}, abs=1e-6)  # tokens are not what acts
 
 
@@ -91,15 +93,15 @@ def test_means_over_datasets_have_their_weights_and_passes_do_not_matter(demos):
     policy = init_tiny("parallel", seed=2)
     few, many = (held_out_batch(demos, policy, count) for count in (3, 9))
     parts = [HeldOut("few", 0.75, few), HeldOut("many", 0.25, many)]
-    row = Validation(policy, parts, optim(), seed=0).measure()
+    row = Validation(policy, parts, optim(), seed=0, device=CPU).measure()
     for name in ("loss", "l1", "token_accuracy"):
         assert row[f"val/{name}"] == pytest.approx(0.75 * row[f"val/few/{name}"] + 0.25 * row[f"val/many/{name}"])
         assert row[f"val/few/{name}"] != row[f"val/many/{name}"] or name == "token_accuracy"  # 0 of a fresh policy
-        alone = Validation(policy, parts[1:], optim(), seed=0).measure()
+        alone = Validation(policy, parts[1:], optim(), seed=0, device=CPU).measure()
         assert alone == pytest.approx(
             {f"val/{key}": row[f"val/many/{key}"] for key in ("loss", "l1", "token_accuracy")}
         )
-    split = Validation(policy, parts, optim(microbatch_size=2), seed=0).measure()
+    split = Validation(policy, parts, optim(microbatch_size=2), seed=0, device=CPU).measure()
     assert split == pytest.approx(row, rel=1e-4)
 
 
@@ -114,7 +116,7 @@ def test_it_leaves_the_random_numbers_of_training_alone(demos):
             return torch.rand(())
 
     policy.__class__ = Sampling
-    validation = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=3)
+    validation = Validation(policy, [HeldOut("tabletop", 1.0, batch)], optim(), seed=3, device=CPU)
     first, second = validation.measure(), validation.measure()
     assert torch.equal(torch.get_rng_state(), before) and first == second
 

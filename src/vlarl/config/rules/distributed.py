@@ -1,4 +1,7 @@
-"""Rules of the sections `distributed` and `vllm`: what can't be distributed, and what can't share a GPU."""
+"""Rules of the sections `distributed` and `vllm`: what can't be distributed, and what can't share a GPU.
+
+RANK_RULES are about learner ranks alone, which supervised training has, too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import num_engines, world_size
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS, is_prompts
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
 from vlarl.config.words import counted
 
+AnyConfig = Config | FinetuneConfig
 Problems = Iterator[Problem]
 
 NEEDS_RAY = (
@@ -37,16 +42,22 @@ ROUNDING = 1e-6  # of GPU fractions that add up to 1
 
 def check_distributed(config: Config) -> Problems:
     """All problems of the two sections."""
-    for rule in RULES:
+    for rule in (*RANK_RULES, *RULES):
         yield from rule(config)
 
 
-def _backend(config: Config) -> Problems:
+def check_ranks(config: FinetuneConfig) -> Problems:
+    """All problems of the section of supervised training."""
+    for rule in RANK_RULES:
+        yield from rule(config)
+
+
+def _backend(config: AnyConfig) -> Problems:
     """One process is one learner with one engine; a cluster has an address and enough machines."""
     distributed = config.distributed
     if distributed.backend == "local":
         for path in NEEDS_RAY:
-            if _is_given(config, path):
+            if _has(config, path) and _is_given(config, path):
                 yield _clash(config, "it needs distributed.backend ray; set that, or leave it out", path)
         return
     if not distributed.learners_per_node:
@@ -62,7 +73,7 @@ def _backend(config: Config) -> Problems:
     if not ADDRESS.fullmatch(distributed.address):
         remedy = "must be auto, or host:port of the cluster's head, such as 10.0.0.1:6379"
         yield _clash(config, remedy, "distributed.address")
-    if distributed.object_store_mb is not None:
+    if isinstance(config, Config) and config.distributed.object_store_mb is not None:
         remedy = (
             "a running cluster has its own object store; set distributed.object_store_mb to null, and start Ray "
             "with --object-store-memory"
@@ -70,7 +81,7 @@ def _backend(config: Config) -> Problems:
         yield _clash(config, remedy, "distributed.object_store_mb", "distributed.address")
 
 
-def _sharding(config: Config) -> Problems:
+def _sharding(config: AnyConfig) -> Problems:
     """The learners divide into groups evenly, and options of sharded weights need sharding."""
     distributed, learners = config.distributed, sum(config.distributed.learners_per_node)
     size = distributed.shard_group_size
@@ -95,7 +106,7 @@ def _sharding(config: Config) -> Problems:
         yield _clash(config, remedy, *paths, num_shown=2)
 
 
-def _quantized(config: Config) -> Problems:
+def _quantized(config: AnyConfig) -> Problems:
     """Each learner and each torch engine quantises the base as it loads it, and adapters travel alone; packed weights
     can be neither sharded nor given to vLLM."""
     if config.policy.quantize is None:
@@ -106,7 +117,7 @@ def _quantized(config: Config) -> Problems:
             "base, or policy.quantize to null"
         )
         yield _clash(config, remedy, "policy.quantize", "distributed.sharding")
-    if config.vllm.num_engines:
+    if isinstance(config, Config) and config.vllm.num_engines:
         remedy = (
             "vLLM would run the base in full precision, and its log-probs would not be the learner's; use the torch "
             "engines (vllm.num_engines 0), or set policy.quantize to null"
@@ -225,19 +236,16 @@ def _tensor_parallel(config: Config) -> Problems:
 
 
 def _gpu_fractions(config: Config) -> Problems:
-    """GPU fractions add up to 1 or less; learners never share a GPU; each colocated engine has a learner's GPU."""
+    """GPU fractions add up to 1 or less; each colocated engine has a learner's GPU."""
     distributed = config.distributed
     if distributed.backend == "local":
         return
-    learners, on_gpus = world_size(config), config.run.device != "cpu"
-    fraction = distributed.learner_gpus + (distributed.engine_gpus if distributed.colocate else 0)
+    learners = world_size(config)
+    fraction = distributed.learner_gpus + distributed.engine_gpus
     paths = ("distributed.learner_gpus", "distributed.engine_gpus", "distributed.colocate")
     if distributed.colocate and fraction > 1 + ROUNDING:
         remedy = "together they exceed the GPU that they share; make the sum 1 or less, such as 0.5 and 0.5"
         yield _clash(config, remedy, *paths, num_shown=2)
-    if on_gpus and learners > 1 and distributed.learner_gpus and fraction <= 0.5:
-        remedy = "two learners could share one GPU, which can't be two ranks of nccl; make it more than half of a GPU"
-        yield _clash(config, remedy, *paths, num_shown=2 if distributed.colocate else 1)
     if distributed.colocate and num_engines(config) > learners:
         path = "vllm.num_engines" if config.vllm.num_engines else "distributed.torch_num_engines"
         remedy = (
@@ -247,7 +255,22 @@ def _gpu_fractions(config: Config) -> Problems:
         yield _clash(config, remedy, path, "distributed.colocate", "distributed.learners_per_node", num_shown=2)
 
 
-def _variables(config: Config) -> Problems:
+def _shared_gpus(config: AnyConfig) -> Problems:
+    """Learners never share a GPU."""
+    distributed = config.distributed
+    if distributed.backend == "local" or config.run.device == "cpu" or world_size(config) == 1:
+        return
+    paths: tuple[str, ...] = ("distributed.learner_gpus",)
+    fraction = distributed.learner_gpus
+    if isinstance(config, Config) and config.distributed.colocate:
+        paths = (*paths, "distributed.engine_gpus", "distributed.colocate")
+        fraction += config.distributed.engine_gpus
+    if distributed.learner_gpus and fraction <= 0.5:
+        remedy = "two learners could share one GPU, which can't be two ranks of nccl; make it more than half of a GPU"
+        yield _clash(config, remedy, *paths, num_shown=2)
+
+
+def _variables(config: AnyConfig) -> Problems:
     """Environment variables of workers have names, are not secret, and don't contradict other options."""
     for name in config.distributed.env_vars:
         path = "distributed.env_vars"
@@ -263,18 +286,18 @@ def _variables(config: Config) -> Problems:
             yield Problem(f"{path}: {name}", f"{SET_OTHERWISE[name]}; leave it out", (path,))
 
 
-def _devices(config: Config) -> Problems:
+def _devices(config: AnyConfig) -> Problems:
     """Ray assigns a worker its GPUs, and hides the others."""
-    distributed = config.distributed
-    if distributed.backend == "local":
+    if config.distributed.backend == "local":
         return
-    has_reward_workers = distributed.num_reward_workers > 0
+    has_reward_workers = isinstance(config, Config) and config.distributed.num_reward_workers > 0
     named = ("run.device", "policy.heads_device", *(("reward.device",) if has_reward_workers else ()))
     for path in named:
         if re.fullmatch(r"cuda:\d+", str(_value(config, path))):
             remedy = f"Ray assigns the GPUs; set {path} to cuda"
             yield _clash(config, remedy, path, "distributed.backend")
-    users = [("run.device", "distributed.learner_gpus"), ("run.device", "distributed.engine_gpus")]
+    users = [("run.device", "distributed.learner_gpus")]
+    users += [("run.device", "distributed.engine_gpus")] if isinstance(config, Config) else []
     users += [("reward.device", "distributed.reward_gpus")] if has_reward_workers else []
     for device, fraction in users:
         if str(_value(config, device)).startswith("cuda") and _value(config, fraction) == 0:
@@ -303,35 +326,44 @@ def _asynchronous(config: Config) -> Problems:
         yield _clash(config, remedy, "distributed.asynchronous", "optim.rollouts_per_update")
 
 
-def _value(config: Config, path: str) -> object:
+def _has(config: AnyConfig, path: str) -> bool:
+    """Whether the configuration's schema has an option."""
+    section, _, name = path.partition(".")
+    return hasattr(getattr(config, section, None), name)
+
+
+def _value(config: AnyConfig, path: str) -> object:
     section, _, name = path.partition(".")
     value: object = getattr(getattr(config, section), name)
     return value
 
 
-def _is_given(config: Config, path: str) -> bool:
+def _is_given(config: AnyConfig, path: str) -> bool:
     """Whether an option differs from its default."""
-    return _value(config, path) != _value(Config(), path)
+    return _value(config, path) != _value(type(config)(), path)
 
 
-def _clash(config: Config, message: str, *paths: str, num_shown: int | None = None) -> Problem:
+def _clash(config: AnyConfig, message: str, *paths: str, num_shown: int | None = None) -> Problem:
     """A problem of these options; the message shows the first `num_shown` with their values."""
     quoted = [f"{path} = {shown(_value(config, path))}" for path in paths[:num_shown]]
     return Problem(" with ".join(quoted), message, paths)
 
 
-RULES: tuple[Callable[[Config], Problems], ...] = (
+RANK_RULES: tuple[Callable[[AnyConfig], Problems], ...] = (
     _backend,
     _sharding,
     _quantized,
+    _shared_gpus,
+    _variables,
+    _devices,
+)
+RULES: tuple[Callable[[Config], Problems], ...] = (
     _vllm_policy,
     _engine_options,
     _sync,
     _gpu_sync,
     _tensor_parallel,
     _gpu_fractions,
-    _variables,
-    _devices,
     _workers,
     _asynchronous,
 )

@@ -53,12 +53,6 @@ INSIDE_TRAINER = (
     "with environments inside the trainer's process, such as the tabletop; simulator processes (libero_*, metaworld_*, "
     "gym) and distributed.backend ray read it"
 )
-GPU_FRACTIONS = (
-    "distributed.learner_gpus",
-    "distributed.engine_gpus",
-    "distributed.env_gpus",
-    "distributed.reward_gpus",
-)
 OF_ROBOTS = (
     "policy.decoder",
     "policy.unnorm_key",
@@ -97,7 +91,7 @@ def _renders_in_processes(config: Config) -> bool:
     return _is_mujoco(config) or (config.env.suite == GYM and not config.gym.batched)
 
 
-def _on_gpus(config: Config) -> bool:
+def _on_gpus(config: AnyConfig) -> bool:
     """Whether a GPU may be used: `auto` is not known before the run."""
     return config.run.device != "cpu"
 
@@ -146,6 +140,34 @@ def _of_one_reward(option: str, name: str) -> Condition[Config]:
         f"without reward.source {name}",
     )
 
+
+RANKS: tuple[Condition[Any], ...] = (
+    Condition(
+        ("distributed.*",),
+        ("distributed.backend",),
+        lambda c: c.distributed.backend == "ray",
+        "without distributed.backend ray",
+    ),
+    Condition(
+        ("distributed.cpu_offload", "distributed.compute_dtype"),
+        ("distributed.sharding",),
+        lambda c: c.distributed.sharding != "none",
+        "without distributed.sharding full or hybrid",
+    ),
+    Condition(
+        ("distributed.shard_group_size",),
+        ("distributed.sharding",),
+        lambda c: c.distributed.sharding == "hybrid",
+        "without distributed.sharding hybrid",
+    ),
+    Condition(("distributed.learner_gpus",), ("run.device",), _on_gpus, "without a GPU (run.device)"),
+    Condition(
+        ("distributed.dashboard",),
+        ("distributed.address",),
+        lambda c: c.distributed.address is None,
+        "with distributed.address: `ray start` has started its dashboard or not",
+    ),
+)
 
 MODEL: tuple[Condition[Any], ...] = (
     Condition(
@@ -444,23 +466,12 @@ TRAIN: tuple[Condition[Config], ...] = (
         "with prompts, whose models vLLM runs by its own classes",
     ),
     Condition(
-        ("vllm.num_engines", "distributed.*"),
+        ("vllm.num_engines",),
         ("distributed.backend",),
         lambda c: c.distributed.backend == "ray",
         "without distributed.backend ray",
     ),
-    Condition(
-        ("distributed.cpu_offload", "distributed.compute_dtype"),
-        ("distributed.sharding",),
-        lambda c: c.distributed.sharding != "none",
-        "without distributed.sharding full or hybrid",
-    ),
-    Condition(
-        ("distributed.shard_group_size",),
-        ("distributed.sharding",),
-        lambda c: c.distributed.sharding == "hybrid",
-        "without distributed.sharding hybrid",
-    ),
+    *RANKS,
     Condition(
         ("distributed.num_env_workers",),
         ("env.suite", "gym.batched"),
@@ -468,7 +479,7 @@ TRAIN: tuple[Condition[Config], ...] = (
         "with a suite whose simulators are one worker each; env.num_envs is their count",
     ),
     Condition(
-        (*GPU_FRACTIONS, "vllm.gpu_memory_utilization", "vllm.sleep"),
+        ("distributed.*_gpus", "vllm.gpu_memory_utilization", "vllm.sleep"),
         ("run.device",),
         _on_gpus,
         "without a GPU (run.device)",
@@ -508,12 +519,6 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("distributed.address",),
         lambda c: c.distributed.address is None,
         "with distributed.address: a running cluster has its own object store",
-    ),
-    Condition(
-        ("distributed.dashboard",),
-        ("distributed.address",),
-        lambda c: c.distributed.address is None,
-        "with distributed.address: `ray start` has started its dashboard or not",
     ),
 )
 
@@ -662,6 +667,7 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
         "without checkpoints that a run resumes from (checkpoint.interval)",
     ),
     Condition(("logging.wandb_*",), ("logging.wandb",), lambda c: c.logging.wandb, "without logging.wandb true"),
+    *RANKS,
 )
 
 ALWAYS_FINETUNE = _paths(
@@ -675,5 +681,6 @@ ALWAYS_FINETUNE = _paths(
         "augment": "enabled",
         "checkpoint": "interval",
         "logging": "tensorboard wandb report",
+        "distributed": "backend",
     }
 )

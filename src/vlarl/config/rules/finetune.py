@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vlarl.config.derive import world_size
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import GYM, KNOWN_SUITES, SUITES, is_prompts
 from vlarl.config.mixtures import NAMED, parse_mixture
@@ -83,12 +84,22 @@ def check_warmup(config: FinetuneConfig) -> Problems:
         yield Problem(subject, "the warm-up would never end; set it to optim.steps or less", paths)
 
 
-def check_microbatch(config: FinetuneConfig) -> Problems:
-    """A pass reads no more than a batch has."""
-    optim = config.optim
-    if optim.microbatch_size is not None and optim.microbatch_size > optim.batch_size:
-        subject = f"optim.microbatch_size = {optim.microbatch_size} with optim.batch_size = {optim.batch_size}"
+def check_batch(config: FinetuneConfig) -> Problems:
+    """Ranks have equal parts of a batch, and a pass reads no more than there is."""
+    optim, ranks = config.optim, world_size(config)
+    if not ranks:  # which is refused already
+        return
+    size, part = f"optim.batch_size = {optim.batch_size}", optim.batch_size // ranks
+    if optim.batch_size % ranks:
+        near = max(1, round(optim.batch_size / ranks)) * ranks
+        learners = f"distributed.learners_per_node = {shown(config.distributed.learners_per_node)}"
+        remedy = f"each of the {ranks} learners has the same part of a batch; use a multiple of {ranks}, such as {near}"
+        yield Problem(f"{size} with {learners}", remedy, ("optim.batch_size", "distributed.learners_per_node"))
+    elif optim.microbatch_size is not None and optim.microbatch_size > part:
+        subject = f"optim.microbatch_size = {optim.microbatch_size} with {size}"
         remedy = "a batch is split into passes; set it to optim.batch_size or less"
+        if ranks > 1:
+            remedy = f"each of the {ranks} learners splits its part of a batch into passes; set it to {part} or less"
         yield Problem(subject, remedy, ("optim.microbatch_size", "optim.batch_size"))
 
 

@@ -40,7 +40,6 @@ ALIASES: dict[str, str] = {
 """Names that set the option as it is written."""
 
 _LENGTH = "set the length of training with --optim.steps; a step reads --optim.batch_size samples"
-_ONE_GPU = "`vlarl finetune` is one process on one device: --run.device"
 _DEMOS = "set --demos.episodes_per_task, the number of demonstrations per task"
 _NO_EVALUATION = (
     "`vlarl finetune` plays no episodes; `vlarl eval RUN` does, and --demos.holdout validates on demonstrations"
@@ -56,7 +55,6 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("iterations", "n_iterations", "num_iterations", "max_iterations", "total_iterations"), _LENGTH),
     **dict.fromkeys(("timesteps", "n_timesteps", "total_timesteps"), _LENGTH),
     **dict.fromkeys(("episodes", "num_episodes", "total_episodes"), _DEMOS),
-    **dict.fromkeys(("gpus", "num_gpus", "num_processes", "nproc_per_node", "n_gpus_per_node", "num_nodes"), _ONE_GPU),
     **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "grad_accum_steps"), _PASSES),
     "n_eval_episodes": _NO_EVALUATION,
 }

@@ -325,6 +325,10 @@ class SmolVLAPolicy(SupervisedPolicy):
         """Instructions, states and actions, normalised."""
         return supervised.demo_rows(self, instructions, proprio, actions)
 
+    def with_noise(self, rows: TensorRows, seed: int, samples: Sequence[int]) -> supervised.DemoRows:
+        """The rows with the noise and the times of flow matching."""
+        return supervised.with_noise(rows, seed, samples)
+
     def demo_frames(self, images: Sequence[UInt8Array] | UInt8Array) -> torch.Tensor:
         """[N, I, H, W, 3] uint8, at the size that they came in."""
         if isinstance(images, np.ndarray) and images.shape[1] >= self.num_images:

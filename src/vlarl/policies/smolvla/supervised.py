@@ -36,6 +36,8 @@ class DemoRows(TensorRows):
     token_mask: torch.Tensor  # [N, T] bool
     state: torch.Tensor  # [N, S] float32, normalised and padded
     actions: torch.Tensor  # [N, C, M] float32, normalised and padded
+    noise: torch.Tensor | None = None  # [N, C, M] float32, normal; None before `with_noise`
+    uniforms: torch.Tensor | None = None  # [N] float32 in [0, 1), of which the times are made
 
 
 def demo_rows(policy: SmolVLAPolicy, instructions: Sequence[str], proprio: FloatArray, actions: FloatArray) -> DemoRows:
@@ -48,15 +50,23 @@ def demo_rows(policy: SmolVLAPolicy, instructions: Sequence[str], proprio: Float
     return DemoRows(tokens, mask, policy.processor.states(proprio), padded)
 
 
-def supervised_loss(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
-    """The mean over a batch, at random times and from random noise."""
+def with_noise(rows: TensorRows, seed: int, samples: Sequence[int]) -> DemoRows:
+    """The rows with noise and times, each sample's from a generator of its own."""
     assert isinstance(rows, DemoRows), "these are demonstrations for another policy"
-    uniforms = torch.rand(len(rows))
+    generators = [np.random.Generator(np.random.Philox(key=np.array([seed, sample], np.uint64))) for sample in samples]
+    uniforms = np.array([generator.random(dtype=np.float32) for generator in generators])
+    noise = np.stack([g.standard_normal(rows.actions.shape[1:], dtype=np.float32) for g in generators])
+    device = rows.actions.device
+    return replace(rows, noise=torch.from_numpy(noise).to(device), uniforms=torch.from_numpy(uniforms).to(device))
+
+
+def supervised_loss(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+    """The mean over a batch, at the times and from the noise of its samples."""
+    assert isinstance(rows, DemoRows) and rows.noise is not None and rows.uniforms is not None, "with_noise comes first"
     low, length = TIME_RANGE
-    times = (uniforms ** (1 / BETA) * length + low).to(policy.device)
-    noise = torch.randn(rows.actions.shape).to(policy.device)
+    times = (rows.uniforms ** (1 / BETA) * length + low).to(policy.device)
     inputs = SmolVLAInputs(rows.tokens, rows.token_mask, frames.permute(0, 1, 4, 2, 3), rows.state)
-    return matching_losses(policy, inputs, rows.actions.to(policy.device), noise, times).mean()
+    return matching_losses(policy, inputs, rows.actions.to(policy.device), rows.noise.to(policy.device), times).mean()
 
 
 def imitation_errors(policy: SmolVLAPolicy, rows: TensorRows, frames: torch.Tensor) -> ImitationErrors:

@@ -216,7 +216,7 @@ def test_a_name_means_what_it_means_in_the_command():
         ("--dataset_name x", "--dataset_name: set --demos.path to the folder of the dataset"),
         ("--max-epochs 3", "--max-epochs: set the length of training with --optim.steps"),
         ("--n-iterations 3", "--n-iterations: set the length of training with --optim.steps"),
-        ("--gpus 2", "--gpus 2: `vlarl finetune` is one process on one device: --run.device"),
+        ("--gpus 2", "--gpus 2: for several GPUs write --distributed.backend ray --distributed.learners_per_node 2"),
         ("--gradient_accumulation_steps 4", "is split into passes of --optim.microbatch_size"),
         ("--top_p 0.9", "--top_p: an option of `vlarl train`, where it is --rollout.top_p"),
         ("--min_p 0.1", "--min_p: an option of `vlarl train` only"),
