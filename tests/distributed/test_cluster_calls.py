@@ -19,7 +19,7 @@ from fakes.sleeping_llm import FakeLLM
 from vlarl.config.schema import VllmConfig
 from vlarl.config.source.load import load_config
 from vlarl.decisions import Sampling, TrainBatch
-from vlarl.distributed import actor, learners
+from vlarl.distributed import actor, learners, rank_group
 from vlarl.distributed.actor import Result, Worker, get_all
 from vlarl.distributed.engines import EngineCalls, EngineGroup
 from vlarl.distributed.environments import PoolGroup
@@ -768,7 +768,7 @@ def test_ranks_that_wait_for_a_sync_outlast_the_engines_that_rank_0_waits_for(mo
         joined.append(arguments[-1].total_seconds())
         raise StopIteration
 
-    monkeypatch.setattr(learners.ProcessGroup, "join", join)
+    monkeypatch.setattr(rank_group.ProcessGroup, "join", join)
     config = sync_config(**{"distributed.timeout_s": 7.0})
     with pytest.raises(StopIteration):
         learners.Rank(config, 2, False, 1).join("127.0.0.1", 1, None)
