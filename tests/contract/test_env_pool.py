@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.envs.base import EnvPool
+from vlarl.envs.base import EnvPool, Record
 from vlarl.envs.build import build_pool
 from vlarl.envs.tabletop.tasks import SUITES
 from vlarl.errors import UsageError
@@ -90,7 +90,7 @@ def test_the_chunk_stops_at_the_time_limit_and_the_rest_is_not_executed(pool):
 
 def test_only_recorded_slots_have_frames_one_a_step(pool):
     pool.reset([0, 1], [task(pool), task(pool, 1)])
-    recorded, plain = pool.step_chunk([0, 1], noise(2, 3), frozenset({0}))
+    recorded, plain = pool.step_chunk([0, 1], noise(2, 3), Record(frozenset({0})))
     assert len(recorded.frames) == 3 and plain.frames == ()
     pool.close()
 

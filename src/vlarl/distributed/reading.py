@@ -20,7 +20,7 @@ from vlarl.config.schema import Config
 from vlarl.decisions import Row, TensorRows
 from vlarl.distributed.store_size import RowBytes
 from vlarl.distributed.stored_rows import StoredBatch, StoredObservation
-from vlarl.envs.base import Actions, SuiteSpec
+from vlarl.envs.base import Actions, Record, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_acting_policy
 from vlarl.types import (
@@ -47,9 +47,9 @@ class Environments(Protocol):
 
     def spec(self) -> SuiteSpec: ...  # noqa: D102
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def reset(self, slots: list[int], tasks: list[Task], record: Record) -> list[ChunkOutcome]: ...  # noqa: D102
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def step(self, slots: list[int], actions: Actions, record: Record) -> list[ChunkOutcome]: ...  # noqa: D102
 
     def frame(self, slot: int) -> UInt8Array: ...  # noqa: D102
 
@@ -76,9 +76,12 @@ class Outcomes:
     instructions: list[str]
     prompts: list[Prompt | None]  # without their pixels
     digests: list[bytes]  # b"" where they are not needed
+    kept: list[list[int]]  # indices of its observations among those that are stored: those passed, then the last
 
     @classmethod
-    def of(cls, outcomes: Sequence[ChunkOutcome], digest: Callable[[UInt8Array], bytes]) -> Outcomes:
+    def of(
+        cls, outcomes: Sequence[ChunkOutcome], digest: Callable[[UInt8Array], bytes], kept: list[list[int]]
+    ) -> Outcomes:
         """These outcomes, with the digest of the images that are left out."""
         seen = [outcome.observation for outcome in outcomes]
         blank = {each.images.shape: each.images[:0].copy() for each in seen}  # one array for all that are alike
@@ -93,20 +96,24 @@ class Outcomes:
             instructions=[each.instruction for each in seen],
             prompts=[None if each.prompt is None else each.prompt.without_images() for each in seen],
             digests=[digest(each.images) for each in seen],
+            kept=kept,
         )
 
     def apart(self, inputs: dict[int, Row[TensorRows]], images: Any) -> list[ChunkOutcome]:
-        """The outcomes one by one, with the inputs of each index; `images` names the list of observations with their
-        images, and is None where it is not kept."""
+        """The outcomes one by one, with the inputs of each index; `images` names the list of observations that are
+        stored with their images, and is None where there is none."""
         counted, flagged = self.num_executed.tolist(), self.flags.tolist()
         moved = zip(self.rewards, counted, flagged, self.frames, self.errors, strict=True)
-        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, strict=True)
+        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, self.kept, strict=True)
         outcomes = []
-        for index, (move, (blank, proprio, text, prompt, digest)) in enumerate(zip(moved, shown, strict=True)):
+        for index, (move, (blank, proprio, text, prompt, digest, kept)) in enumerate(zip(moved, shown, strict=True)):
             rewards, num_executed, (terminated, truncated, success), frames, error = move
-            fetch = None if images is None else StoredObservation(images, index)
+            *passed, fetch = [StoredObservation(images, each) for each in kept] or [None]
             seen = Observation(blank, proprio, text, prompt, inputs.get(index), fetch, digest)
-            outcomes.append(ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error))
+            steps = tuple(Observation(blank, proprio, text, fetch=each) for each in passed)
+            outcomes.append(
+                ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error, steps)
+            )
         return outcomes
 
 
@@ -122,7 +129,7 @@ class Seen:
     pieces: list[list[int]]  # the outcomes whose inputs are the rows of each piece; none of an episode that has ended
     lengths: list[tuple[int, ...] | None]  # of the rows of each piece, as `TensorRows.lengths`
     machine: str
-    keeps_images: bool
+    keeps_images: bool  # a list of observations with their images is stored, too
     each: RowBytes  # what one of them takes in the store
 
     def named(self, stored: tuple[Any, ...]) -> list[ChunkOutcome]:
@@ -158,15 +165,15 @@ class BesideReader:
         """A frame of a slot."""
         return self._environments.frame(slot)
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int], num_pieces: int) -> Stored:
+    def reset(self, slots: list[int], tasks: list[Task], record: Record, num_pieces: int) -> Stored:
         """Start each task in its slot, and read what it shows."""
-        return self._read(self._environments.reset(slots, tasks, record), num_pieces)
+        return self._read(slots, self._environments.reset(slots, tasks, record), record, num_pieces)
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int], num_pieces: int) -> Stored:
+    def step(self, slots: list[int], actions: Actions, record: Record, num_pieces: int) -> Stored:
         """Run one chunk in each slot, and read what it shows."""
-        return self._read(self._environments.step(slots, actions, record), num_pieces)
+        return self._read(slots, self._environments.step(slots, actions, record), record, num_pieces)
 
-    def _read(self, outcomes: list[ChunkOutcome], num_pieces: int) -> Stored:
+    def _read(self, slots: list[int], outcomes: list[ChunkOutcome], record: Record, num_pieces: int) -> Stored:
         index = [i for i, outcome in enumerate(outcomes) if not outcome.terminated and outcome.error is None]
         seen = [outcome.observation for outcome in outcomes]
         try:
@@ -179,14 +186,15 @@ class BesideReader:
         lengths = [
             None if piece is None or piece.lengths is None else tuple(piece.lengths.tolist()) for piece in pieces
         ]
-        blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"")
-        whole = [seen] if self._keeps_images else []
+        stored, kept = _stored(outcomes, [self._keeps_images or slot in record.steps for slot in slots])
+        blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"", kept)
+        keeps_images = self._keeps_images or bool(record.steps)
         each = RowBytes(
             0 if inputs is None else sum(tensor.nbytes for tensor in inputs.tensors()) // len(index),
             sum(_pixel_bytes(observation) for observation in seen) // len(seen) if self._keeps_images else 0,
         )
         members = [[index[row] for row in split] for split in splits]
-        return (Seen(blank, members, lengths, self._machine, self._keeps_images, each), *pieces, *whole)
+        return (Seen(blank, members, lengths, self._machine, keeps_images, each), *pieces, *([stored] * keeps_images))
 
     def machine(self) -> tuple[str, int]:
         """Ray's id of this machine's node, and the bytes that are free on the disk that its store spills to."""
@@ -196,6 +204,17 @@ class BesideReader:
 def _column(arrays: list[FloatArray]) -> Column:
     """The arrays as one where they are alike; those of a reset or a failure have no rewards."""
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
+
+
+def _stored(outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]) -> tuple[list[Observation], list[list[int]]]:
+    """The observations to store, and of each outcome the indices of its own."""
+    stored: list[Observation] = []
+    kept: list[list[int]] = []
+    for outcome, is_kept in zip(outcomes, is_stored, strict=True):
+        own = [*outcome.passed, outcome.observation] if is_kept else []
+        kept.append(list(range(len(stored), len(stored) + len(own))))
+        stored += own
+    return stored, kept
 
 
 def _bounds(rows: list[int]) -> tuple[int, int]:
