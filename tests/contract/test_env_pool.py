@@ -95,6 +95,24 @@ def test_only_recorded_slots_have_frames_one_a_step(pool):
     pool.close()
 
 
+def test_recorded_steps_are_what_is_seen_step_by_step_and_change_nothing(pool):
+    limit = pool.spec.tasks[0].max_steps
+    slots, tasks, actions = [0, 1, 2], [task(pool, i) for i in range(3)], noise(3, limit + 3)
+    pool.reset(slots, tasks)
+    recorded, plain, _ = pool.step_chunk(slots, actions, Record(steps=frozenset({0, 2})))
+    assert plain.passed == () and recorded.frames == () and len(recorded.passed) == recorded.num_executed - 1 > 3
+    pool.reset(slots, tasks)
+    for unrecorded, other in zip(pool.step_chunk(slots, actions), (recorded, plain), strict=False):
+        np.testing.assert_array_equal(unrecorded.observation.images, other.observation.images)
+        np.testing.assert_array_equal(unrecorded.rewards, other.rewards)
+    pool.reset([1], [tasks[0]])
+    for k, passed in enumerate([*recorded.passed, recorded.observation]):
+        single = pool.step_chunk([1], actions[:1, k : k + 1])[0]
+        np.testing.assert_array_equal(passed.images, single.observation.images)
+        np.testing.assert_array_equal(passed.proprio, single.observation.proprio)
+        assert passed.instruction == single.observation.instruction and recorded.rewards[k] == single.rewards[0]
+
+
 def test_an_unknown_suite_is_refused_with_the_known_ones():
     with pytest.raises(
         UsageError, match=r"env.suite: 'tabletop' does not run in processes; those that do: libero_spat"

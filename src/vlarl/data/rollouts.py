@@ -168,10 +168,13 @@ class TrainingEpisodes(EpisodeSaver):
             raise
 
     def _write_part(self, suite: str, encoded: Encoded) -> None:
-        if suite in self._writers and suite not in self._growing:
-            with disk_errors(self._writers[suite].folder):
-                self._writers[suite].grow()
-        self._growing.add(suite)
+        if suite not in self._growing:
+            if suite in self._writers:
+                with disk_errors(self._writers[suite].folder):
+                    self._writers[suite].grow()
+            else:
+                self._writers[suite] = self._open(suite)
+            self._growing.add(suite)
         self.write(suite, encoded)
 
     def commit(self) -> None:

@@ -108,9 +108,10 @@ class Outcomes:
         outcomes = []
         for index, (move, (blank, proprio, text, prompt, digest, kept)) in enumerate(zip(moved, shown, strict=True)):
             rewards, num_executed, (terminated, truncated, success), frames, error = move
-            *passed, fetch = [StoredObservation(images, each) for each in kept] or [None]
-            seen = Observation(blank, proprio, text, prompt, inputs.get(index), fetch, digest)
-            steps = tuple(Observation(blank, proprio, text, fetch=each) for each in passed)
+            fetches = [StoredObservation(images, each) for each in kept]
+            last = fetches.pop() if fetches else None
+            seen = Observation(blank, proprio, text, prompt, inputs.get(index), last, digest)
+            steps = tuple(Observation(blank, proprio, text, fetch=each) for each in fetches)
             outcomes.append(
                 ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error, steps)
             )
@@ -186,7 +187,7 @@ class BesideReader:
         lengths = [
             None if piece is None or piece.lengths is None else tuple(piece.lengths.tolist()) for piece in pieces
         ]
-        stored, kept = _stored(outcomes, [self._keeps_images or slot in record.steps for slot in slots])
+        stored, kept = stored_observations(outcomes, [self._keeps_images or slot in record.steps for slot in slots])
         blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"", kept)
         keeps_images = self._keeps_images or bool(record.steps)
         each = RowBytes(
@@ -206,7 +207,7 @@ def _column(arrays: list[FloatArray]) -> Column:
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
 
 
-def _stored(outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]) -> tuple[list[Observation], list[list[int]]]:
+def stored_observations(outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]) -> tuple[list[Observation], list[list[int]]]:
     """The observations to store, and of each outcome the indices of its own."""
     stored: list[Observation] = []
     kept: list[list[int]] = []

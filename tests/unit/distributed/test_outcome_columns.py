@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vlarl.distributed.environments import _together
-from vlarl.distributed.reading import Outcomes, Seen
+from vlarl.distributed.reading import Outcomes, Seen, stored_observations
 from vlarl.distributed.store_size import RowBytes
 from vlarl.distributed.stored_rows import StoredObservation
 from vlarl.envs.base import started
@@ -35,7 +35,7 @@ def assert_same(one, other):
 
 
 def travelled(outcomes):
-    return pickle.loads(pickle.dumps(Outcomes.of(outcomes, pixel_digest)))
+    return pickle.loads(pickle.dumps(Outcomes.of(outcomes, pixel_digest, [[] for _ in outcomes])))
 
 
 def test_outcomes_arrive_as_they_were():
@@ -46,6 +46,23 @@ def test_outcomes_arrive_as_they_were():
         assert one.observation.digest == pixel_digest(other.observation.images)
         assert one.observation.inputs is None and one.observation.fetch is None
         assert type(one.num_executed) is int and type(one.terminated) is bool
+
+
+def test_observations_that_are_stored_are_named_by_their_outcome():
+    """Of the second outcome the one that it passed and the last, of the fourth the last."""
+    seen = [outcome(index).observation for index in range(4)]
+    outcomes = [replace(outcome(index), passed=(seen[0],) if index == 1 else ()) for index in range(4)]
+    stored, kept = stored_observations(outcomes, [False, True, False, True])
+    assert kept == [[], [0, 1], [], [2]]
+    assert [each.instruction for each in stored] == ["instruction 0", "instruction 1", "instruction 3"]
+    arrived = Outcomes.of(outcomes, pixel_digest, kept).apart({}, "name")
+    assert [each.observation.fetch for each in arrived] == [
+        None,
+        StoredObservation("name", 1),
+        None,
+        StoredObservation("name", 2),
+    ]
+    assert [[one.fetch for one in each.passed] for each in arrived] == [[], [StoredObservation("name", 0)], [], []]
 
 
 def test_a_failure_among_them_has_no_rewards():
@@ -65,7 +82,8 @@ def test_prompts_travel_without_their_pixels():
 @pytest.mark.parametrize("keeps_images", [True, False])
 def test_names_belong_to_the_outcomes_that_they_are_of(keeps_images):
     """Outcome 1 has ended: the rows of the two pieces are those of outcomes 0, 2 and 3."""
-    whole = Outcomes.of([outcome(index) for index in range(4)], lambda images: b"")
+    kept = [[index] if keeps_images else [] for index in range(4)]
+    whole = Outcomes.of([outcome(index) for index in range(4)], lambda images: b"", kept)
     seen = Seen(whole, [[0, 2], [3]], [(5, 6), None], "a machine", keeps_images, RowBytes(100, 0))
     stored = ("first", "second", *["images"] * keeps_images)
     named = [each.observation for each in seen.named(stored)]

@@ -177,6 +177,17 @@ def test_recorded_frames(pool):
     assert not np.array_equal(outcome.frames[0], outcome.frames[2])
 
 
+def test_recorded_steps_are_what_is_seen_step_by_step(pool):
+    pool.reset([0, 2], [task(1), task(2)])
+    plain, recorded = pool.step_chunk([0, 2], noise(2, 4), Record(steps=frozenset({2})))
+    assert plain.passed == () and len(recorded.passed) == recorded.num_executed - 1 == 3
+    pool.reset([0, 2], [task(1), task(2)])
+    for k, passed in enumerate([*recorded.passed, recorded.observation]):
+        single = pool.step_chunk([0, 2], noise(2, 4)[:, k : k + 1])[1]
+        np.testing.assert_array_equal(passed.images, single.observation.images)
+        np.testing.assert_array_equal(passed.proprio, single.observation.proprio)
+
+
 def test_slots_that_share_one_seed_are_reset_one_by_one():
     pool = build(INDEXED, num_envs=4)
     env = pool._env

@@ -95,6 +95,15 @@ def test_recorded_frames(pools):
     assert int(pool.frame(0).max()) == 102
 
 
+def test_recorded_steps(pools):
+    pool = pools(2)
+    first = pool.reset([0, 1], [task(0), task(0)])[1]
+    plain, recorded = pool.step_chunk([0, 1], ones(2, 9), Record(steps=frozenset({1})))
+    assert plain.passed == () and recorded.frames == () and recorded.success and recorded.num_executed == 5
+    seen = [first, *recorded.passed, recorded.observation]
+    assert [int(each.images.max()) for each in seen] == [int(first.images.max()) + k for k in range(6)]
+
+
 def test_only_lockstep_waits_for_the_slowest(pools):
     pool = pools(2)
     pool.reset([0, 1], [task(), task()])

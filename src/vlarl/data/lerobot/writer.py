@@ -254,12 +254,8 @@ class LeRobotWriter:
         for name, array in given.items():
             feature = self._features[name]
             shape = () if feature.is_scalar or feature.kind == "text" else feature.shape
-            found = (len(array),)
-            if isinstance(array, np.ndarray | EncodedFrames):
-                found += array.shape if isinstance(array, EncodedFrames) else array.shape[1:]
-            else:
-                shape = ()
-            if found != (length, *shape):
+            inner = array.shape if isinstance(array, EncodedFrames) else np.shape(array)[1:]
+            if (found := (len(array), *inner)) != (length, *shape):
                 raise ValueError(f"{name} has the shape {found}, and {(length, *shape)} is needed")
 
     def _table(self, values: Mapping[str, Any], cameras: Mapping[str, EncodedFrames]) -> Any:
