@@ -1,5 +1,6 @@
 """Episodes that are saved by a run on a cluster are those of one process, to the byte."""
 
+import json
 from pathlib import Path
 
 from fakes.cluster_runs import SMALL, assert_equal_rows, rows
@@ -30,3 +31,15 @@ def test_the_same_episodes_are_saved(tmp_path):
     assert ours == theirs
     (suite,) = (tmp_path / "here" / "data").iterdir()
     assert 0 < len(RldsDataset(suite)) < 6
+
+
+def test_rollouts_ahead_of_the_update_save_the_episodes_that_are_reported(tmp_path):
+    """An episode may end before the iteration that it counts in begins."""
+    ahead = {"distributed.asynchronous": True, "distributed.max_staleness": 1, "env.lockstep": False}
+    every = {"run.iterations": 2, "rollout.save_every": 1, "rollout.save_filter": "all", "rollout.videos": 1}
+    train(configured(tmp_path, "run", **RAY, **ahead, **every))
+    lines = (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()
+    reported = [row["episode_id"] for row in map(json.loads, lines) if row["phase"] == "rollout"]
+    (suite,) = (tmp_path / "run" / "data").iterdir()
+    assert [each.texts("episode_metadata/file_path")[0] for each in RldsDataset(suite)] == reported
+    assert len(reported) >= 32 and list((tmp_path / "run" / "videos").glob("rollout_*.mp4"))
