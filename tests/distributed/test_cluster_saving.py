@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from fakes.cluster_runs import SMALL, assert_equal_rows, rows
 
 from vlarl.config.source.load import load_config
@@ -13,6 +14,16 @@ SAVING = {"run.iterations": 1, "rollout.save": "rlds", "rollout.save_every": 3, 
 RAY = {"distributed.backend": "ray", "distributed.num_env_workers": 2, "distributed.worker_cpus": 0.1}
 
 
+@pytest.fixture(scope="module")
+def ray_here():
+    """One cluster for all runs."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
 def configured(root: Path, name: str, **changes):
     return load_config("tabletop_grpo", {**SMALL, **SAVING, "run.root": str(root), "run.name": name, **changes})
 
@@ -21,7 +32,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_same_episodes_are_saved(tmp_path):
+def test_the_same_episodes_are_saved(ray_here, tmp_path):
     """Frames stay in the stores of the environments' machines, and those of failures and of other episodes are never
     read."""
     train(configured(tmp_path, "here"))
@@ -33,7 +44,7 @@ def test_the_same_episodes_are_saved(tmp_path):
     assert 0 < len(RldsDataset(suite)) < 6
 
 
-def test_rollouts_ahead_of_the_update_save_the_episodes_that_are_reported(tmp_path):
+def test_rollouts_ahead_of_the_update_save_the_episodes_that_are_reported(ray_here, tmp_path):
     """An episode may end before the iteration that it counts in begins."""
     ahead = {"distributed.asynchronous": True, "distributed.max_staleness": 1, "env.lockstep": False}
     every = {"run.iterations": 2, "rollout.save_every": 1, "rollout.save_filter": "all", "rollout.videos": 1}

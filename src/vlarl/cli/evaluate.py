@@ -67,6 +67,10 @@ OTHER_NAMES = {
     "eval.temperature": "--temperature",
     "run.seed": "--seed",
     "run.device": "--device",
+    "rollout.save": "--save",
+    "rollout.save_filter": "--save-filter",
+    "rollout.save_every": "--save-every",
+    "rollout.save_fps": "--save-fps",
 }
 GREEDY = "evaluations are greedy, unless --temperature says otherwise"
 HABITS = {
@@ -97,6 +101,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _compare(*on_the_same_states(request, other), given.out)
     record = _run(request, given.out)
     _print_result(record)
+    _print_saved(record, request.saving)
     return 0 if record.result.complete else INTERRUPTED
 
 
@@ -307,6 +312,12 @@ def _print_result(record: EvalRecord) -> None:
     if record.result.episodes:
         table.append(protocol_table(record) if record.by_protocol() else success_table(record.result))
     print(printable("\n".join([*table, *closing_lines(record)])))
+
+
+def _print_saved(record: EvalRecord, saving: Saving) -> None:
+    if saving.kind != "none" and record.folder is not None:
+        data = record.folder / "data"
+        print(f"saved: {brief(data)}" if data.exists() else "saved: nothing, as no chosen episode passed the filter")
 
 
 def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:

@@ -207,7 +207,9 @@ def _column(arrays: list[FloatArray]) -> Column:
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
 
 
-def stored_observations(outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]) -> tuple[list[Observation], list[list[int]]]:
+def stored_observations(
+    outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]
+) -> tuple[list[Observation], list[list[int]]]:
     """The observations to store, and of each outcome the indices of its own."""
     stored: list[Observation] = []
     kept: list[list[int]] = []

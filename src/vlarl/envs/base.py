@@ -89,7 +89,7 @@ class Record:
     steps: frozenset[int] = frozenset()  # the observation after each step, for datasets
 
     def of(self, slots: Mapping[int, int]) -> Record:
-        """The same of these slots alone, by the numbers that they have elsewhere."""
+        """The same of these slots alone, by their indices elsewhere."""
         frames, steps = (frozenset(slots[s] for s in each if s in slots) for each in (self.frames, self.steps))
         return Record(frames, steps)
 
