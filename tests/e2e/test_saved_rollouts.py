@@ -159,6 +159,7 @@ SEGMENTS = (
 def of_segments(checkpoint: Path, root: Path) -> list[str]:
     arguments = flags(checkpoint, root, "run", *SEGMENTS)
     del arguments[arguments.index("--rollout.num_groups") : arguments.index("--rollout.num_groups") + 2]
+    arguments[arguments.index("--checkpoint.interval") + 1] = "3"  # when episodes of 32 steps are under way
     return arguments
 
 
@@ -170,7 +171,10 @@ def test_episodes_of_several_iterations_are_saved_whole_and_after_a_kill_too(che
     lengths = {row["episode_id"]: row["length"] for row in rows(whole, "episodes.jsonl")}
     steps = [len(each) for each in RldsDataset(whole / "data" / SUITE)]
     assert steps == [lengths[name] for name in saved(whole)] and max(steps) > 16, "of more than one segment"
-    killed_after(3, run, of_segments(checkpoint, tmp_path / "killed"))
+    killed_after(4, run, of_segments(checkpoint, tmp_path / "killed"))
+    (saved_at,) = (run / "checkpoints").glob("step_*")
+    under_way = json.loads((saved_at / "trainer.json").read_text())["open_episodes"]["episodes"]
+    assert any(each["earlier"]["num_steps"] for each in under_way)
     assert main(["train", "--resume", str(run), "--run.iterations", "6"]) == 0
     assert files(run / "data") == files(whole / "data")
 
