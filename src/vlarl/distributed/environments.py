@@ -243,7 +243,7 @@ class PoolGroup(AsyncPool):
         limit = worker.timeout_s * (1 + queued)
         if self.reading is not None:
             pieces = min(len(own), 1 + len(own) * self.row_bytes.inputs // PIECE_BYTES)
-            stored = pieces + (self.reading.keeps_images or bool(recorded.steps))
+            stored = pieces + self.reading.keeps_images + len(recorded.steps)
             request = worker.call_and_store(stored, method, own, content, recorded, pieces, timeout_s=limit)
         else:
             request = worker.call(method, own, content, recorded, timeout_s=limit)

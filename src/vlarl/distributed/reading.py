@@ -7,7 +7,7 @@ Environments ── outcomes ──► BesideReader ── Seen: outcomes withou
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ from vlarl.types import (
 
 PIECE_BYTES = 8 << 20  # of an object with inputs, about: each one costs its owner, the driver, a tenth of a millisecond
 
+
+NO_STEPS: Mapping[int, Any] = {}
 
 Column = FloatArray | list[FloatArray]
 """An array for each outcome: the rows of one array, or a list where their shapes differ."""
@@ -76,12 +78,10 @@ class Outcomes:
     instructions: list[str]
     prompts: list[Prompt | None]  # without their pixels
     digests: list[bytes]  # b"" where they are not needed
-    kept: list[list[int]]  # indices of its observations among those that are stored: those passed, then the last
+    passed: list[int]  # how many observations were passed, where steps are recorded
 
     @classmethod
-    def of(
-        cls, outcomes: Sequence[ChunkOutcome], digest: Callable[[UInt8Array], bytes], kept: list[list[int]]
-    ) -> Outcomes:
+    def of(cls, outcomes: Sequence[ChunkOutcome], digest: Callable[[UInt8Array], bytes]) -> Outcomes:
         """These outcomes, with the digest of the images that are left out."""
         seen = [outcome.observation for outcome in outcomes]
         blank = {each.images.shape: each.images[:0].copy() for each in seen}  # one array for all that are alike
@@ -96,24 +96,27 @@ class Outcomes:
             instructions=[each.instruction for each in seen],
             prompts=[None if each.prompt is None else each.prompt.without_images() for each in seen],
             digests=[digest(each.images) for each in seen],
-            kept=kept,
+            passed=[len(outcome.passed) for outcome in outcomes],
         )
 
-    def apart(self, inputs: dict[int, Row[TensorRows]], images: Any) -> list[ChunkOutcome]:
-        """The outcomes one by one, with the inputs of each index; `images` names the list of observations that are
-        stored with their images, and is None where there is none."""
+    def apart(
+        self, inputs: Mapping[int, Row[TensorRows]], images: Any, steps: Mapping[int, Any] = NO_STEPS
+    ) -> list[ChunkOutcome]:
+        """The outcomes one by one, with the inputs of each index; `images` names the list of observations with their
+        images, and is None where it is not kept. `steps` name, by index, the lists of what was passed and the last."""
         counted, flagged = self.num_executed.tolist(), self.flags.tolist()
         moved = zip(self.rewards, counted, flagged, self.frames, self.errors, strict=True)
-        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, self.kept, strict=True)
+        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, self.passed, strict=True)
         outcomes = []
-        for index, (move, (blank, proprio, text, prompt, digest, kept)) in enumerate(zip(moved, shown, strict=True)):
+        for index, (move, (blank, proprio, text, prompt, digest, passed)) in enumerate(zip(moved, shown, strict=True)):
             rewards, num_executed, (terminated, truncated, success), frames, error = move
-            fetches = [StoredObservation(images, each) for each in kept]
-            last = fetches.pop() if fetches else None
-            seen = Observation(blank, proprio, text, prompt, inputs.get(index), last, digest)
-            steps = tuple(Observation(blank, proprio, text, fetch=each) for each in fetches)
+            fetches = [StoredObservation(steps[index], each) for each in range(passed + 1)] if index in steps else []
+            last = [StoredObservation(images, index)] if images is not None else [None]
+            fetch = (fetches or last)[-1]
+            seen = Observation(blank, proprio, text, prompt, inputs.get(index), fetch, digest)
+            before = tuple(Observation(blank, proprio, text, fetch=each) for each in fetches[:-1])
             outcomes.append(
-                ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error, steps)
+                ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error, before)
             )
         return outcomes
 
@@ -130,20 +133,25 @@ class Seen:
     pieces: list[list[int]]  # the outcomes whose inputs are the rows of each piece; none of an episode that has ended
     lengths: list[tuple[int, ...] | None]  # of the rows of each piece, as `TensorRows.lengths`
     machine: str
-    keeps_images: bool  # a list of observations with their images is stored, too
+    keeps_images: bool
     each: RowBytes  # what one of them takes in the store
+    recorded: tuple[
+        int, ...
+    ] = ()  # outcomes whose steps are stored, in an object each: only those of saved episodes are read
 
     def named(self, stored: tuple[Any, ...]) -> list[ChunkOutcome]:
-        """The outcomes with the names of what is stored: the pieces, and the list of observations if it is kept."""
+        """The outcomes with the names of what is stored: the pieces, the list of observations if it is kept, steps."""
         rows: dict[int, Row[TensorRows]] = {}
         for reference, piece, lengths in zip(stored[: len(self.pieces)], self.pieces, self.lengths, strict=True):
             batch = StoredBatch(reference, len(piece), lengths, self.machine, len(piece) * self.each.inputs)
             rows |= {outcome: Row(batch, row) for row, outcome in enumerate(piece)}
-        return self.outcomes.apart(rows, stored[-1] if self.keeps_images else None)
+        others = stored[len(self.pieces) :]
+        images, *steps = others if self.keeps_images else (None, *others)
+        return self.outcomes.apart(rows, images, dict(zip(self.recorded, steps, strict=True)))
 
 
 Stored = tuple[Any, ...]
-"""A `Seen`, the pieces of the inputs, and the list of observations with images where they are kept."""
+"""A `Seen`, the pieces of the inputs, the list of observations with images where they are kept, and recorded steps."""
 
 
 class BesideReader:
@@ -187,15 +195,17 @@ class BesideReader:
         lengths = [
             None if piece is None or piece.lengths is None else tuple(piece.lengths.tolist()) for piece in pieces
         ]
-        stored, kept = stored_observations(outcomes, [self._keeps_images or slot in record.steps for slot in slots])
-        blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"", kept)
-        keeps_images = self._keeps_images or bool(record.steps)
+        blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"")
+        whole = [seen] if self._keeps_images else []
+        recorded = tuple(i for i, slot in enumerate(slots) if slot in record.steps)
+        steps = [[*outcomes[i].passed, seen[i]] for i in recorded]
         each = RowBytes(
             0 if inputs is None else sum(tensor.nbytes for tensor in inputs.tensors()) // len(index),
             sum(_pixel_bytes(observation) for observation in seen) // len(seen) if self._keeps_images else 0,
         )
         members = [[index[row] for row in split] for split in splits]
-        return (Seen(blank, members, lengths, self._machine, keeps_images, each), *pieces, *([stored] * keeps_images))
+        read = Seen(blank, members, lengths, self._machine, self._keeps_images, each, recorded)
+        return (read, *pieces, *whole, *steps)
 
     def machine(self) -> tuple[str, int]:
         """Ray's id of this machine's node, and the bytes that are free on the disk that its store spills to."""
@@ -205,19 +215,6 @@ class BesideReader:
 def _column(arrays: list[FloatArray]) -> Column:
     """The arrays as one where they are alike; those of a reset or a failure have no rewards."""
     return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
-
-
-def stored_observations(
-    outcomes: Sequence[ChunkOutcome], is_stored: Sequence[bool]
-) -> tuple[list[Observation], list[list[int]]]:
-    """The observations to store, and of each outcome the indices of its own."""
-    stored: list[Observation] = []
-    kept: list[list[int]] = []
-    for outcome, is_kept in zip(outcomes, is_stored, strict=True):
-        own = [*outcome.passed, outcome.observation] if is_kept else []
-        kept.append(list(range(len(stored), len(stored) + len(own))))
-        stored += own
-    return stored, kept
 
 
 def _bounds(rows: list[int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vlarl.distributed.environments import _together
-from vlarl.distributed.reading import Outcomes, Seen, stored_observations
+from vlarl.distributed.reading import Outcomes, Seen
 from vlarl.distributed.store_size import RowBytes
 from vlarl.distributed.stored_rows import StoredObservation
 from vlarl.envs.base import started
@@ -35,7 +35,7 @@ def assert_same(one, other):
 
 
 def travelled(outcomes):
-    return pickle.loads(pickle.dumps(Outcomes.of(outcomes, pixel_digest, [[] for _ in outcomes])))
+    return pickle.loads(pickle.dumps(Outcomes.of(outcomes, pixel_digest)))
 
 
 def test_outcomes_arrive_as_they_were():
@@ -48,21 +48,19 @@ def test_outcomes_arrive_as_they_were():
         assert type(one.num_executed) is int and type(one.terminated) is bool
 
 
-def test_observations_that_are_stored_are_named_by_their_outcome():
-    """Of the second outcome the one that it passed and the last, of the fourth the last."""
-    seen = [outcome(index).observation for index in range(4)]
-    outcomes = [replace(outcome(index), passed=(seen[0],) if index == 1 else ()) for index in range(4)]
-    stored, kept = stored_observations(outcomes, [False, True, False, True])
-    assert kept == [[], [0, 1], [], [2]]
-    assert [each.instruction for each in stored] == ["instruction 0", "instruction 1", "instruction 3"]
-    arrived = Outcomes.of(outcomes, pixel_digest, kept).apart({}, "name")
-    assert [each.observation.fetch for each in arrived] == [
-        None,
-        StoredObservation("name", 1),
-        None,
-        StoredObservation("name", 2),
-    ]
-    assert [[one.fetch for one in each.passed] for each in arrived] == [[], [StoredObservation("name", 0)], [], []]
+@pytest.mark.parametrize("keeps_images", [True, False])
+def test_recorded_steps_are_named_by_their_outcome(keeps_images):
+    """Of the outcomes 1 and 3, of which 1 passed an observation; each in an object of its own."""
+    outcomes = [outcome(index) for index in range(4)]
+    outcomes[1] = replace(outcomes[1], passed=(outcomes[0].observation,))
+    whole = Outcomes.of(outcomes, lambda images: b"")
+    seen = Seen(whole, [[0, 1, 2, 3]], [None], "a machine", keeps_images, RowBytes(100, 0), recorded=(1, 3))
+    arrived = seen.named(("inputs", *["images"] * keeps_images, "steps of 1", "steps of 3"))
+    images = [StoredObservation("images", index) if keeps_images else None for index in (0, 2)]
+    last = [images[0], StoredObservation("steps of 1", 1), images[1], StoredObservation("steps of 3", 0)]
+    assert [each.observation.fetch for each in arrived] == last
+    passed = [[one.fetch for one in each.passed] for each in arrived]
+    assert passed == [[], [StoredObservation("steps of 1", 0)], [], []]
 
 
 def test_a_failure_among_them_has_no_rewards():
@@ -82,8 +80,7 @@ def test_prompts_travel_without_their_pixels():
 @pytest.mark.parametrize("keeps_images", [True, False])
 def test_names_belong_to_the_outcomes_that_they_are_of(keeps_images):
     """Outcome 1 has ended: the rows of the two pieces are those of outcomes 0, 2 and 3."""
-    kept = [[index] if keeps_images else [] for index in range(4)]
-    whole = Outcomes.of([outcome(index) for index in range(4)], lambda images: b"", kept)
+    whole = Outcomes.of([outcome(index) for index in range(4)], lambda images: b"")
     seen = Seen(whole, [[0, 2], [3]], [(5, 6), None], "a machine", keeps_images, RowBytes(100, 0))
     stored = ("first", "second", *["images"] * keeps_images)
     named = [each.observation for each in seen.named(stored)]
