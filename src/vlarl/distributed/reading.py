@@ -135,9 +135,7 @@ class Seen:
     machine: str
     keeps_images: bool
     each: RowBytes  # what one of them takes in the store
-    recorded: tuple[
-        int, ...
-    ] = ()  # outcomes whose steps are stored, in an object each: only those of saved episodes are read
+    recorded: tuple[int, ...] = ()  # outcomes whose steps are stored, each in an object: few of them may be read
 
     def named(self, stored: tuple[Any, ...]) -> list[ChunkOutcome]:
         """The outcomes with the names of what is stored: the pieces, the list of observations if it is kept, steps."""
