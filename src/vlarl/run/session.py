@@ -336,7 +336,7 @@ class Session:
             results[index] = results[index].showing(shown_prompt(trajectories[index]))
         self._record_samples("rollout", results, self.config.logging.samples)
         shown = [replace(each, frames=self._frames.pop(each.task, ())) for each in results]
-        self.recorder.write_training_videos(iteration, shown)
+        self.recorder.write_training_videos(iteration, shown, several=len(suites_of(self.config.env)) > 1)
         if self._saver is not None:
             self._saver.record(iteration, trajectories)
         for result, trajectory in zip(results, trajectories, strict=True):
