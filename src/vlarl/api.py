@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from vlarl.callbacks import Callbacks, EpisodeRecord, IterationRecord
 from vlarl.cli.configured import FINETUNE_PRESET, Request, resumed_run
@@ -24,13 +24,21 @@ from vlarl.config.problems import ConfigError, Problem, nearest
 from vlarl.config.resume_command import refuse_without_callables
 from vlarl.config.reward_module import refuse_arguments
 from vlarl.config.run_checkpoints import locate_checkpoint
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, SaveFilter, SaveFormat
 from vlarl.config.source.flags import Flags, from_mapping, suggestion
 from vlarl.config.source.load import Overrides, as_flags, load_config
 from vlarl.config.source.spelling import suite_name
 from vlarl.config.suites import StateProtocol
 from vlarl.errors import UsageError
-from vlarl.evaluation.request import SECTIONS, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
+from vlarl.evaluation.request import (
+    SECTIONS,
+    EvalRequest,
+    Saving,
+    Videos,
+    eval_request,
+    on_the_same_states,
+    same_episodes,
+)
 from vlarl.python_messages import explained
 from vlarl.types import EvalResult, Trajectory
 
@@ -112,6 +120,10 @@ def evaluate(
     device: str = "auto",
     protocol: StateProtocol | None = None,
     *,
+    save: SaveFormat = "none",
+    save_filter: SaveFilter = "all",
+    save_every: int = 1,
+    save_fps: int | None = None,
     overrides: Overrides = (),
     env: Callable[..., Any] | str | None = None,
     on_episode: Callable[[EpisodeRecord], object] | None = None,
@@ -121,7 +133,8 @@ def evaluate(
 
     `checkpoint` is a folder, a hub id, a built-in name, or a run by its name or folder. The other arguments are those
     of the command: `suite` is one or a list of several; `episodes` counts per task; `videos` is all, failures, none or
-    a count, and needs `out`, the new folder for the results, without which nothing is written. `overrides` are options
+    a count, and needs `out`, the new folder for the results, without which nothing is written. So does `save`, rlds or
+    lerobot, which saves the episodes as datasets. `overrides` are options
     of the sections env, gym and policy, such as `{"policy.actions": "l1"}`. What is not given is taken from the
     checkpoint's run; `trust` runs the code that the configuration of another user's run names (docs/security.md).
 
@@ -131,7 +144,8 @@ def evaluate(
     '4 of 10, 40%'
     """
     given = _eval_options(suite, tasks, num_envs, protocol, env)
-    arguments = _EvalArguments(episodes, temperature, seed, _videos(videos, out), device, trust)
+    saving = _saving(Saving(save, save_filter, save_every, save_fps), out)
+    arguments = _EvalArguments(episodes, temperature, seed, _videos(videos, out), device, trust, saving)
     request = _request(checkpoint, _flags(overrides, given, Config), arguments)
     return _run(request, out, _callable("on_episode", on_episode)).result
 
@@ -210,7 +224,14 @@ class _EvalArguments:
     """The arguments of an evaluation that are not options of the configuration, checked as on the command line."""
 
     def __init__(
-        self, episodes: int | None, temperature: float, seed: int, videos: Videos, device: str, trust: bool
+        self,
+        episodes: int | None,
+        temperature: float,
+        seed: int,
+        videos: Videos,
+        device: str,
+        trust: bool,
+        saving: Saving = Saving(),  # noqa: B008 - frozen
     ) -> None:
         problems = []
         if episodes is not None and (not _is_whole(episodes) or episodes < 1):
@@ -222,7 +243,7 @@ class _EvalArguments:
         if problems:
             raise ConfigError(problems)
         self.episodes, self.temperature, self.seed = episodes, float(temperature), seed
-        self.videos, self.device, self.trust = videos, device, trust
+        self.videos, self.device, self.trust, self.saving = videos, device, trust, saving
 
 
 def _is_whole(value: object) -> bool:
@@ -241,6 +262,22 @@ def _videos(videos: Videos | str, out: str | Path | None) -> Videos:
     if chosen and out is None:
         raise UsageError(f"videos = {videos!r}: name the new folder that they are written to with out=")
     return chosen
+
+
+def _saving(saving: Saving, out: str | Path | None) -> Saving:
+    """How episodes are saved, checked as on the command line; they are written into `out`."""
+    for name, value, allowed in (
+        ("save", saving.kind, get_args(SaveFormat)),
+        ("save_filter", saving.which, get_args(SaveFilter)),
+    ):
+        if value not in allowed:
+            raise UsageError(f"{name} = {value!r}: must be one of {', '.join(allowed)}")
+    for name, count in (("save_every", saving.every), ("save_fps", saving.fps)):
+        if count is not None and (not _is_whole(count) or count < 1):
+            raise UsageError(f"{name} = {count!r}: must be an integer above 0")
+    if saving.kind != "none" and out is None:
+        raise UsageError(f"save = {saving.kind!r}: name the new folder that episodes are written to with out=")
+    return saving
 
 
 def _eval_options(
@@ -281,6 +318,7 @@ def _request(checkpoint: str | Path, flags: Flags, arguments: _EvalArguments) ->
         temperature=arguments.temperature,
         seed=arguments.seed,
         videos=arguments.videos,
+        saving=arguments.saving,
         device=arguments.device,
         trust=arguments.trust,
     )

@@ -36,7 +36,7 @@ from vlarl.rollout.selection import GroupRule, GroupSelection
 from vlarl.rollout.source import RolloutsInTurn, RolloutSource
 from vlarl.rollout.statistics import busy_metrics, reward_part_metrics, rollout_metrics, staleness_metrics
 from vlarl.run.open import open_run
-from vlarl.run.parts import Parts
+from vlarl.run.parts import Parts, recording_plan
 from vlarl.run.session import RunSummary, Session
 from vlarl.training.annotate import last_inputs, last_observations, reference_kl, values_by_trajectory
 from vlarl.training.batch import build_batch, with_estimates
@@ -142,10 +142,20 @@ def rollouts_ahead(parts: Parts, session: Session) -> RolloutSource:
         rollout = report_rollout(parts, iteration, seconds, delivery.trajectories, delivery.kept, metrics)
         return replace(rollout, open_episodes=delivery.outstanding)
 
-    calls = Calls(score_next, report, lambda done, total: session.progress.rollout(done, total, "groups"))
+    calls = Calls(
+        score_next, report, lambda done, total: session.progress.rollout(done, total, "groups"), session.episode_ended
+    )
     sampling = rollout_sampling(config.rollout)
     return RolloutsAhead(
-        groups, parts.collector, parts.sampler, sampling, calls, session.guard, session.stopwatch, first_tasks
+        groups,
+        parts.collector,
+        parts.sampler,
+        sampling,
+        calls,
+        session.guard,
+        session.stopwatch,
+        first_tasks,
+        recording_plan(config),
     )
 
 
@@ -189,7 +199,7 @@ def collect_segments(parts: Parts, segments: Segments, session: Session, iterati
         session.progress.rollout(*segments.progress, "decisions")
 
     with watch.timed("rollout"):
-        collected = segments.collect(rollout_sampling(session.config.rollout), check)
+        collected = segments.collect(rollout_sampling(session.config.rollout), check, session.episode_ended)
     with watch.timed("reward"):
         collected = score(parts.reward, session, iteration, collected, session.guard.check)
     refuse_unscored(iteration, collected)
@@ -229,7 +239,9 @@ def roll_out(parts: Parts, session: Session, tasks: list[Task]) -> list[Trajecto
     """One episode of every task, in the order of the tasks."""
     ended: dict[int, Trajectory] = {}
     sampling = rollout_sampling(session.config.rollout)
-    for index, episode in parts.collector.episodes(tasks, sampling, check=session.guard.check):
+    plan = recording_plan(session.config)
+    for index, episode in parts.collector.episodes(tasks, sampling, plan, session.guard.check):
+        session.episode_ended(episode)
         ended[index] = episode.trajectory
         session.progress.rollout(len(ended), len(tasks))
     return [ended[index] for index in range(len(tasks))]

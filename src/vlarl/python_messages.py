@@ -62,7 +62,7 @@ PHRASES = {
 _QUOTED = r"`(?:vlarl|ray|hf|pip) [^`]*`"
 _BARE = rf"\b(?:vlarl (?:{'|'.join(COMMANDS)})|ray start|hf download|pip install)\b[^\n;`)]*"
 _WORD = r"'[^'\n]*'|(?!--)[^\s'`,;()]+"
-_FLAG = rf"(?<![\w-])--(?P<name>[a-z][a-z_]*(?:\.[a-z][a-z_0-9]*)?)(?P<words>(?: (?:{_WORD}))*)"
+_FLAG = rf"(?<![\w-])--(?P<name>[a-z][a-z_-]*(?:\.[a-z][a-z_0-9]*)?)(?P<words>(?: (?:{_WORD}))*)"
 _CALL = re.compile(r"vlarl (?P<function>train|finetune)(?:(?P<resume> --resume)? (?P<word>[^-\s'\"]\S*))?")
 _SPANS = re.compile(f"(?P<command>{_QUOTED}|{_BARE})|{_FLAG}")
 
@@ -98,7 +98,7 @@ def in_python(text: str, parameters: Parameters) -> str:
             is_whole = command.startswith("`") or text[: span.start()].endswith("run: ")
             call = _CALL.fullmatch(command.strip("`")) if is_whole else None
             return command if call is None else _as_call(command, call)
-        name, words = span["name"], re.findall(_WORD, span["words"])
+        name, words = span["name"].replace("-", "_"), re.findall(_WORD, span["words"])
         if option := OPTIONS.get("run.root" if name == "root" else name):
             taken, written = _value(option, words)
             form = f"{{{option.path!r}: {written}}}" if taken else option.path

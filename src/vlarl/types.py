@@ -150,6 +150,7 @@ class ChunkOutcome:
     observation: Observation  # after the last executed step
     frames: tuple[UInt8Array, ...] = ()  # one a step, when a video of the episode is recorded
     error: str | None = None  # the simulator failed here: the episode is counted as crashed and never trained on
+    passed: tuple[Observation, ...] = ()  # after each step but the last, when its steps are recorded
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.envs.base import EnvPool
+from vlarl.envs.base import EnvPool, Record
 from vlarl.envs.build import build_pool
 from vlarl.envs.tabletop.tasks import SUITES
 from vlarl.errors import UsageError
@@ -90,9 +90,27 @@ def test_the_chunk_stops_at_the_time_limit_and_the_rest_is_not_executed(pool):
 
 def test_only_recorded_slots_have_frames_one_a_step(pool):
     pool.reset([0, 1], [task(pool), task(pool, 1)])
-    recorded, plain = pool.step_chunk([0, 1], noise(2, 3), frozenset({0}))
+    recorded, plain = pool.step_chunk([0, 1], noise(2, 3), Record(frozenset({0})))
     assert len(recorded.frames) == 3 and plain.frames == ()
     pool.close()
+
+
+def test_recorded_steps_are_what_is_seen_step_by_step_and_change_nothing(pool):
+    limit = pool.spec.tasks[0].max_steps
+    slots, tasks, actions = [0, 1, 2], [task(pool, i) for i in range(3)], noise(3, limit + 3)
+    pool.reset(slots, tasks)
+    recorded, plain, _ = pool.step_chunk(slots, actions, Record(steps=frozenset({0, 2})))
+    assert plain.passed == () and recorded.frames == () and len(recorded.passed) == recorded.num_executed - 1 > 3
+    pool.reset(slots, tasks)
+    for unrecorded, other in zip(pool.step_chunk(slots, actions), (recorded, plain), strict=False):
+        np.testing.assert_array_equal(unrecorded.observation.images, other.observation.images)
+        np.testing.assert_array_equal(unrecorded.rewards, other.rewards)
+    pool.reset([1], [tasks[0]])
+    for k, passed in enumerate([*recorded.passed, recorded.observation]):
+        single = pool.step_chunk([1], actions[:1, k : k + 1])[0]
+        np.testing.assert_array_equal(passed.images, single.observation.images)
+        np.testing.assert_array_equal(passed.proprio, single.observation.proprio)
+        assert passed.instruction == single.observation.instruction and recorded.rewards[k] == single.rewards[0]
 
 
 def test_an_unknown_suite_is_refused_with_the_known_ones():

@@ -17,6 +17,7 @@ from test_decision_kinds import CPU, Kind, config_of, parts_of, session_of
 
 from vlarl.config.schema import LoraConfig, PolicyConfig
 from vlarl.decisions import Sampling
+from vlarl.envs.base import NOTHING
 from vlarl.loop import run
 from vlarl.policies.vlm.checkpoint import read_policy
 from vlarl.policies.vlm.decisions import TextSample, text_decisions
@@ -38,7 +39,7 @@ class LetterPool(FakePool):
     def _observe(self, slot):
         return prompted(self.spec.tasks[self._tasks[slot].task_id].instruction)
 
-    def step_chunk(self, slots, actions, record=frozenset()):
+    def step_chunk(self, slots, actions, record=NOTHING):
         outcomes = []
         for slot, text in zip(slots, actions, strict=True):
             seen = self._observe(slot)

@@ -20,6 +20,7 @@ from vlarl.distributed.demand import Resources
 from vlarl.distributed.engines import EngineGroup, build_torch_engine, build_vllm_engine
 from vlarl.distributed.environments import EnvWorkerSpec, PoolGroup, Simulator, pool_parts
 from vlarl.distributed.learners import LearnerGroup, Rank
+from vlarl.envs.base import Record
 from vlarl.envs.tabletop.pool import TabletopPool
 from vlarl.errors import UsageError
 from vlarl.observability.trace import NoTrace
@@ -86,7 +87,8 @@ def test_simulators_run_in_workers_of_their_own(cluster):
     assert pool.spec == SPEC and pool.num_envs == 2
     first, second = pool.reset([0, 1], [Task("counting", 0, 1, 7), Task("counting", 2, 2, 7)])
     assert (first.instruction, second.instruction) == ("count to 5", "count to 7")
-    one, other = pool.step_chunk([0, 1], ones(2), frozenset({1}))
+    one, other = pool.step_chunk([0, 1], ones(2), Record(frozenset({1}), frozenset({1})))
+    assert one.passed == () and [int(each.images.max()) for each in other.passed] == [1, 2, 3]
     assert one.rewards.tolist() == other.rewards.tolist() == [1, 2, 3, 4] and not one.frames and len(other.frames) == 4
     one, other = pool.step_chunk([0, 1], ones(2))
     assert (one.success, one.num_executed) == (True, 1) and (other.success, other.num_executed) == (True, 3)

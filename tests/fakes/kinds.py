@@ -23,7 +23,7 @@ from torch import nn
 
 from vlarl.config.schema import LoraConfig, ModelConfig
 from vlarl.decisions import Decisions, Sampling, TensorRows
-from vlarl.envs.base import Actions, LockstepPool, SuiteSpec, TaskSpec
+from vlarl.envs.base import NOTHING, Actions, LockstepPool, Record, SuiteSpec, TaskSpec
 from vlarl.policies.base import Evaluation, Level, Policy
 from vlarl.policies.distribution import greedy, sample, token_entropy, token_logprobs
 from vlarl.types import Action, ChunkOutcome, Observation, Task, UInt8Array
@@ -225,9 +225,7 @@ class WordPool(FakePool):
     def __init__(self) -> None:
         super().__init__(spec_of("words", [f"write {word}" for word in WORDS], 1))
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
         outcomes = []
         for slot, text in zip(slots, actions, strict=True):
             assert isinstance(text, str)
@@ -311,9 +309,7 @@ class PointPool(FakePool):
     def __init__(self) -> None:
         super().__init__(spec_of("points", ["first", "second"], MAX_ENV_STEPS))
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
         outcomes = []
         for slot, chunk in zip(slots, actions, strict=True):
             assert isinstance(chunk, np.ndarray) and chunk.shape == (STEPS, DIMENSIONS)

@@ -11,7 +11,7 @@ from fakes.decisions import NoInputs
 
 from vlarl.config.schema import RolloutConfig
 from vlarl.decisions import Decisions, Sampling
-from vlarl.envs.base import SuiteSpec, TaskSpec, started
+from vlarl.envs.base import NOTHING, Record, SuiteSpec, TaskSpec, started
 from vlarl.interrupt import InterruptGuard
 from vlarl.observability.clock import Stopwatch
 from vlarl.observability.trace import NoTrace
@@ -68,14 +68,14 @@ class StreamPool:
     def running(self) -> set[Key]:
         return {key(task) for task, _ in list(self._slots.values())}
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
         for slot, task in zip(slots, tasks, strict=True):
             assert slot not in self._slots, "a running slot was reset"
             self._slots[slot] = (task, 0)
             self._beginning.append(slot)
             self.began.append(key(task))
 
-    def send_chunk(self, slots: Sequence[int], actions: Any, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: Any, record: Record = NOTHING) -> None:
         for slot in slots:
             task, made = self._slots[slot]
             self._slots[slot] = (task, made + 1)

@@ -19,6 +19,7 @@ import vlarl.run.finetune
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.source.load import to_yaml
 from vlarl.errors import UsageError, VlarlError
+from vlarl.evaluation.request import Saving
 from vlarl.python_messages import in_python
 from vlarl.types import EvalResult
 
@@ -309,9 +310,14 @@ def test_the_names_of_the_command_line(evaluated, tmp_path):
         device="cpu",
         seed=4,
         protocol="benchmark",
+        save="lerobot",
+        save_filter="successes",
+        save_every=2,
+        save_fps=10,
         overrides={"policy.center_crop": True, "env.max_steps": 9},
     )
     ((request, folder),) = evaluated
+    assert request.saving == Saving("lerobot", "successes", 2, 10)
     assert (request.env.suite, request.env.task_ids, request.env.num_envs) == ("tabletop_goal", (0, 3), 2)
     assert (request.env.protocol, request.env.max_steps, request.policy.center_crop) == ("benchmark", 9, True)
     assert (request.states_per_task, len(request.init_states), request.temperature) == (5, 5, 1.0)
@@ -359,6 +365,11 @@ def test_an_environment_as_a_callable(evaluated):
         ({"seed": "x"}, "seed = 'x'"),
         ({"videos": "some"}, "videos = 'some': must be all, failures, none or a count"),
         ({"videos": 2}, "videos = 2: name the new folder"),
+        ({"save": "hdf5"}, "save = 'hdf5': must be one of none, rlds, lerobot"),
+        ({"save": "rlds"}, "save = 'rlds': name the new folder that episodes are written to with out="),
+        ({"save": "lerobot", "out": "x"}, "a LeRobot dataset says how many steps a second has: give save_fps=."),
+        ({"save_every": 0}, "save_every = 0: must be an integer above 0"),
+        ({"save_every": 2}, "^save_filter=, save_every= and save_fps= say how episodes are saved: add save=.*rlds"),
         ({"suite": "tabletop_gaol"}, "tabletop_goal"),
         (
             {"overrides": {"optim.lr": 1.0}},

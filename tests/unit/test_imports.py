@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": PARTS | {"images", "interrupt"},
     "run": PARTS | {"interrupt", "callbacks", "distributed", "data"},
     "distributed": PARTS | {"data"},
-    "evaluation": PARTS | {"interrupt", "run"},
+    "evaluation": PARTS | {"interrupt", "run", "data"},
     "export": BASE | {"policies", "observability", "evaluation"},
     "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks", "export"},
     "cli": PARTS | {"run", "evaluation", "loop", "data", "export"},

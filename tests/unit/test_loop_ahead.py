@@ -20,7 +20,7 @@ from vlarl.rewards.base import Reward
 from vlarl.rewards.outcome import SparseReward
 from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.ahead import RolloutsAhead
-from vlarl.rollout.collector import Collector
+from vlarl.rollout.collector import Collector, Episode
 from vlarl.run.open import _restore_rollouts
 from vlarl.run.schedule import Schedule
 from vlarl.training.state import TrainerState
@@ -53,6 +53,9 @@ class StreamSession:
 
     def stopwatch(self, track: str = "loop") -> Stopwatch:
         return Stopwatch(NoTrace(), track)
+
+    def episode_ended(self, episode: Episode) -> None:
+        pass
 
 
 def opened(iteration: int = 0, reward: Reward | None = None, **state: Any) -> tuple[SimpleNamespace, StreamSession]:

@@ -259,8 +259,11 @@ def _closing_lines(summary: RunSummary, config: Config) -> list[str]:
         "report": summary.report,
         "checkpoint": run / "checkpoints" / "final",
         **({"merged": run / "checkpoints" / "merged"} if config.checkpoint.merge else {}),
+        **({"data": run / "data"} if config.rollout.save != "none" else {}),
         **({"samples": run / "samples.jsonl"} if is_prompts(config.env.suite) else {"videos": run / "videos"}),
     }
+    if config.rollout.save != "none" and not (run / "data").exists():
+        lines.append("no episode was saved (rollout.save): none of those that were chosen passed rollout.save_filter")
     there = ((name, path) for name, path in places.items() if path is not None and path.exists())
     lines += [f"{name + ':':<12}{brief(path)}" for name, path in there]
     return lines

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
@@ -15,7 +15,7 @@ from vlarl.config.known import BUILTIN_HOMES, KNOWN_SUITES, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
-from vlarl.config.schema import Config
+from vlarl.config.schema import Config, SaveFilter
 from vlarl.config.source.aliases import ALIASES, plain_name
 from vlarl.config.source.flags import BOOLEANS, MODELS, model_path, parse_flags
 from vlarl.config.source.spelling import suite_name
@@ -25,7 +25,15 @@ from vlarl.config.suites import BOTH
 from vlarl.config.training_data import TrainingData, run_of
 from vlarl.config.words import counted, plural, words_of
 from vlarl.errors import UsageError
-from vlarl.evaluation.request import EvalOptions, EvalRequest, Videos, eval_request, on_the_same_states, same_episodes
+from vlarl.evaluation.request import (
+    EvalOptions,
+    EvalRequest,
+    Saving,
+    Videos,
+    eval_request,
+    on_the_same_states,
+    same_episodes,
+)
 from vlarl.observability.terminal import printable
 
 if TYPE_CHECKING:
@@ -59,6 +67,10 @@ OTHER_NAMES = {
     "eval.temperature": "--temperature",
     "run.seed": "--seed",
     "run.device": "--device",
+    "rollout.save": "--save",
+    "rollout.save_filter": "--save-filter",
+    "rollout.save_every": "--save-every",
+    "rollout.save_fps": "--save-fps",
 }
 GREEDY = "evaluations are greedy, unless --temperature says otherwise"
 HABITS = {
@@ -89,6 +101,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _compare(*on_the_same_states(request, other), given.out)
     record = _run(request, given.out)
     _print_result(record)
+    _print_saved(record, request.saving)
     return 0 if record.result.complete else INTERRUPTED
 
 
@@ -153,6 +166,11 @@ def _parser() -> args.Parser:
     add("--num-envs", type=args.positive, metavar="N", help=environments)
     videos = "videos to record: all, failures, none, or a count, which is distributed over the tasks; by default none"
     add("--videos", type=_videos, metavar="WHICH", help=videos)
+    formats = "save the episodes as a dataset of each suite, data/SUITE of the results: every step, with all views"
+    add("--save", choices=("rlds", "lerobot"), help=formats)
+    add("--save-filter", choices=get_args(SaveFilter), help="save all episodes (default), or those that succeed")
+    add("--save-every", type=args.positive, metavar="N", help="save one in N episodes, before the filter")
+    add("--save-fps", type=args.positive, metavar="N", help="lerobot: steps per second that the dataset says it has")
     add("--out", type=Path, metavar="DIR", help="new folder for the results")
     add("--trust", action="store_true", help=TRUST)
     args.add_root(parser)
@@ -241,12 +259,17 @@ def _request(checkpoint: str, given: argparse.Namespace, options: dict[str, obje
         temperature=given.temperature,
         seed=given.seed or 0,
         videos=given.videos or 0,
+        saving=_saving(given),
         device=given.device,
         trust=given.trust,
     )
     _refuse_fresh(checkpoint)
     refuse_unknown(checkpoint, given.root)
     return request
+
+
+def _saving(given: argparse.Namespace) -> Saving:
+    return Saving(given.save or "none", given.save_filter or "all", given.save_every or 1, given.save_fps)
 
 
 def _refuse_fresh(checkpoint: str) -> None:
@@ -291,6 +314,12 @@ def _print_result(record: EvalRecord) -> None:
     print(printable("\n".join([*table, *closing_lines(record)])))
 
 
+def _print_saved(record: EvalRecord, saving: Saving) -> None:
+    if saving.kind != "none" and record.folder is not None:
+        data = record.folder / "data"
+        print(f"saved: {brief(data)}" if data.exists() else "saved: nothing, as no chosen episode passed the filter")
+
+
 def _compare(first: EvalRequest, second: EvalRequest, out: Path | None) -> int:
     from vlarl.cli.eval_display import closing_lines, comparison_lines, comparison_table
     from vlarl.evaluation.compare import compare
@@ -324,6 +353,7 @@ def _replay(located: LocatedCheckpoint, given: argparse.Namespace, options: dict
         training=_hub_training_data(located.path),
         temperature=given.temperature,
         videos=0 if is_prompts(given.episode.partition("-")[0]) else "all",
+        saving=_saving(given),
         device=given.device,
         trust=given.trust,
         episode=given.episode,

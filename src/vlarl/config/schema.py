@@ -29,6 +29,8 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Camera = Literal["agent", "wrist"]
 Schedule = Literal["constant", "linear", "cosine"]
+SaveFormat = Literal["none", "rlds", "lerobot"]
+SaveFilter = Literal["all", "successes"]
 
 
 class Section(BaseModel):
@@ -340,6 +342,17 @@ class RolloutConfig(TextConfig):
     cuda_graphs: bool = True
     """On a GPU, record the kernels of a forward pass once and replay them: faster, but the recorded graphs keep some
     memory."""
+    save: SaveFormat = "none"
+    """Save training episodes of robots as a dataset of each suite in the run's folder, `data/SUITE`: every step, with
+    the images of all views. `vlarl finetune --demos.path` reads it."""
+    save_filter: SaveFilter = "all"
+    """Save all episodes, or those that reached their goal."""
+    save_every: PositiveInt = 1
+    """Save one in this many episodes, before the filter; the others are not rendered at every step."""
+    save_fps: Annotated[int, Field(gt=0, le=1000)] | None = None
+    """lerobot: steps per second that the dataset says it has; it must say so."""
+    videos: NonNegativeInt = 0
+    """Training episodes recorded as video in each iteration, evenly distributed over its episodes."""
 
 
 class CurriculumConfig(Section):

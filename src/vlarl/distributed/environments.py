@@ -31,7 +31,18 @@ from vlarl.config.suites import suite_facts
 from vlarl.distributed.actor import Request, Worker, replace_later
 from vlarl.distributed.reading import PIECE_BYTES, BesideReader, Environments, Reading, Seen
 from vlarl.distributed.store_size import Machine, RowBytes, machines_of
-from vlarl.envs.base import Actions, AsyncPool, EnvFactory, EnvPool, RewardMode, SuiteSpec, as_chunks, started
+from vlarl.envs.base import (
+    NOTHING,
+    Actions,
+    AsyncPool,
+    EnvFactory,
+    EnvPool,
+    Record,
+    RewardMode,
+    SuiteSpec,
+    as_chunks,
+    started,
+)
 from vlarl.envs.build import NO_DATA, build_factory, build_pool
 from vlarl.envs.env_process import Chunk, EnvRunner, Reset
 from vlarl.envs.guardian import Guardian
@@ -59,12 +70,12 @@ class PoolPart:
         """The suite."""
         return self._pool.spec
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]:
+    def reset(self, slots: list[int], tasks: list[Task], record: Record) -> list[ChunkOutcome]:
         """Start each task in its slot."""
         self._pool.send_reset(slots, tasks, record)
         return self._in_order(slots)
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: Actions, record: Record) -> list[ChunkOutcome]:
         """Run one chunk in each slot."""
         self._pool.send_chunk(slots, actions, record)
         return self._in_order(slots)
@@ -91,13 +102,14 @@ class Simulator:
         """The suite."""
         return self._factory.spec
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]:
+    def reset(self, slots: list[int], tasks: list[Task], record: Record) -> list[ChunkOutcome]:
         """Start the task."""
-        return [self._outcome(Reset(tasks[0], bool(record)))]
+        return [self._outcome(Reset(tasks[0], bool(record.frames)))]
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]:
+    def step(self, slots: list[int], actions: Actions, record: Record) -> list[ChunkOutcome]:
         """Run one chunk."""
-        return [self._outcome(Chunk(as_chunks(actions, 1, self._factory.spec.action_dim)[0], bool(record)))]
+        chunk = as_chunks(actions, 1, self._factory.spec.action_dim)[0]
+        return [self._outcome(Chunk(chunk, bool(record.frames), bool(record.steps)))]
 
     def frame(self, slot: int) -> UInt8Array:
         """A frame of it."""
@@ -175,16 +187,16 @@ class PoolGroup(AsyncPool):
         self._replacing: dict[int, Future[None]] = {}  # workers that are being replaced
         self._held: dict[int, list[tuple[Any, ...]]] = {}  # calls that wait for them
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; record the first frames of the slots in `record`."""
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
+        """Start each task in its slot; `record.frames` are the slots whose first frame is returned, too."""
         for index, own in self._by_worker(slots):
             chosen = [tasks[i] for i in own]
             for i in own:
                 self._lost.pop(slots[i], None)
             self._call(index, "reset", [slots[i] for i in own], chosen, record)
 
-    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, up to the slot's first end; record the slots in `record`."""
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> None:
+        """Run one chunk [len(slots), K, D] in each slot, up to the slot's first end; return what `record` says."""
         self._failures += [(slot, self._failed(slot, self._lost[slot])) for slot in slots if slot in self._lost]
         kept = [i for i, slot in enumerate(slots) if slot not in self._lost]
         slots, actions = [slots[i] for i in kept], [actions[i] for i in kept]
@@ -226,18 +238,18 @@ class PoolGroup(AsyncPool):
             indices.setdefault(self._owner[slot], []).append(i)
         return sorted(indices.items())
 
-    def _call(self, index: int, method: str, slots: list[int], content: Any, record: frozenset[int]) -> None:
+    def _call(self, index: int, method: str, slots: list[int], content: Any, record: Record) -> None:
         if index in self._replacing:
             self._held.setdefault(index, []).append((method, slots, content, record))
             return
         worker, first = self.workers[index], self._first[index]
         own = [slot - first for slot in slots]
-        recorded = frozenset(slot - first for slot in record if self._owner[slot] == index)
+        recorded = record.of(dict(zip(slots, own, strict=True)))
         queued = len(self._pending[index])  # it runs one call at a time
         limit = worker.timeout_s * (1 + queued)
         if self.reading is not None:
             pieces = min(len(own), 1 + len(own) * self.row_bytes.inputs // PIECE_BYTES)
-            stored = pieces + self.reading.keeps_images
+            stored = pieces + self.reading.keeps_images + len(recorded.steps)
             request = worker.call_and_store(stored, method, own, content, recorded, pieces, timeout_s=limit)
         else:
             request = worker.call(method, own, content, recorded, timeout_s=limit)

@@ -7,7 +7,7 @@ Environments ── outcomes ──► BesideReader ── Seen: outcomes withou
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from vlarl.config.schema import Config
 from vlarl.decisions import Row, TensorRows
 from vlarl.distributed.store_size import RowBytes
 from vlarl.distributed.stored_rows import StoredBatch, StoredObservation
-from vlarl.envs.base import Actions, SuiteSpec
+from vlarl.envs.base import Actions, Record, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.policies.load import load_acting_policy
 from vlarl.types import (
@@ -38,6 +38,8 @@ from vlarl.types import (
 PIECE_BYTES = 8 << 20  # of an object with inputs, about: each one costs its owner, the driver, a tenth of a millisecond
 
 
+NO_STEPS: Mapping[int, Any] = {}
+
 Column = FloatArray | list[FloatArray]
 """An array for each outcome: the rows of one array, or a list where their shapes differ."""
 
@@ -47,9 +49,9 @@ class Environments(Protocol):
 
     def spec(self) -> SuiteSpec: ...  # noqa: D102
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def reset(self, slots: list[int], tasks: list[Task], record: Record) -> list[ChunkOutcome]: ...  # noqa: D102
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int]) -> list[ChunkOutcome]: ...  # noqa: D102
+    def step(self, slots: list[int], actions: Actions, record: Record) -> list[ChunkOutcome]: ...  # noqa: D102
 
     def frame(self, slot: int) -> UInt8Array: ...  # noqa: D102
 
@@ -76,6 +78,7 @@ class Outcomes:
     instructions: list[str]
     prompts: list[Prompt | None]  # without their pixels
     digests: list[bytes]  # b"" where they are not needed
+    passed: list[int]  # how many observations were passed, where steps are recorded
 
     @classmethod
     def of(cls, outcomes: Sequence[ChunkOutcome], digest: Callable[[UInt8Array], bytes]) -> Outcomes:
@@ -93,20 +96,28 @@ class Outcomes:
             instructions=[each.instruction for each in seen],
             prompts=[None if each.prompt is None else each.prompt.without_images() for each in seen],
             digests=[digest(each.images) for each in seen],
+            passed=[len(outcome.passed) for outcome in outcomes],
         )
 
-    def apart(self, inputs: dict[int, Row[TensorRows]], images: Any) -> list[ChunkOutcome]:
+    def apart(
+        self, inputs: Mapping[int, Row[TensorRows]], images: Any, steps: Mapping[int, Any] = NO_STEPS
+    ) -> list[ChunkOutcome]:
         """The outcomes one by one, with the inputs of each index; `images` names the list of observations with their
-        images, and is None where it is not kept."""
+        images, and is None where it is not kept. `steps` name, by index, the lists of what was passed and the last."""
         counted, flagged = self.num_executed.tolist(), self.flags.tolist()
         moved = zip(self.rewards, counted, flagged, self.frames, self.errors, strict=True)
-        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, strict=True)
+        shown = zip(self.images, self.proprio, self.instructions, self.prompts, self.digests, self.passed, strict=True)
         outcomes = []
-        for index, (move, (blank, proprio, text, prompt, digest)) in enumerate(zip(moved, shown, strict=True)):
+        for index, (move, (blank, proprio, text, prompt, digest, passed)) in enumerate(zip(moved, shown, strict=True)):
             rewards, num_executed, (terminated, truncated, success), frames, error = move
-            fetch = None if images is None else StoredObservation(images, index)
+            fetches = [StoredObservation(steps[index], each) for each in range(passed + 1)] if index in steps else []
+            last = [StoredObservation(images, index)] if images is not None else [None]
+            fetch = (fetches or last)[-1]
             seen = Observation(blank, proprio, text, prompt, inputs.get(index), fetch, digest)
-            outcomes.append(ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error))
+            before = tuple(Observation(blank, proprio, text, fetch=each) for each in fetches[:-1])
+            outcomes.append(
+                ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, frames, error, before)
+            )
         return outcomes
 
 
@@ -124,18 +135,21 @@ class Seen:
     machine: str
     keeps_images: bool
     each: RowBytes  # what one of them takes in the store
+    recorded: tuple[int, ...] = ()  # outcomes whose steps are stored, each in an object: few of them may be read
 
     def named(self, stored: tuple[Any, ...]) -> list[ChunkOutcome]:
-        """The outcomes with the names of what is stored: the pieces, and the list of observations if it is kept."""
+        """The outcomes with the names of what is stored: the pieces, the list of observations if it is kept, steps."""
         rows: dict[int, Row[TensorRows]] = {}
         for reference, piece, lengths in zip(stored[: len(self.pieces)], self.pieces, self.lengths, strict=True):
             batch = StoredBatch(reference, len(piece), lengths, self.machine, len(piece) * self.each.inputs)
             rows |= {outcome: Row(batch, row) for row, outcome in enumerate(piece)}
-        return self.outcomes.apart(rows, stored[-1] if self.keeps_images else None)
+        others = stored[len(self.pieces) :]
+        images, *steps = others if self.keeps_images else (None, *others)
+        return self.outcomes.apart(rows, images, dict(zip(self.recorded, steps, strict=True)))
 
 
 Stored = tuple[Any, ...]
-"""A `Seen`, the pieces of the inputs, and the list of observations with images where they are kept."""
+"""A `Seen`, the pieces of the inputs, the list of observations with images where they are kept, and recorded steps."""
 
 
 class BesideReader:
@@ -158,15 +172,15 @@ class BesideReader:
         """A frame of a slot."""
         return self._environments.frame(slot)
 
-    def reset(self, slots: list[int], tasks: list[Task], record: frozenset[int], num_pieces: int) -> Stored:
+    def reset(self, slots: list[int], tasks: list[Task], record: Record, num_pieces: int) -> Stored:
         """Start each task in its slot, and read what it shows."""
-        return self._read(self._environments.reset(slots, tasks, record), num_pieces)
+        return self._read(slots, self._environments.reset(slots, tasks, record), record, num_pieces)
 
-    def step(self, slots: list[int], actions: Actions, record: frozenset[int], num_pieces: int) -> Stored:
+    def step(self, slots: list[int], actions: Actions, record: Record, num_pieces: int) -> Stored:
         """Run one chunk in each slot, and read what it shows."""
-        return self._read(self._environments.step(slots, actions, record), num_pieces)
+        return self._read(slots, self._environments.step(slots, actions, record), record, num_pieces)
 
-    def _read(self, outcomes: list[ChunkOutcome], num_pieces: int) -> Stored:
+    def _read(self, slots: list[int], outcomes: list[ChunkOutcome], record: Record, num_pieces: int) -> Stored:
         index = [i for i, outcome in enumerate(outcomes) if not outcome.terminated and outcome.error is None]
         seen = [outcome.observation for outcome in outcomes]
         try:
@@ -181,12 +195,15 @@ class BesideReader:
         ]
         blank = Outcomes.of(outcomes, pixel_digest if self._digests else lambda images: b"")
         whole = [seen] if self._keeps_images else []
+        recorded = tuple(i for i, slot in enumerate(slots) if slot in record.steps)
+        steps = [[*outcomes[i].passed, seen[i]] for i in recorded]
         each = RowBytes(
             0 if inputs is None else sum(tensor.nbytes for tensor in inputs.tensors()) // len(index),
             sum(_pixel_bytes(observation) for observation in seen) // len(seen) if self._keeps_images else 0,
         )
         members = [[index[row] for row in split] for split in splits]
-        return (Seen(blank, members, lengths, self._machine, self._keeps_images, each), *pieces, *whole)
+        read = Seen(blank, members, lengths, self._machine, self._keeps_images, each, recorded)
+        return (read, *pieces, *whole, *steps)
 
     def machine(self) -> tuple[str, int]:
         """Ray's id of this machine's node, and the bytes that are free on the disk that its store spills to."""

@@ -4,6 +4,7 @@
                    with rollout.num_steps, slots x decisions of a segment;
                    with asynchronous rollouts, max_staleness x num_groups groups more (rollout/outstanding.py)
     store        = rows at once x (a processed row + its images where they are read later) + two buckets of weights
+                   + every step's images of the episodes under way that are saved (rollout.save)
 
 The rows of an environment worker are in the store of its machine. What does not fit there spills to the machine's disk
 and is read back from it, which works and is slower; a run that fits into neither is refused.
@@ -61,24 +62,31 @@ def rows_at_once(config: Config, num_slots: int, max_steps: int, num_steps: int)
     return runs * (math.ceil(steps / num_steps) + 1) * config.optim.rollouts_per_update
 
 
-def bytes_needed(config: Config, rows: int, each: RowBytes) -> int:
-    """Bytes of all stores together."""
+def steps_at_once(config: Config, num_slots: int, max_steps: int) -> int:
+    """Steps of episodes under way whose images are all kept until they are saved."""
+    if config.rollout.save == "none":
+        return 0
+    return math.ceil(num_slots / config.rollout.save_every) * max_steps
+
+
+def bytes_needed(config: Config, rows: int, each: RowBytes, saved: int = 0) -> int:
+    """Bytes of all stores together; `saved` are those of steps that are saved."""
     images = rows // config.optim.rollouts_per_update  # dropped once an iteration is recorded
-    return rows * each.inputs + images * each.images + 2 * config.distributed.sync_bucket_mb * 10**6
+    return rows * each.inputs + images * each.images + 2 * config.distributed.sync_bucket_mb * 10**6 + saved
 
 
-def default_store_mib(config: Config, rows: int | None, pixels: int, with_images: bool) -> int:
+def default_store_mib(config: Config, rows: int | None, pixels: int, with_images: bool, steps: int = 0) -> int:
     """The store of a cluster that this run starts: as configured, or what it needs as far as memory allows.
 
     `pixels` are the bytes of the images of one observation, as the policy reads them; `rows` is None where the length
-    of episodes is not known yet.
+    of episodes is not known yet; `steps` are those that are saved.
     """
     if config.distributed.object_store_mb is not None:
         return config.distributed.object_store_mb
     if rows is None:
         return DEFAULT_STORE_MIB
     each = RowBytes(pixels + TEXT_BYTES, pixels if with_images else 0)
-    needed = math.ceil(bytes_needed(config, rows, each) / FILLED / MIB)
+    needed = math.ceil(bytes_needed(config, rows, each, steps * pixels) / FILLED / MIB)
     free = available_memory()
     most = needed if free is None else int(free * LARGEST_PART) // MIB
     return max(DEFAULT_STORE_MIB, min(needed, most))

@@ -81,6 +81,22 @@ def united(specs: Sequence[SuiteSpec]) -> SuiteSpec:
     return replace(specs[0], also=tuple(specs[1:]))
 
 
+@dataclass(frozen=True)
+class Record:
+    """The slots of which a call returns more than what the policy sees next."""
+
+    frames: frozenset[int] = frozenset()  # a large frame after each step, for videos
+    steps: frozenset[int] = frozenset()  # the observation after each step, for datasets
+
+    def of(self, slots: Mapping[int, int]) -> Record:
+        """The same of these slots alone, by their indices elsewhere."""
+        frames, steps = (frozenset(slots[s] for s in each if s in slots) for each in (self.frames, self.steps))
+        return Record(frames, steps)
+
+
+NOTHING = Record()
+
+
 class EnvPool(Protocol):
     """Parallel environments of one suite, or of several of the same robot: any slot runs any task of them.
 
@@ -102,12 +118,12 @@ class EnvPool(Protocol):
         """Seconds that all slots together have spent on requests so far; None: not known."""
         ...
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; record the first frame of the slots in `record`."""
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
+        """Start each task in its slot; `record.frames` are the slots whose first frame is returned, too."""
         ...
 
-    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> None:
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; return what `record` says."""
         ...
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
@@ -121,9 +137,7 @@ class EnvPool(Protocol):
         """Start each task in its slot and return the first observations."""
         ...
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
         """Run one chunk in each slot as `send_chunk` does, and wait for all of them."""
         ...
 
@@ -146,18 +160,14 @@ class LockstepPool:
     def __init__(self) -> None:
         self._outcomes: list[tuple[int, ChunkOutcome]] = []
 
-    def send_reset(
-        self: _HasOutcomes, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()
-    ) -> None:
-        """Start each task in its slot; record the first frame of the slots in `record`."""
+    def send_reset(self: _HasOutcomes, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
+        """Start each task in its slot; `record.frames` are the slots whose first frame is returned, too."""
         observations = self.reset(slots, tasks)
         for slot, observation in zip(slots, observations, strict=True):
-            self._outcomes.append((slot, started(observation, (self.frame(slot),) if slot in record else ())))
+            self._outcomes.append((slot, started(observation, (self.frame(slot),) if slot in record.frames else ())))
 
-    def send_chunk(
-        self: _HasOutcomes, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> None:
-        """Run one chunk in each slot, stopping a slot at its first end; record the slots in `record`."""
+    def send_chunk(self: _HasOutcomes, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> None:
+        """Run one chunk in each slot, stopping a slot at its first end; return what `record` says."""
         self._outcomes += zip(slots, self.step_chunk(slots, actions, record), strict=True)
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
@@ -182,7 +192,7 @@ class AsyncPool:
         return [outcome.observation for outcome in outcomes]
 
     def step_chunk(
-        self: _Receiving, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
+        self: _Receiving, slots: Sequence[int], actions: Actions, record: Record = NOTHING
     ) -> list[ChunkOutcome]:
         """Run one chunk in each slot and wait for all of them."""
         self.send_chunk(slots, actions, record)

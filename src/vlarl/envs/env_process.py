@@ -63,6 +63,7 @@ class Chunk:
 
     actions: FloatArray
     record: bool
+    steps: bool = False  # return the observation after each step
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class EnvRunner:
                 case Reset():
                     return self.reset(message.task, message.record)
                 case Chunk():
-                    return self.run_chunk(message.actions, message.record)
+                    return self.run_chunk(message.actions, message.record, message.steps)
                 case Demonstrate():
                     return self.demonstrate(message.task, message.flaws)
                 case Frame():
@@ -180,13 +181,16 @@ class EnvRunner:
         self._start(task)
         return started(self._observe(), (self.env.frame(),) if record else ())
 
-    def run_chunk(self, actions: FloatArray, record: bool) -> ChunkOutcome:
-        """Run actions [K, D] up to the first end, and observe once, after the last."""
+    def run_chunk(self, actions: FloatArray, record: bool, steps: bool = False) -> ChunkOutcome:
+        """Run actions [K, D] up to the first end, and observe once, after the last; with `steps` after each."""
         rewards = np.zeros(len(actions), np.float32)
         frames: list[UInt8Array] = []
+        passed: list[Observation] = []
         terminated = truncated = success = False
         num_executed = 0
         for action in actions:
+            if steps and num_executed:
+                passed.append(self._observe())
             rewards[num_executed], terminated, truncated, success = self._step(action)
             num_executed += 1
             if record:
@@ -194,7 +198,9 @@ class EnvRunner:
             if terminated or truncated:
                 break
         seen = self._observe()
-        return ChunkOutcome(rewards, num_executed, terminated, truncated, success, seen, tuple(frames))
+        return ChunkOutcome(
+            rewards, num_executed, terminated, truncated, success, seen, tuple(frames), passed=tuple(passed)
+        )
 
     def demonstrate(self, task: Task, flaws: ExpertFlaws) -> Demonstration:
         """Let the expert play a task to its end; its intended actions are kept, noise is added to those executed.

@@ -30,7 +30,18 @@ from multiprocessing.connection import Connection, wait
 
 import numpy as np
 
-from vlarl.envs.base import Actions, AsyncPool, Demonstration, EnvFactory, ExpertFlaws, as_chunks, fitting, started
+from vlarl.envs.base import (
+    NOTHING,
+    Actions,
+    AsyncPool,
+    Demonstration,
+    EnvFactory,
+    ExpertFlaws,
+    Record,
+    as_chunks,
+    fitting,
+    started,
+)
 from vlarl.envs.env_process import (
     LENGTH,
     Chunk,
@@ -213,20 +224,20 @@ class WorkerPool(AsyncPool):
         """The ids of the processes, by slot."""
         return [worker.pid for worker in self._workers]
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; record the first frame of the slots in `record`."""
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
+        """Start each task in its slot; `record.frames` are the slots whose first frame is returned, too."""
         for slot, task in zip(slots, tasks, strict=True):
             self.spec.of(task.suite)
             self._ended[slot] = False
-            self._workers[slot].send(Reset(task, slot in record))
+            self._workers[slot].send(Reset(task, slot in record.frames))
 
-    def send_chunk(self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()) -> None:
-        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
+    def send_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> None:
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; return what `record` says."""
         chunks = as_chunks(actions, len(slots), self.spec.action_dim)
         if idle := [slot for slot in slots if self._ended[slot]]:
             raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
         for slot, chunk in zip(slots, chunks, strict=True):
-            self._workers[slot].send(Chunk(chunk, slot in record))
+            self._workers[slot].send(Chunk(chunk, slot in record.frames, slot in record.steps))
 
     def receive(self) -> list[tuple[int, ChunkOutcome]]:
         """The outcomes of the slots that are ready, by slot; in lock-step, of all that were sent something."""

@@ -228,6 +228,11 @@ class EvalDirectory:
         return self.path / "videos"
 
     @property
+    def data(self) -> Path:
+        """Folder of saved episodes, a dataset for each suite."""
+        return self.path / "data"
+
+    @property
     def samples_file(self) -> Path:
         """Prompts, responses and rewards; there is none without prompts."""
         return self.path / "samples.jsonl"

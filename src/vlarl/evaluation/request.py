@@ -5,6 +5,7 @@ Imports neither torch nor a simulator, so that errors in the options are reporte
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from vlarl.config.schema import (
     PromptsConfig,
     RolloutConfig,
     RunConfig,
+    SaveFilter,
+    SaveFormat,
     Section,
     TextConfig,
     VllmConfig,
@@ -40,7 +43,7 @@ from vlarl.config.state_choice import UsedStates, choose_states, missing_states,
 from vlarl.config.suites import BOTH, StateProtocol, SuiteStates, each_suite, suite_facts, suites_of
 from vlarl.config.training_data import TrainingData, local_folder, run_of, training_data_of
 from vlarl.config.trust import refuse_untrusted
-from vlarl.errors import UsageError
+from vlarl.errors import MissingExtraError, UsageError
 from vlarl.types import Task
 
 Videos = int | Literal["all", "failures"]
@@ -91,6 +94,16 @@ _Model = TypeVar("_Model", bound=Section)
 
 
 @dataclass(frozen=True)
+class Saving:
+    """Whether and which episodes are saved as datasets, as in the section `rollout`."""
+
+    kind: SaveFormat = "none"
+    which: SaveFilter = "all"
+    every: int = 1
+    fps: int | None = None
+
+
+@dataclass(frozen=True)
 class EvalRequest:
     """A checkpoint, and on which episodes and how it is evaluated."""
 
@@ -106,6 +119,7 @@ class EvalRequest:
     temperature: float = 0.0
     seed: int = 0
     videos: Videos = 0
+    saving: Saving = Saving()
     device: str = "auto"
     replay: Task | None = None  # the one episode to run, which need not be one of the protocol's
     prompts: PromptsConfig = PromptsConfig()
@@ -148,6 +162,7 @@ def eval_request(
     temperature: float = 0.0,
     seed: int = 0,
     videos: Videos = 0,
+    saving: Saving = Saving(),  # noqa: B008 - frozen
     device: str = "auto",
     episode: str | None = None,
     trust: bool = False,
@@ -186,6 +201,7 @@ def eval_request(
         raise UsageError(
             f"videos: prompts ({suite}) have none, so leave it out; samples.jsonl of the results has the responses."
         )
+    _refuse_saving(saving, suite)
     request = EvalRequest(
         checkpoint=str(checkpoint),
         env=env,
@@ -199,6 +215,7 @@ def eval_request(
         temperature=temperature,
         seed=seed,
         videos=videos,
+        saving=saving,
         device=device,
         replay=replay,
         prompts=_validated(
@@ -222,6 +239,24 @@ def eval_request(
     each = [replace(request, env=one) for one in each_suite(env)]
     parts = [on_both(part) if is_both else replace(part, init_states=_states(part, [part])) for part in each]
     return replace(parts[0], also=tuple(parts[1:]))
+
+
+def _refuse_saving(saving: Saving, suite: str) -> None:
+    """Refuse to save what can't be saved."""
+    if saving == Saving():
+        return
+    if saving.kind == "none":
+        raise UsageError("--save-filter, --save-every and --save-fps say how episodes are saved: add --save rlds.")
+    if is_prompts(suite):
+        raise UsageError(
+            f"--save {saving.kind}: responses to prompts ({suite}) are texts, which samples.jsonl of the results has."
+        )
+    if saving.kind == "lerobot" and saving.fps is None:
+        raise UsageError("--save lerobot: a LeRobot dataset says how many steps a second has: give --save-fps.")
+    if saving.kind == "rlds" and saving.fps is not None:
+        raise UsageError("--save-fps describes a LeRobot dataset: set --save to lerobot, or leave it out.")
+    if saving.kind == "lerobot" and importlib.util.find_spec("pyarrow") is None:
+        raise MissingExtraError("pyarrow", "data")
 
 
 def on_both(request: EvalRequest) -> EvalRequest:

@@ -22,23 +22,25 @@ from vlarl.config.known import GYM, PROMPTS, is_prompts
 from vlarl.config.schema import Config, EnvConfig
 from vlarl.config.state_choice import state_warnings
 from vlarl.config.suites import num_configured_tasks
+from vlarl.data.rollouts import EvaluatedEpisodes
 from vlarl.decisions import Sampling
 from vlarl.devices import choose_device
 from vlarl.envs.base import SuiteSpec
 from vlarl.envs.build import build_pool
 from vlarl.errors import UsageError
 from vlarl.evaluation.record import LOGS, EvalDirectory, EvalRecord, EvalSettings, of_both_protocols, united_settings
-from vlarl.evaluation.request import EvalRequest, Videos
+from vlarl.evaluation.request import EvalRequest, Saving, Videos
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.capacity import READER_MIB, check_memory_for_envs
 from vlarl.observability.log_file import log_to_file
 from vlarl.observability.machine import describe_machine
 from vlarl.observability.samples import PER_EVALUATION, SampleRecorder, evenly_chosen, reduced, shown_prompt
 from vlarl.policies.load import checkpoint_folder, load_acting_policy
-from vlarl.rollout.collector import Collector
+from vlarl.rollout.collector import Collector, Episode
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.sampling import check_sampling, evaluation_sampling
+from vlarl.rollout.steps import Choice, RecordingPlan, no_episode
 from vlarl.rollout.tasks import chosen_task_ids, tasks_from_states
 from vlarl.rollout.usable import usable_tasks
 from vlarl.run.parts import ActingParts, check_fit, env_with_cameras
@@ -73,12 +75,19 @@ def run_evaluation(
             tasks = usable_tasks(tasks, request.prompts, policy, pool, sampling)
         check_fit(policy, pool, tasks[0])
         collector = Collector(pool, policy, acting.engine, env.retries)
-        ledger = EvalLedger(settings_of(request, env, pool.spec, tasks), tasks, request.videos, folder)
+        ledger = EvalLedger(settings_of(request, env, pool.spec, tasks), tasks, request.videos, folder, request.saving)
 
         with ledger, InterruptGuard() as guard:
             try:
                 for _, result, _ in evaluate_policy(
-                    collector, tasks, sampling, ledger.num_videos, guard.check, ledger.num_samples
+                    collector,
+                    tasks,
+                    sampling,
+                    ledger.num_videos,
+                    guard.check,
+                    ledger.num_samples,
+                    ledger.saves,
+                    ledger.episode_ended,
                 ):
                     on_result(ledger.take(result), len(ledger.ended), len(tasks))
             except Interrupted:
@@ -134,17 +143,23 @@ def evaluate_policy(
     num_videos: int = 0,
     check: Callable[[], None] = lambda: None,
     num_samples: int = 0,
+    saves: Choice = no_episode,
+    ended: Callable[[Episode], None] = lambda episode: None,
 ) -> Iterator[tuple[int, EpisodeResult, Trajectory]]:
     """Run every task once: each episode as it ends, with the index of its task.
 
     `num_videos` of the results carry the frames of their video, and `num_samples` the images of their prompt, reduced;
-    both are evenly distributed over the tasks. `check` may raise to stop. Drop the trajectories when they are scored:
+    both are evenly distributed over the tasks. `saves` says of which tasks every step is recorded, and `ended` is
+    called with each episode. `check` may raise to stop. Drop the trajectories when they are scored:
     the images of hundreds of episodes would fill the memory.
     """
     suites = collector.pool.spec.suites
     instructions = {(suite.name, task.task_id): task.instruction for suite in suites for task in suite.tasks}
     sampled = frozenset(evenly_chosen(len(tasks), num_samples))
-    for index, episode in collector.episodes(tasks, sampling, recorded_tasks(len(tasks), num_videos), check):
+    shown = {tasks[index] for index in recorded_tasks(len(tasks), num_videos)}
+    plan = RecordingPlan(shown.__contains__, saves)
+    for index, episode in collector.episodes(tasks, sampling, plan, check):
+        ended(episode)
         trajectory = episode.trajectory
         seen = [decision.observation.instruction for decision in trajectory.transitions[:1]]
         instruction = seen[0] if seen else instructions[trajectory.task.key]
@@ -173,7 +188,14 @@ class EvalLedger:
     Use it as a context manager: however the block ends, results.json says what has been measured until then.
     """
 
-    def __init__(self, settings: EvalSettings, tasks: Sequence[Task], videos: Videos, folder: Path | None) -> None:
+    def __init__(
+        self,
+        settings: EvalSettings,
+        tasks: Sequence[Task],
+        videos: Videos,
+        folder: Path | None,
+        saving: Saving = Saving(),  # noqa: B008 - frozen
+    ) -> None:
         self.ended: dict[str, EpisodeResult] = {}  # by id
         self._settings = settings
         self._tasks = tasks
@@ -181,6 +203,9 @@ class EvalLedger:
         self._folder = folder
         self._directory: EvalDirectory | None = None
         self._recorder: EpisodeRecorder | None = None
+        self._saving = saving
+        self._saver: EvaluatedEpisodes | None = None
+        self._saved = frozenset(tasks[:: saving.every])
         self._samples: SampleRecorder | None = None
         self._sampled = {tasks[index].episode_id for index in evenly_chosen(len(tasks), PER_EVALUATION)}
         self._stack = ExitStack()
@@ -193,6 +218,10 @@ class EvalLedger:
                 stack.enter_context(log_to_file(self._directory.log_file))
                 self._recorder = stack.enter_context(EpisodeRecorder(self._directory))
                 self._samples = stack.enter_context(SampleRecorder(self._directory))
+                saving = self._saving
+                if saving.kind != "none":
+                    saver = EvaluatedEpisodes(self._directory.data, saving.kind, saving.fps, saving.which)
+                    self._saver = stack.enter_context(saver)
                 self._stack = stack.pop_all()
         return self
 
@@ -216,6 +245,20 @@ class EvalLedger:
     def num_samples(self) -> int:
         """How many results carry the images of their prompt."""
         return 0 if self._folder is None else PER_EVALUATION
+
+    def saves(self, task: Task) -> bool:
+        """Whether an episode may be saved; whether it succeeded is known only when it has ended."""
+        return self._saver is not None and task in self._saved
+
+    def episode_ended(self, episode: Episode) -> None:
+        """Save an episode whose steps were recorded."""
+        if self._saver is not None:
+            self._saver.add(episode)
+
+    @property
+    def num_saved(self) -> int:
+        """How many episodes are in the datasets."""
+        return 0 if self._saver is None else self._saver.num_saved
 
     @property
     def record(self) -> EvalRecord:

@@ -1,7 +1,7 @@
 """The run directory: all files of one run, and the interface to every tool that reads them.
 
 runs/<name>/  config.yaml  status.json  metrics.jsonl  episodes.jsonl  samples.jsonl  curriculum.json  report.html
-              trace.json  logs/  checkpoints/  videos/  samples/  eval/  tensorboard/
+              trace.json  logs/  checkpoints/  videos/  data/  samples/  eval/  tensorboard/
 """
 
 from __future__ import annotations
@@ -238,6 +238,11 @@ class RunDirectory:
     def videos(self) -> Path:
         """Folder of videos of episodes."""
         return self.path / "videos"
+
+    @property
+    def data(self) -> Path:
+        """Folder of saved training episodes, a dataset for each suite; there is none without rollout.save."""
+        return self.path / "data"
 
     @property
     def evaluations(self) -> Path:

@@ -36,9 +36,10 @@ from typing import Self
 from vlarl.decisions import Sampling
 from vlarl.interrupt import Interrupted, InterruptGuard
 from vlarl.observability.clock import Stopwatch
-from vlarl.rollout.collector import Collector, Running, TaskList
+from vlarl.rollout.collector import Collector, Episode, Running, TaskList
 from vlarl.rollout.outstanding import Delivery, Group, OutstandingGroups
 from vlarl.rollout.source import RolloutSource
+from vlarl.rollout.steps import NO_RECORDING, RecordingPlan
 from vlarl.rollout.tasks import Sampler
 from vlarl.types import ChunkOutcome, Rollout, Task, TaskKey, Trajectory
 
@@ -56,6 +57,7 @@ class Calls:
     score: Callable[[list[Trajectory], Check], list[Trajectory]]  # in the reward thread
     report: Callable[[int, Delivery, dict[str, float]], Rollout]  # what is delivered, what took how long; in the loop
     show: Callable[[int, int], None] = lambda done, total: None  # complete groups, and those of an update
+    ended: Callable[[Episode], None] = lambda episode: None  # in the rollout thread
 
 
 class StreamedTasks(TaskList):
@@ -65,10 +67,15 @@ class StreamedTasks(TaskList):
     """
 
     def __init__(
-        self, lock: threading.Condition, last_task: list[TaskKey | None], begins: Callable[[Task], None]
+        self,
+        lock: threading.Condition,
+        last_task: list[TaskKey | None],
+        begins: Callable[[Task], None],
+        plan: RecordingPlan = NO_RECORDING,
     ) -> None:
         """`begins` is told of each task that a slot takes, with the lock held."""
-        super().__init__((), frozenset(), last_task)
+        super().__init__((), plan, last_task)
+        self._plan = plan
         self.is_held = False
         self._lock = lock
         self._begins = begins
@@ -76,7 +83,7 @@ class StreamedTasks(TaskList):
     def add(self, tasks: Sequence[Task]) -> None:
         """Let these tasks wait behind the others."""
         with self._lock:
-            self._waiting.extend(Running(task) for task in tasks)
+            self._waiting.extend(Running.begin(task, self._plan) for task in tasks)
             self._lock.notify_all()
 
     def wants(self, slot: int) -> bool:
@@ -116,14 +123,15 @@ class RolloutsAhead(RolloutSource):
         guard: InterruptGuard,
         stopwatch: Callable[[str], Stopwatch],
         first_tasks: Sequence[Task] = (),
+        plan: RecordingPlan = NO_RECORDING,
     ) -> None:
         """`first_tasks` are those that a resumed run begins with, which `groups` has in its books; `stopwatch` makes
-        the clock of a thread."""
+        the clock of a thread; `plan` says which episodes are recorded."""
         super().__init__()
         self._groups, self._collector, self._sampler, self._sampling = groups, collector, sampler, sampling
         self._calls, self._guard = calls, guard
         self._lock = threading.Condition()  # guards all that follows, `groups` and the sampler
-        self._tasks = StreamedTasks(self._lock, collector.last_task, self._begins)
+        self._tasks = StreamedTasks(self._lock, collector.last_task, self._begins, plan)
         self._tasks.add(first_tasks)
         self._complete: list[Group] = []  # all of whose members have ended, and which have to be scored
         self._busy: set[str] = set()  # threads that run episodes or score groups now
@@ -278,7 +286,9 @@ class RolloutsAhead(RolloutSource):
                 self._ended(episode, outcome)
 
     def _ended(self, episode: Running, outcome: ChunkOutcome) -> None:
-        trajectory = episode.finish(outcome).trajectory
+        finished = episode.finish(outcome)
+        self._calls.ended(finished)
+        trajectory = finished.trajectory
         if outcome.error is not None:
             trajectory = trajectory.without_inputs()  # never trained on: they would fill the object stores
         with self._lock:

@@ -25,11 +25,12 @@ from typing import Protocol
 
 from vlarl.config.words import counted
 from vlarl.decisions import Decisions, PickedRows, Row, Sampling, TensorRows
-from vlarl.envs.base import EnvPool, fitting, started
+from vlarl.envs.base import EnvPool, Record, fitting, started
 from vlarl.errors import RowsLostError, VlarlError
 from vlarl.observability.log_file import current_log_file
 from vlarl.policies.base import Policy
 from vlarl.rollout.engines.base import Engine
+from vlarl.rollout.steps import NO_RECORDING, EpisodeSteps, RecordingPlan
 from vlarl.rollout.tasks import derive_seed
 from vlarl.types import Action, ChunkOutcome, Earlier, Observation, Task, TaskKey, Trajectory, Transition, UInt8Array
 
@@ -40,10 +41,11 @@ RETRIES = 3
 
 @dataclass(frozen=True)
 class Episode:
-    """A finished trajectory, and the frames of its video if one is recorded."""
+    """A finished trajectory; with the frames of its video and with all its steps, if those are recorded."""
 
     trajectory: Trajectory
     frames: tuple[UInt8Array, ...] = ()
+    steps: EpisodeSteps | None = None
 
 
 @dataclass
@@ -61,6 +63,13 @@ class Running:
     decided: tuple[Row[TensorRows], Row[Decisions], Action] | None = None  # inputs, decision and what it became
     transitions: list[Transition] = field(default_factory=list)
     frames: list[UInt8Array] = field(default_factory=list)
+    steps: EpisodeSteps | None = None  # all of them, earlier segments' among them; None: they are not recorded
+
+    @classmethod
+    def begin(cls, task: Task, plan: RecordingPlan, index: int = 0) -> Running:
+        """An episode that has not started yet, recorded as planned."""
+        steps = EpisodeSteps() if plan.steps(task) else None
+        return cls(task, index, is_recorded=plan.video(task), steps=steps)
 
     def note(self, outcome: ChunkOutcome) -> None:
         """Take in what the environment returned."""
@@ -70,6 +79,8 @@ class Running:
             seen = replace(self.observation, inputs=None)  # the transition has them
             text = action if isinstance(action, str) else None
             self.transitions.append(Transition(seen, inputs, decision, outcome.rewards, outcome.num_executed, text))
+            if self.steps is not None:
+                self.steps.add(seen, action, outcome)
             self.actions.append(action)
         self.observation, self.decided = outcome.observation, None
 
@@ -88,11 +99,12 @@ class Running:
             continues=outcome.error is None and not (outcome.terminated or outcome.truncated),
             earlier=self.earlier,
         )
-        return Episode(trajectory, tuple(self.frames))
+        return Episode(trajectory, tuple(self.frames), self.steps)
 
     def again(self, failed: bool = True) -> Running:
         """The same episode from its beginning; one more attempt where it failed."""
-        return Running(self.task, self.index, self.attempt + failed, self.is_recorded)
+        steps = None if self.steps is None else EpisodeSteps()
+        return Running(self.task, self.index, self.attempt + failed, self.is_recorded, steps=steps)
 
 
 class Supply(Protocol):
@@ -122,9 +134,9 @@ class Supply(Protocol):
 class TaskList:
     """Every task of a list, to its end: the supply of evaluations, and of rollouts that are counted in episodes."""
 
-    def __init__(self, tasks: Sequence[Task], record: frozenset[int], last_task: list[TaskKey | None]) -> None:
-        """`record` holds the indices of tasks whose video is recorded, `last_task` the task that each slot ran."""
-        self._waiting = deque(Running(task, i, is_recorded=i in record) for i, task in enumerate(tasks))
+    def __init__(self, tasks: Sequence[Task], plan: RecordingPlan, last_task: list[TaskKey | None]) -> None:
+        """`last_task` is the task that each slot ran last."""
+        self._waiting = deque(Running.begin(task, plan, index) for index, task in enumerate(tasks))
         self._last_task = last_task
 
     def wants(self, slot: int) -> bool:
@@ -173,15 +185,15 @@ class Collector:
         self,
         tasks: Sequence[Task],
         sampling: Sampling,
-        record: frozenset[int] = frozenset(),
+        plan: RecordingPlan = NO_RECORDING,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[int, Episode]]:
         """Run every task to its end: each episode, with the index of its task, as soon as it ends.
 
-        `record` holds the indices of tasks whose video is recorded. `check` is called at every turn and may raise to
-        stop. An error is raised at the end where no episode could be run.
+        `plan` says which of them are recorded. `check` is called at every turn and may raise to stop. An error is
+        raised at the end where no episode could be run.
         """
-        for _, episode, outcome in self.run(TaskList(tasks, record, self.last_task), sampling, check):
+        for _, episode, outcome in self.run(TaskList(tasks, plan, self.last_task), sampling, check):
             yield episode.index, episode.finish(outcome)
 
     def run(
@@ -306,8 +318,11 @@ class Collector:
         inputs = self.policy.process(seen)
         return [Row(inputs, index) for index in range(len(seen))], inputs
 
-    def _recorded(self, slots: list[int], running: dict[int, Running]) -> frozenset[int]:
-        return frozenset(slot for slot in slots if running[slot].is_recorded)
+    def _recorded(self, slots: list[int], running: dict[int, Running]) -> Record:
+        return Record(
+            frozenset(slot for slot in slots if running[slot].is_recorded),
+            frozenset(slot for slot in slots if running[slot].steps is not None),
+        )
 
 
 def _blank(seen: Observation | None) -> Observation:

@@ -61,6 +61,14 @@ class EpisodeRecorder:
                 videos.append(Video(path, e.frames, e.instruction, e.outcome, fps))
         return videos
 
+    def write_training_videos(self, iteration: int, episodes: Collection[EpisodeResult], several: bool) -> None:
+        """Write a video of every training episode that carries frames; their names tell members of a group apart, and
+        `several` suites."""
+        for e in (episode for episode in episodes if episode.frames):
+            task = f"{e.task.suite}_" * several + f"task{e.task.task_id:02d}_state{e.task.init_state:02d}"
+            name = f"rollout_{iteration:04d}_{task}_group{e.task.group}_{e.task.member}_{e.outcome}"
+            self.write_video(name, e.frames, e.instruction, e.outcome)
+
     def write_video(
         self, name: str, frames: Sequence[UInt8Array], instruction: str, outcome: Outcome, fps: int = 10
     ) -> Path | None:

@@ -28,9 +28,11 @@ from typing import Any
 import numpy as np
 
 from vlarl.decisions import Sampling
+from vlarl.envs.base import Record
 from vlarl.errors import UsageError
-from vlarl.rollout.collector import Collector, Running
+from vlarl.rollout.collector import Collector, Episode, Running
 from vlarl.rollout.outstanding import NEXT_BATCH
+from vlarl.rollout.steps import NO_RECORDING, EpisodeSteps, RecordingPlan
 from vlarl.rollout.tasks import Sampler
 from vlarl.types import Action, ChunkOutcome, Earlier, FloatArray, Observation, Task, Trajectory, pixel_digest
 
@@ -51,7 +53,11 @@ class Segments:
     A chunk that the end of an episode cuts short counts as a whole decision, so that all slots make equally many.
     """
 
-    def __init__(self, collector: Collector, sampler: Sampler, num_steps: int) -> None:
+    def __init__(
+        self, collector: Collector, sampler: Sampler, num_steps: int, plan: RecordingPlan = NO_RECORDING
+    ) -> None:
+        """`plan` says which episodes are recorded."""
+        self._plan = plan
         self.collector = collector
         self.sampler = sampler
         self.num_decisions = math.ceil(num_steps / collector.policy.num_steps)  # of each slot, in each iteration
@@ -68,20 +74,29 @@ class Segments:
         """Decisions of this iteration: made, and in all."""
         return sum(self._made), self.num_decisions * len(self._made)
 
-    def collect(self, sampling: Sampling, check: Callable[[], None] = lambda: None) -> list[Trajectory]:
-        """The segments of one iteration, by slot and time. `check` is called at every turn and may raise to stop."""
+    def collect(
+        self,
+        sampling: Sampling,
+        check: Callable[[], None] = lambda: None,
+        ended: Callable[[Episode], None] = lambda episode: None,
+    ) -> list[Trajectory]:
+        """The segments of one iteration, by slot and time. `check` is called at every turn and may raise to stop;
+        `ended` is called with every episode that ended."""
         self._made = [0] * len(self._made)
         if self.collector.num_runs != self._last_run:
             self._displaced = set(self._open)
         self.num_restarted = self._bring_back(check)
         segments: list[tuple[int, Trajectory]] = []
         for slot, episode, outcome in self.collector.run(self, sampling, check):
-            trajectory = episode.finish(outcome).trajectory
+            finished = episode.finish(outcome)
+            trajectory = finished.trajectory
             segments.append((slot, trajectory))
             if trajectory.status == "crashed":  # given up: a slot that does not work must not be tried forever
                 self._made[slot] = self.num_decisions
             if trajectory.continues:
                 self._open[slot] = _Open(_continued(episode, trajectory), fingerprint(outcome.observation))
+            else:
+                ended(finished)
         self._last_run = self.collector.num_runs
         return [trajectory for _, trajectory in sorted(segments, key=lambda segment: segment[0])]
 
@@ -106,7 +121,7 @@ class Segments:
             indices = [slot + len(self._made) * self._num_begun[slot] for slot in fresh]
             for slot, task in zip(fresh, self.sampler.get_episodes(indices), strict=True):
                 self._num_begun[slot] += 1
-                self._open[slot] = _Open(Running(task))
+                self._open[slot] = _Open(Running.begin(task, self._plan))
         return {slot: self._open.pop(slot).episode for slot in slots}
 
     def put_back(self, slot: int, episode: Running) -> None:
@@ -140,7 +155,7 @@ class Segments:
                 f"environments (rollout.num_steps); resume with --env.num_envs {len(num_begun)}."
             )
         self._num_begun = num_begun
-        self._open = {int(row["slot"]): _from_json(row) for row in state["episodes"]}
+        self._open = {int(row["slot"]): _from_json(row, self._plan) for row in state["episodes"]}
         if not self._open.keys() <= set(range(len(num_begun))):
             raise ValueError("open_episodes names a slot that there is not")
         self._displaced, self._last_run = set(self._open), self.collector.num_runs
@@ -177,19 +192,23 @@ class Segments:
         """Run the actions of the open episodes in these slots: where each arrives, and why others failed."""
         pool = self.collector.pool
         coming = {slot: self._open[slot].episode for slot in sorted(slots)}
+        recorded = _missing_steps(coming)
+        record = Record(steps=frozenset(recorded))
         seen: dict[int, Observation] = {}
         errors: dict[int, str] = {}
         for left in range(max((len(episode.actions) for episode in coming.values()), default=-1), -1, -1):
             moving = [slot for slot in coming if len(coming[slot].actions) > left]
             beginning = [slot for slot in coming if len(coming[slot].actions) == left]
             if moving:
-                pool.send_chunk(moving, [coming[slot].actions[-left - 1] for slot in moving])
+                pool.send_chunk(moving, [coming[slot].actions[-left - 1] for slot in moving], record)
             if beginning:
-                pool.send_reset(beginning, [coming[slot].task for slot in beginning])
+                pool.send_reset(beginning, [coming[slot].task for slot in beginning], record)
             awaited = {*moving, *beginning}
             while awaited:
                 for slot, outcome in pool.receive():
                     awaited.remove(slot)
+                    if slot in recorded and slot in moving:
+                        recorded[slot].add(seen[slot], coming[slot].actions[-left - 1], outcome)
                     if _is_under_way(outcome):
                         seen[slot] = outcome.observation
                         continue
@@ -208,6 +227,15 @@ def fingerprint(observation: Observation) -> str:
     for part in (pixels, observation.proprio.tobytes(), observation.instruction.encode()):
         digest.update(part)
     return digest.hexdigest()
+
+
+def _missing_steps(episodes: Mapping[int, Running]) -> dict[int, EpisodeSteps]:
+    """The steps that have to be recorded again, by slot: those of an earlier session, and of a try that failed."""
+    recorded: dict[int, EpisodeSteps] = {}
+    for slot, episode in episodes.items():
+        if episode.steps is not None and len(episode.steps) < episode.earlier.num_steps:
+            recorded[slot] = episode.steps = EpisodeSteps()
+    return recorded
 
 
 def _is_under_way(outcome: ChunkOutcome) -> bool:
@@ -234,12 +262,12 @@ def _as_json(open_episode: _Open) -> dict[str, Any]:
     }
 
 
-def _from_json(row: Mapping[str, Any]) -> _Open:
+def _from_json(row: Mapping[str, Any], plan: RecordingPlan) -> _Open:
     task, earlier = dict(row["task"]), row["earlier"]
     suite = str(task.pop("suite"))
     parts = {str(name): float(value) for name, value in earlier["reward_parts"].items()}
-    episode = Running(
-        Task(suite, **{str(name): int(value) for name, value in task.items()}),
+    episode = replace(
+        Running.begin(Task(suite, **{str(name): int(value) for name, value in task.items()}), plan),
         attempt=int(row["attempt"]),
         version=int(row["version"]),
         earlier=Earlier(int(earlier["num_steps"]), float(earlier["progress"]), float(earlier["reward"]), parts),

@@ -25,7 +25,7 @@ from vlarl.distributed.learners import LearnerGroup, Rank, RankStore
 from vlarl.distributed.reading import Reading
 from vlarl.distributed.rewards import RewardGroup, RewardPart, with_images
 from vlarl.distributed.shared_folder import EVALUATION_FOLDER
-from vlarl.distributed.store_size import bytes_needed, check_stores, default_store_mib, rows_at_once
+from vlarl.distributed.store_size import bytes_needed, check_stores, default_store_mib, rows_at_once, steps_at_once
 from vlarl.distributed.stored_rows import readable
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import READER_MIB, check_memory_for_envs
@@ -124,7 +124,8 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
         check_fit(policy, pool, eval_tasks[0])
         longest = max(task.max_steps for suite in spec.suites for task in suite.tasks)
         rows = rows_at_once(config, slots, longest, policy.num_steps)
-        check_stores(config, bytes_needed(config, rows, pool.row_bytes), pool.machines())
+        saved = steps_at_once(config, slots, longest) * 3 * policy.num_images * image_size**2
+        check_stores(config, bytes_needed(config, rows, pool.row_bytes, saved), pool.machines())
         curriculum = cluster.worker("curriculum", partial(build_sampler, config, spec, checkpoint is None), SMALL)
         wait_started(learners)
         group = LearnerGroup(learners, config, policy)
@@ -232,7 +233,8 @@ def _store_here(config: Config, slots: int, policy: Policy, with_images: bool) -
     """MiB of the object store of a cluster that this run starts."""
     facts = suite_facts(config.env, config.gym)
     rows = rows_at_once(config, slots, facts.max_steps, policy.num_steps) if facts and facts.max_steps else None
-    return default_store_mib(config, rows, 3 * policy.num_images * policy.image_size**2, with_images)
+    steps = steps_at_once(config, slots, facts.max_steps) if facts and facts.max_steps else 0
+    return default_store_mib(config, rows, 3 * policy.num_images * policy.image_size**2, with_images, steps)
 
 
 def _keeps_images(config: Config, reward: SafeReward) -> bool:

@@ -17,6 +17,7 @@ from vlarl.config.schema import Config
 from vlarl.config.source.load import to_yaml
 from vlarl.config.suites import suite_label
 from vlarl.config.words import counted
+from vlarl.data.rollouts import drop_after, refuse_other_format
 from vlarl.errors import UsageError
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
@@ -62,6 +63,7 @@ def open_run(
         else:
             directory = RunDirectory.open(resume)
             lock = stack.enter_context(directory.lock())
+            refuse_other_format(directory.data, config.rollout.save, config.rollout.save_fps)
         is_chosen = checkpoint is not None
         checkpoint = checkpoint or CheckpointStore(directory.checkpoints, config.checkpoint.keep).latest()
         trace = stack.enter_context(Trace(directory.trace_file) if config.logging.trace else NoTrace())
@@ -76,6 +78,7 @@ def open_run(
                 _restore_rollouts(parts, state, checkpoint, config.distributed.asynchronous)
             later = set_later_aside(directory.checkpoints, checkpoint, state) if checkpoint and is_chosen else []
             opening = resume_lines(checkpoint, state.iteration, later)
+            drop_after(directory.data, state.iteration)
             directory.truncate_after(state.iteration or -1, bool(state.unfinished))  # nothing trained: evaluate again
         parts.weights.publish()
         directory.write_config(to_yaml(located(config)))

@@ -6,6 +6,7 @@ local.py puts them together in this process, cluster.py on the workers of a Ray 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from vlarl.config.suites import cameras_of, suite_facts, suites_of
 from vlarl.envs.base import EnvPool, SuiteSpec
 from vlarl.errors import UsageError
 from vlarl.observability.capacity import default_processes
+from vlarl.observability.samples import evenly_chosen
 from vlarl.policies.base import Policy
 from vlarl.policies.load import training_warning
 from vlarl.rewards import RewardContext
@@ -29,6 +31,7 @@ from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engines.base import Engine
 from vlarl.rollout.epochs import build_task_sampler
 from vlarl.rollout.segments import Segments
+from vlarl.rollout.steps import NO_RECORDING, RecordingPlan
 from vlarl.rollout.tasks import Sampler, TaskSampler
 from vlarl.training.base import Store, Trainer
 from vlarl.types import Task, Trajectory
@@ -109,10 +112,29 @@ def build_sampler(config: Config, spec: SuiteSpec, is_new: bool) -> TaskSampler:
     return sampler
 
 
+def recording_plan(config: Config) -> RecordingPlan:
+    """Which training episodes are recorded: one in so many is saved, counted over the run, and some of an iteration
+    become videos."""
+    rollout = config.rollout
+    count = math.ceil(rollout.num_groups * rollout.oversample) * rollout.group_size  # episodes of a batch
+    shown = frozenset(evenly_chosen(count, rollout.videos))
+
+    def index(task: Task) -> int:
+        """The episode's index in its batch; segments count their episodes as groups, over the run."""
+        return task.group * task.group_size + task.member
+
+    def is_saved(task: Task) -> bool:
+        return (max(task.iteration - 1, 0) * count + index(task)) % rollout.save_every == 0
+
+    if rollout.save == "none":
+        return RecordingPlan(video=lambda task: index(task) in shown) if shown else NO_RECORDING
+    return RecordingPlan(lambda task: index(task) in shown, is_saved)
+
+
 def build_segments(config: Config, collector: Collector, sampler: Sampler) -> Segments | None:
     """What collects rollouts of a fixed length, where they are configured."""
     num_steps = config.rollout.num_steps
-    return None if num_steps is None else Segments(collector, sampler, num_steps)
+    return None if num_steps is None else Segments(collector, sampler, num_steps, recording_plan(config))
 
 
 def check_fit(policy: Policy, pool: EnvPool, task: Task) -> None:

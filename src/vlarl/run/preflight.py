@@ -72,6 +72,7 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
         (
             ("ray", "cluster", config.distributed.backend == "ray"),
             ("wandb", "wandb", config.logging.wandb),
+            ("pyarrow", "data", config.rollout.save == "lerobot"),
             ("pyarrow", "data", any(Path(path).suffix != ".jsonl" for path in _row_files(config))),
         )
     )

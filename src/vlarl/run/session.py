@@ -25,6 +25,7 @@ from vlarl.config.schema import Config
 from vlarl.config.secrets import public
 from vlarl.config.suites import suites_of
 from vlarl.config.words import counted, words_of
+from vlarl.data.rollouts import TrainingEpisodes
 from vlarl.errors import (
     ClusterError,
     DivergedError,
@@ -48,13 +49,14 @@ from vlarl.observability.run_dir import RunDirectory, RunState
 from vlarl.observability.samples import Phase, SampleRecorder, evenly_chosen, shown_prompt
 from vlarl.observability.sinks import open_sinks
 from vlarl.observability.trace import NoTrace
+from vlarl.rollout.collector import Episode
 from vlarl.rollout.recorder import EpisodeRecorder
 from vlarl.rollout.statistics import evaluation_metrics
 from vlarl.run.schedule import Schedule
 from vlarl.training.base import Store, Trainer
 from vlarl.training.best_return import BestReturn
 from vlarl.training.state import TrainerState
-from vlarl.types import EpisodeResult, EvalResult, Rollout, UpdateResult
+from vlarl.types import EpisodeResult, EvalResult, Rollout, Task, UInt8Array, UpdateResult
 
 STRIDE = 37  # from the sample that is printed to that of the next iteration, so that they are of different tasks
 
@@ -115,6 +117,8 @@ class Session:
             several_suites=len(suites_of(config.env)) > 1,
         )
         self.restart = 0  # which restart of the learners follows if they are lost; 0: none
+        self._saver: TrainingEpisodes | None = None
+        self._frames: dict[Task, tuple[UInt8Array, ...]] = {}  # of training episodes whose iteration is not known yet
         self._stack = ExitStack()
         self._watch = self.stopwatch()
         self._started = self._iteration_started = time.monotonic()
@@ -139,6 +143,10 @@ class Session:
             self.metrics = stack.enter_context(MetricLogger(sinks))
             self.recorder = stack.enter_context(EpisodeRecorder(directory))
             self.samples = stack.enter_context(SampleRecorder(directory))
+            rollout = self.config.rollout
+            if rollout.save != "none":
+                saver = TrainingEpisodes(directory.data, rollout.save, rollout.save_fps, rollout.save_filter)
+                self._saver = stack.enter_context(saver)
             self.progress = stack.enter_context(
                 Progress(
                     self.schedule.total_iterations(self.state),
@@ -292,6 +300,13 @@ class Session:
         self._watch, self._iteration_started = self.stopwatch(), time.monotonic()
         return self.state.iteration + 1
 
+    def episode_ended(self, episode: Episode) -> None:
+        """Keep what was recorded of a training episode; it may be called by the thread that collects."""
+        if episode.frames:
+            self._frames[episode.trajectory.task] = episode.frames
+        if self._saver is not None:
+            self._saver.take(episode)
+
     def record_rollout(self, rollout: Rollout) -> dict[str, float]:
         """Note the episodes and the curriculum down, and keep the policy that earned them if none did better.
 
@@ -320,6 +335,10 @@ class Session:
         for index in evenly_chosen(len(results), self.config.logging.samples):
             results[index] = results[index].showing(shown_prompt(trajectories[index]))
         self._record_samples("rollout", results, self.config.logging.samples)
+        shown = [replace(each, frames=self._frames.pop(each.task, ())) for each in results]
+        self.recorder.write_training_videos(iteration, shown, several=len(suites_of(self.config.env)) > 1)
+        if self._saver is not None:
+            self._saver.record(iteration, trajectories)
         for result, trajectory in zip(results, trajectories, strict=True):
             self.callbacks.episode(EpisodeRecord(iteration, "rollout", result, trajectory))
         return rollout.metrics | {"rollout/total_env_steps": float(self.state.env_steps)}
@@ -353,6 +372,8 @@ class Session:
         `metrics` are its row so far. A resumed run makes the evaluation that is due and completes the row.
         """
         if self.schedule.update_due(self.state):
+            if self._saver is not None:
+                self._saver.settle()
             self._resumable = replace(self.state, unfinished=metrics)
 
     def _best_metadata(self, returns: Sequence[float]) -> dict[str, Any]:
@@ -405,6 +426,7 @@ class Session:
         if self.schedule.update_due(self.state):
             self._resumable = replace(self.state)
         if self.schedule.finished(self.state):
+            self._commit_episodes()
             self.store.save("final", self.learner, self.state)
             self._saved = replace(self.state)
         elif self.schedule.checkpoint_due(self._resumable, self._saved):
@@ -418,8 +440,15 @@ class Session:
         Rollouts that have been gathered since are not saved: they follow from the weights and the seeds, and a run that
         resumes from here collects the same ones again.
         """
+        self._commit_episodes()
         self.store.save(f"step_{self._resumable.iteration:06d}", self.learner, self._resumable)
         self._saved = replace(self._resumable)
+
+    def _commit_episodes(self) -> None:
+        """Complete the datasets of saved episodes: before the checkpoint, so that none of them is missing there."""
+        if self._saver is not None:
+            with self.timed("checkpoint"):
+                self._saver.commit()
 
     def summary(self) -> RunSummary:
         """What the run came to, with its report written."""

@@ -48,6 +48,21 @@ def test_outcomes_arrive_as_they_were():
         assert type(one.num_executed) is int and type(one.terminated) is bool
 
 
+@pytest.mark.parametrize("keeps_images", [True, False])
+def test_recorded_steps_are_named_by_their_outcome(keeps_images):
+    """Of the outcomes 1 and 3, of which 1 passed an observation; each in an object of its own."""
+    outcomes = [outcome(index) for index in range(4)]
+    outcomes[1] = replace(outcomes[1], passed=(outcomes[0].observation,))
+    whole = Outcomes.of(outcomes, lambda images: b"")
+    seen = Seen(whole, [[0, 1, 2, 3]], [None], "a machine", keeps_images, RowBytes(100, 0), recorded=(1, 3))
+    arrived = seen.named(("inputs", *["images"] * keeps_images, "steps of 1", "steps of 3"))
+    images = [StoredObservation("images", index) if keeps_images else None for index in (0, 2)]
+    last = [images[0], StoredObservation("steps of 1", 1), images[1], StoredObservation("steps of 3", 0)]
+    assert [each.observation.fetch for each in arrived] == last
+    passed = [[one.fetch for one in each.passed] for each in arrived]
+    assert passed == [[], [StoredObservation("steps of 1", 0)], [], []]
+
+
 def test_a_failure_among_them_has_no_rewards():
     outcomes = [outcome(0), replace(started(outcome(1).observation), error="it died"), outcome(2)]
     for one, other in zip(travelled(outcomes).apart({}, None), outcomes, strict=True):

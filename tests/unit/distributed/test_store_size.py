@@ -6,7 +6,15 @@ import pytest
 
 from vlarl.config.source.load import load_config
 from vlarl.distributed import store_size
-from vlarl.distributed.store_size import Machine, RowBytes, bytes_needed, check_stores, default_store_mib, rows_at_once
+from vlarl.distributed.store_size import (
+    Machine,
+    RowBytes,
+    bytes_needed,
+    check_stores,
+    default_store_mib,
+    rows_at_once,
+    steps_at_once,
+)
 from vlarl.errors import UsageError
 
 BASE = {"rollout.num_groups": 10, "rollout.group_size": 4, "distributed.backend": "ray"}
@@ -46,6 +54,13 @@ def test_images_are_kept_until_their_iteration_is_recorded():
     assert bytes_needed(config, 300, RowBytes(1000, 50)) == 300_000 + 100 * 50 + 10_000_000
 
 
+def test_steps_that_are_saved_are_kept_until_their_episode_ends():
+    assert steps_at_once(configured(), 6, max_steps=100) == 0
+    saving = configured(**BUCKETS, **{"rollout.save": "rlds", "rollout.save_every": 4})
+    assert steps_at_once(saving, 6, max_steps=100) == 200, "at most two of six slots"
+    assert bytes_needed(saving, 300, RowBytes(1000, 0), saved=200 * 50) == 300_000 + 10_000_000 + 10_000
+
+
 def test_the_default_is_what_is_needed_as_far_as_memory_allows(monkeypatch):
     config = configured(**BUCKETS)
     monkeypatch.setattr(store_size, "available_memory", lambda: 64 << 30)
@@ -53,6 +68,8 @@ def test_the_default_is_what_is_needed_as_far_as_memory_allows(monkeypatch):
     assert default_store_mib(config, None, 10**6, with_images=False) == 2048, "the length of episodes is not known"
     large = default_store_mib(config, 4000, 10**6, with_images=False)
     assert large == pytest.approx((4000 * (10**6 + 8192) + 10**7) / 0.8 / 2**20, abs=1)
+    more = default_store_mib(config, 4000, 10**6, with_images=False, steps=1000)
+    assert more == pytest.approx((4000 * (10**6 + 8192) + 10**9 + 10**7) / 0.8 / 2**20, abs=1)
     assert default_store_mib(config, 10**6, 10**6, with_images=False) == 32 << 10, "half of the free memory"
     assert default_store_mib(configured(**{"distributed.object_store_mb": 300}), 4000, 10**6, False) == 300
 

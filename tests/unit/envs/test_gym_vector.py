@@ -6,6 +6,7 @@ from fakes.gym_batches import TensorReach
 from fakes.gym_envs import HIGH, LOW, REACHED, SIZE, Reach, scene_image
 
 from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.envs.base import Record
 from vlarl.envs.gym.vector import GymVectorPool
 from vlarl.errors import UsageError
 from vlarl.types import Task
@@ -165,15 +166,26 @@ def test_dense_is_the_batchs_own_reward():
 
 
 def test_recorded_frames(pool):
-    pool.send_reset([0, 1], [task(1), task(2)], record=frozenset({1}))
+    pool.send_reset([0, 1], [task(1), task(2)], record=Record(frozenset({1})))
     plain, recorded = pool.receive()
     assert plain[1].frames == () and len(recorded[1].frames) == 1 and recorded[1].num_executed == 0
     side = {"mask": 80, "indices": SIZE}["mask" if pool._env.render_mode else "indices"]
     assert recorded[1].frames[0].shape == (side, side, 3)
-    pool.send_chunk([0, 1], noise(2, 3), frozenset({0}))
+    pool.send_chunk([0, 1], noise(2, 3), Record(frozenset({0})))
     (slot, outcome), (_, other) = pool.receive()
     assert slot == 0 and len(outcome.frames) == 3 and other.frames == ()
     assert not np.array_equal(outcome.frames[0], outcome.frames[2])
+
+
+def test_recorded_steps_are_what_is_seen_step_by_step(pool):
+    pool.reset([0, 2], [task(1), task(2)])
+    plain, recorded = pool.step_chunk([0, 2], noise(2, 4), Record(steps=frozenset({2})))
+    assert plain.passed == () and len(recorded.passed) == recorded.num_executed - 1 == 3
+    pool.reset([0, 2], [task(1), task(2)])
+    for k, passed in enumerate([*recorded.passed, recorded.observation]):
+        single = pool.step_chunk([0, 2], noise(2, 4)[:, k : k + 1])[1]
+        np.testing.assert_array_equal(passed.images, single.observation.images)
+        np.testing.assert_array_equal(passed.proprio, single.observation.proprio)
 
 
 def test_slots_that_share_one_seed_are_reset_one_by_one():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fakes.worker_envs import SPEC, CountingFactory
 
-from vlarl.envs.base import ExpertFlaws
+from vlarl.envs.base import ExpertFlaws, Record
 from vlarl.envs.env_process import Chunk
 from vlarl.envs.guardian import Guardian
 from vlarl.envs.process_pool import WorkerError, WorkerPool, WorkerProcess
@@ -85,14 +85,23 @@ def test_the_suites_time_limit_is_kept_and_an_environments_own(pools):
 
 def test_recorded_frames(pools):
     pool = pools(2)
-    pool.send_reset([0, 1], [task(0), task(1)], frozenset({1}))
+    pool.send_reset([0, 1], [task(0), task(1)], Record(frozenset({1})))
     outcomes = {}
     while len(outcomes) < 2:
         outcomes.update(pool.receive())
     assert outcomes[0].frames == () and [int(f.max()) for f in outcomes[1].frames] == [100]
-    plain, recorded = pool.step_chunk([0, 1], ones(2, 2), frozenset({1}))
+    plain, recorded = pool.step_chunk([0, 1], ones(2, 2), Record(frozenset({1})))
     assert plain.frames == () and [int(f.max()) for f in recorded.frames] == [101, 102]
     assert int(pool.frame(0).max()) == 102
+
+
+def test_recorded_steps(pools):
+    pool = pools(2)
+    first = pool.reset([0, 1], [task(0), task(0)])[1]
+    plain, recorded = pool.step_chunk([0, 1], ones(2, 9), Record(steps=frozenset({1})))
+    assert plain.passed == () and recorded.frames == () and recorded.success and recorded.num_executed == 5
+    seen = [first, *recorded.passed, recorded.observation]
+    assert [int(each.images.max()) for each in seen] == [int(first.images.max()) + k for k in range(6)]
 
 
 def test_only_lockstep_waits_for_the_slowest(pools):
@@ -226,7 +235,7 @@ def test_a_reply_larger_than_the_pipe_arrives_complete_however_late_it_is_read(p
     pool = pools(1, {"large": 256}, timeout_s=10.0)
     pool.reset([0], [task()])
     worker = pool._workers[0]
-    pool.send_chunk([0], np.zeros((1, 12, 2), np.float32), frozenset({0}))
+    pool.send_chunk([0], np.zeros((1, 12, 2), np.float32), Record(frozenset({0})))
     assert worker.connection.poll(30)
     worker.deadline = time.monotonic() - 1.0
     ((_, outcome),) = pool.receive()

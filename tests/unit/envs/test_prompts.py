@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vlarl.config.schema import EnvConfig, GymConfig
+from vlarl.envs.base import Record
 from vlarl.envs.build import build_pool
 from vlarl.envs.prompts.arithmetic import MOST, ArithmeticPrompts, operands
 from vlarl.envs.prompts.pool import PromptPool
@@ -180,7 +181,7 @@ def test_a_prompt_that_can_not_be_used_ends_the_run_or_is_an_error_of_its_episod
     with pytest.raises(PromptError, match="row 1: its image is corrupt"):
         PromptPool(Corrupt("stop"), 2).send_reset([0, 1], tasks)
     pool = PromptPool(Corrupt("skip"), 2)
-    pool.send_reset([0, 1], tasks, record=frozenset([0, 1]))
+    pool.send_reset([0, 1], tasks, record=Record(frozenset([0, 1])))
     (_, first), (_, second) = pool.receive()
     assert first.error is None and first.frames[0].shape == (256, 256, 3)
     assert second.error == "train.jsonl, row 1: its image is corrupt." and not second.frames

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from vlarl.envs.base import Record
 from vlarl.envs.bench import bench_tabletop
 from vlarl.envs.tabletop import ScriptedExpert, TabletopPool
 from vlarl.envs.tabletop.env import GYM_IDS
@@ -125,7 +126,7 @@ def test_recorded_slots_have_one_frame_a_step_and_others_none():
     pool = TabletopPool(SUITE, 2, video_size=128)
     pool.reset([0, 1], [task(), task(2)])
     chunk = np.repeat(np.concatenate([actions, idle(1, 2)[0]])[None], 2, axis=0)
-    recorded, other = pool.step_chunk([0, 1], chunk, record=frozenset({0}))
+    recorded, other = pool.step_chunk([0, 1], chunk, record=Record(frozenset({0})))
     assert len(recorded.frames) == recorded.num_executed == len(actions)
     assert other.frames == ()
     assert recorded.frames[0].shape == (128, 128, 3)

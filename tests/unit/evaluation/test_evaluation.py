@@ -39,13 +39,13 @@ class FakeCollector:
         self.trajectory, self.crash = trajectory, crash
         self.record: frozenset[int] = frozenset()
 
-    def episodes(self, tasks, sampling, record, check):
-        self.record = record
+    def episodes(self, tasks, sampling, plan, check):
+        self.record = frozenset(index for index, task in enumerate(tasks) if plan.video(task))
         for index in reversed(range(len(tasks))):
             i = tasks[index].task_id
             whole = replace(self.trajectory([[0.0], [1.0]], success=i % 2 == 0), task=tasks[index], num_retries=i)
             ended = replace(whole, status="crashed", transitions=()) if i in self.crash else whole
-            yield index, Episode(ended, FRAMES if index in record else ())
+            yield index, Episode(ended, FRAMES if index in self.record else ())
             check()
 
 

@@ -10,7 +10,7 @@ from fakes.decisions import engine_logprobs, taken_ids
 from fakes.rollouts import collected
 
 from vlarl.decisions import Decisions, Row, Sampling
-from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec
+from vlarl.envs.base import NOTHING, LockstepPool, Record, SuiteSpec, TaskSpec
 from vlarl.envs.tabletop import TabletopPool
 from vlarl.errors import VlarlError
 from vlarl.observability.log_file import log_to_file
@@ -20,6 +20,7 @@ from vlarl.policies.tiny import init_tiny
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.statistics import rollout_metrics, staleness_metrics
+from vlarl.rollout.steps import RecordingPlan
 from vlarl.rollout.tasks import derive_seed
 from vlarl.types import ChunkOutcome, Observation, Task
 
@@ -49,9 +50,7 @@ class FakePool(LockstepPool):
             self.resets.append((slot, task.task_id))
         return [self._observe(slot) for slot in slots]
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: np.ndarray, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
+    def step_chunk(self, slots: Sequence[int], actions: np.ndarray, record: Record = NOTHING) -> list[ChunkOutcome]:
         outcomes = []
         for slot, chunk in zip(slots, actions, strict=True):
             task, step = self.slots[slot]
@@ -70,7 +69,7 @@ class FakePool(LockstepPool):
                     truncated=done and not crashed and task % 2 == 1,
                     success=done and not crashed and task % 2 == 0,
                     observation=self._observe(slot),
-                    frames=tuple(self.frame(slot) for _ in range(executed)) if slot in record else (),
+                    frames=tuple(self.frame(slot) for _ in range(executed)) if slot in record.frames else (),
                     error="the simulator died" if crashed else None,
                 )
             )
@@ -249,7 +248,7 @@ def test_that_none_could_be_run_names_the_file_with_the_whole_text(tmp_path):
 
 def test_an_episode_is_run_again_and_becomes_the_same_one():
     class DyingOnce(FakePool):
-        def step_chunk(self, slots, actions, record=frozenset()):
+        def step_chunk(self, slots, actions, record=NOTHING):
             outcomes = super().step_chunk(slots, actions, record)
             if self.crash and any(outcome.error for outcome in outcomes):
                 self.crash = set()
@@ -283,7 +282,8 @@ def test_an_episode_is_handed_over_as_soon_as_it_ends():
 
 def test_videos_have_the_first_frame_and_one_for_each_step():
     pool = FakePool(2, LENGTHS)
-    episodes = collected(Collector(pool, FakePolicy(), FakeEngine()), tasks(), 0.5, record=frozenset({0, 3}))
+    plan = RecordingPlan(video=lambda task: task.task_id in (0, 3))
+    episodes = collected(Collector(pool, FakePolicy(), FakeEngine()), tasks(), 0.5, plan=plan)
     assert [len(e.frames) for e in episodes] == [6, 0, 0, 8, 0, 0]
     assert {int(frame.max()) for frame in episodes[3].frames} == {3}
 

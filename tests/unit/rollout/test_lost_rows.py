@@ -7,7 +7,7 @@ import torch
 from fakes.rollouts import collected
 
 from vlarl.decisions import Row, TensorRows
-from vlarl.envs.base import AsyncPool, SuiteSpec, TaskSpec, started
+from vlarl.envs.base import NOTHING, AsyncPool, SuiteSpec, TaskSpec, started
 from vlarl.errors import RowsLostError
 from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.rollout.collector import Collector
@@ -43,13 +43,13 @@ class Pool(AsyncPool):
         row = Row(Stored(self.machines[slot], ids), 0)
         return Observation(np.zeros((0, 1, 1, 3), np.uint8), np.zeros(8, np.float32), "", inputs=row)
 
-    def send_reset(self, slots, tasks, record=frozenset()):
+    def send_reset(self, slots, tasks, record=NOTHING):
         for slot, task in zip(slots, tasks, strict=True):
             self.steps[slot], self.tasks[slot] = 0, task.seed
             self.resets.append(task.seed)
             self.outcomes.append((slot, started(self._observe(slot))))
 
-    def send_chunk(self, slots, actions, record=frozenset()):
+    def send_chunk(self, slots, actions, record=NOTHING):
         for slot in slots:
             self.steps[slot] += 1
             done = self.steps[slot] == LENGTH

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vlarl.decisions import Decisions, Sampling
-from vlarl.envs.base import AsyncPool, SuiteSpec, TaskSpec, started
+from vlarl.envs.base import NOTHING, AsyncPool, Record, SuiteSpec, TaskSpec, started
 from vlarl.policies.openvla.decisions import token_decisions, token_ids
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.rollout.collector import Collector
@@ -64,13 +64,13 @@ class TimedPool(AsyncPool):
     def _see(task: Task, step: int) -> Observation:
         return Observation(np.full((1, 1, 1, 3), task.init_state, np.uint8), np.full(8, step, np.float32), "")
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
         self._advance(self.clock.now)
         for slot, task in zip(slots, tasks, strict=True):
             self.steps[slot] = (task, [])
             self.arrived[slot] = started(self._see(task, 0))
 
-    def send_chunk(self, slots: Sequence[int], actions: object, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: object, record: Record = NOTHING) -> None:
         self._advance(self.clock.now)
         for slot, action in zip(slots, actions, strict=True):
             self.steps[slot][1].append(float(action[0, 0]))

@@ -10,7 +10,7 @@ import torch
 from fakes.decisions import NoInputs, taken_ids
 
 from vlarl.decisions import Decisions, Sampling
-from vlarl.envs.base import LockstepPool, SuiteSpec, TaskSpec, started
+from vlarl.envs.base import NOTHING, LockstepPool, Record, SuiteSpec, TaskSpec, started
 from vlarl.errors import UsageError, VlarlError
 from vlarl.policies.openvla.decisions import token_decisions, token_ids
 from vlarl.rewards.outcome import DenseReward
@@ -48,14 +48,14 @@ class WalkPool(LockstepPool):
         proprio = np.array([position, *[0] * 7], np.float32)
         return Observation(np.full((1, 1, 1, 3), step, np.uint8), proprio, str(int(task)))
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
         for slot, task in zip(slots, tasks, strict=True):
             self.slots[slot] = [task.task_id, 0, task.seed % 7 + self.drift * len(self.resets)]
             self.resets.append(task.task_id)
             error = "it does not start" if self.is_broken else None
             self._outcomes.append((slot, started(self.observe(slot), error=error)))
 
-    def send_chunk(self, slots: Sequence[int], actions: np.ndarray, record: frozenset[int] = frozenset()) -> None:
+    def send_chunk(self, slots: Sequence[int], actions: np.ndarray, record: Record = NOTHING) -> None:
         if self.batched:
             self.slots = {slot: state for slot, state in self.slots.items() if slot in slots}
         for slot, chunk in zip(slots, actions, strict=True):

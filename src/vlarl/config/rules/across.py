@@ -18,7 +18,13 @@ from vlarl.config.rules.env import check_cameras, check_env, check_gym, check_pr
 from vlarl.config.rules.finetune import check_batch, check_crops, check_demos, check_fresh_images, check_warmup
 from vlarl.config.rules.learning import check_critic, check_ema, check_ptx, check_updates
 from vlarl.config.rules.reward import check_reward
-from vlarl.config.rules.sampling import check_curriculum, check_dynamic_sampling, check_segments, check_texts
+from vlarl.config.rules.sampling import (
+    check_curriculum,
+    check_dynamic_sampling,
+    check_recording,
+    check_segments,
+    check_texts,
+)
 from vlarl.config.run_checkpoints import misspelt_builtin
 from vlarl.config.schema import AlgorithmConfig, Config, PolicyConfig
 
@@ -317,6 +323,7 @@ TRAIN_RULES: tuple[Callable[[Config], Problems], ...] = (
     check_curriculum,
     check_dynamic_sampling,
     check_segments,
+    check_recording,
     lambda config: check_texts(config.rollout),
     check_distributed,
 )

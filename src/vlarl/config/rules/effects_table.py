@@ -316,6 +316,24 @@ TRAIN: tuple[Condition[Config], ...] = (
         lambda c: c.rollout.num_steps is None,
         "with rollout.num_steps: an iteration has that many steps in each of env.num_envs environments",
     ),
+    Condition(
+        ("rollout.save_filter", "rollout.save_every"),
+        ("rollout.save",),
+        lambda c: c.rollout.save != "none",
+        "without rollout.save rlds or lerobot",
+    ),
+    Condition(
+        ("rollout.save_fps",),
+        ("rollout.save",),
+        lambda c: c.rollout.save == "lerobot",
+        "without rollout.save lerobot",
+    ),
+    Condition(
+        ("rollout.videos",),
+        ("env.suite",),
+        lambda c: not is_prompts(c.env.suite),
+        "with prompts, whose responses are kept as samples (logging.samples)",
+    ),
     Condition(("rollout.max_refills",), ("rollout.refill",), lambda c: c.rollout.refill, "without rollout.refill true"),
     Condition(
         ("curriculum.weights",),
@@ -528,7 +546,7 @@ ALWAYS_TRAIN = _paths(
         "env": "suite suites task_ids num_envs protocol lockstep",
         "policy": "path dtype quantize attention gradient_checkpointing freeze",
         "lora": "enabled adapter",
-        "rollout": "group_size num_steps temperature",
+        "rollout": "group_size num_steps temperature save",
         "curriculum": "mode persist",
         "reward": "source models urls retries fallback max_failure_rate",
         "algorithm": (

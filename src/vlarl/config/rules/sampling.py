@@ -1,4 +1,5 @@
-"""Rules of sampling: the section `curriculum`, dynamic sampling and the lengths of texts in `rollout`."""
+"""Rules of sampling: the section `curriculum`, dynamic sampling, and in `rollout` what is recorded and the lengths of
+texts."""
 
 from __future__ import annotations
 
@@ -104,6 +105,25 @@ def check_segments(config: Config) -> Problems:
     if config.distributed.asynchronous:
         remedy = "segments are collected in turn with the update; set distributed.asynchronous to false"
         yield Problem(f"{given} with distributed.asynchronous = true", remedy, (path, "distributed.asynchronous"))
+
+
+def check_recording(config: Config) -> Problems:
+    """Datasets and videos are of robots, and a format is described as it needs to be."""
+    rollout, suite = config.rollout, config.env.suite
+    if rollout.save != "none" and is_prompts(suite):
+        remedy = "responses to prompts are texts, which samples.jsonl has (logging.samples says how many); leave it out"
+        subject = f"rollout.save = {shown(rollout.save)} with env.suite = {shown(suite)}"
+        yield Problem(subject, remedy, ("rollout.save", "env.suite"))
+    elif rollout.save == "lerobot" and rollout.save_fps is None:
+        remedy = "a LeRobot dataset says how many steps a second has; give rollout.save_fps, or set it to rlds"
+        yield Problem("rollout.save = 'lerobot'", remedy, ("rollout.save", "rollout.save_fps"))
+    if rollout.videos and rollout.num_steps is not None:
+        remedy = (
+            "an iteration then has parts of episodes, and no number of episodes that videos could be chosen from; "
+            "leave it out (eval.videos records evaluated episodes)"
+        )
+        subject = f"rollout.videos = {rollout.videos} with rollout.num_steps = {rollout.num_steps}"
+        yield Problem(subject, remedy, ("rollout.videos", "rollout.num_steps"))
 
 
 def check_texts(texts: TextConfig) -> Problems:

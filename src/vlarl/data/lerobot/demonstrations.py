@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vlarl.data.conventions import recorded_actions
 from vlarl.data.lerobot.declared import REWARD, SUCCESS, Declared, suite_gripper
 from vlarl.data.lerobot.info import Feature
-from vlarl.data.lerobot.writer import LeRobotWriter
-from vlarl.data.rlds.writer import CAMERAS
+from vlarl.data.lerobot.writer import EncodedFrames, Frames, LeRobotWriter
+from vlarl.data.parts import Part
+from vlarl.data.rlds.writer import camera
 from vlarl.envs.base import Demonstration
 from vlarl.errors import UsageError
 
@@ -22,11 +26,12 @@ class DemonstrationWriter:
     """Adds demonstrations to a new dataset, ROOT/NAME. However its block ends, what was added is kept, unless it ends
     in the middle of an episode that is being written: half an episode would make the dataset unreadable."""
 
-    def __init__(self, root: str | Path, name: str, fps: int, video: bool) -> None:
+    def __init__(self, root: str | Path, name: str, fps: int, video: bool, replaces: bool = False) -> None:
+        """`replaces`: the dataset may be there already."""
         self.name, self.folder = name, Path(root) / name
         self._fps, self._video = fps, video
         self._writer: LeRobotWriter | None = None
-        if self.folder.exists():
+        if self.folder.exists() and not replaces:
             raise UsageError(f"{self.folder} exists already, and recordings are never overwritten: name a new folder.")
 
     def __enter__(self) -> DemonstrationWriter:
@@ -47,25 +52,73 @@ class DemonstrationWriter:
 
     def add(self, episode: Demonstration) -> None:
         """Write one episode; its actions are recorded as in an RLDS dataset of the suite."""
-        cameras = {
-            f"observation.images.{CAMERAS[view]}": episode.images[:, view] for view in range(episode.images.shape[1])
-        }
+        self.add_encoded(EncodedEpisode.of(self.name, episode, self._video))
+
+    def add_encoded(self, episode: EncodedEpisode) -> None:
+        """Write one episode."""
         if self._writer is None:
-            self._writer = LeRobotWriter(
-                self.folder,
-                _features(episode, list(cameras), self._video),
-                self._fps,
-                Declared(name=self.name, gripper=suite_gripper(self.name)),
-            )
+            declared = Declared(name=self.name, gripper=suite_gripper(self.name) or "as_recorded")
+            self._writer = LeRobotWriter(self.folder, episode.features, self._fps, declared)
+        self._writer.add(episode.values, episode.cameras, episode.instructions, episode.metadata)
+
+    def end_part(self, iteration: int) -> None:
+        """Note that the episodes of a training iteration are complete."""
+        self._written.end_part(iteration)
+
+    def finish(self) -> None:
+        """Complete the dataset and give it its name."""
+        self._written.finish()
+
+    def grow(self) -> None:
+        """Continue a dataset that is finished: the next `finish` replaces it by one with further episodes."""
+        self._written.grow()
+
+    def discard(self) -> None:
+        """Remove what was written since the dataset was finished."""
+        if self._writer is not None:
+            self._writer.discard()
+
+    @classmethod
+    def reopened(cls, root: str | Path, name: str, part: Part) -> DemonstrationWriter:
+        """The writer of a finished dataset of images with its parts up to this one, to grow it."""
+        opened = LeRobotWriter.reopened(Path(root) / name, part)
+        writer = cls(root, name, opened.fps, video=False, replaces=True)
+        writer._writer = opened
+        return writer
+
+    @property
+    def _written(self) -> LeRobotWriter:
+        if self._writer is None:
+            raise ValueError(f"no episode of {self.name} has been added")
+        return self._writer
+
+
+@dataclass(frozen=True)
+class EncodedEpisode:
+    """An episode as a dataset of images holds it, which takes less memory than its frames; or with them, for videos."""
+
+    features: dict[str, Feature]
+    values: dict[str, NDArray[Any]]
+    cameras: dict[str, Frames]
+    instructions: list[str]
+    metadata: dict[str, str]
+
+    @classmethod
+    def of(cls, name: str, episode: Demonstration, video: bool = False) -> EncodedEpisode:
+        """An episode of the dataset with this name."""
+        frames = {
+            f"observation.images.{camera(view)}": episode.images[:, view] for view in range(episode.images.shape[1])
+        }
         last = np.arange(len(episode.actions)) == len(episode.actions) - 1
-        self._writer.add(
+        return cls(
+            _features(episode, list(frames), video),
             {
                 STATE: episode.proprio.astype(np.float32),
-                ACTION: recorded_actions(self.name, episode.actions).astype(np.float32),
+                ACTION: recorded_actions(name, episode.actions).astype(np.float32),
                 REWARD: episode.rewards.astype(np.float32),
                 SUCCESS: last & episode.success,
             },
-            cameras,
+            {key: each if video else EncodedFrames.of(each) for key, each in frames.items()},
             [episode.instruction] * len(episode.actions),
             {"file_path": episode.task.episode_id},
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vlarl.types import UInt8Array
+from vlarl.types import IntArray, UInt8Array
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 SAMPLED_FRAMES = 32  # of an episode, evenly over its length
@@ -36,9 +36,14 @@ def value_statistics(values: NDArray[Any]) -> Statistics:
     }
 
 
+def sampled_frames(length: int) -> IntArray:
+    """The frames of an episode that are counted."""
+    return np.unique(np.linspace(0, length - 1, min(length, SAMPLED_FRAMES)).round().astype(np.int64))
+
+
 def frame_histogram(frames: UInt8Array) -> tuple[Histogram, int]:
     """How often each channel has each grey level in some of the frames [T, H, W, 3], and in how many frames."""
-    chosen = np.unique(np.linspace(0, len(frames) - 1, min(len(frames), SAMPLED_FRAMES)).round().astype(np.int64))
+    chosen = sampled_frames(len(frames))
     stride = max(1, min(frames.shape[1:3]) // SAMPLED_SIDE)
     pixels = frames[chosen][:, ::stride, ::stride].reshape(-1, 3)
     return np.stack([np.bincount(pixels[:, channel], minlength=256) for channel in range(3)]), len(chosen)
@@ -70,14 +75,15 @@ class TotalStatistics:
         self._values: dict[str, list[NDArray[Any]]] = {}
         self._histograms: dict[str, tuple[Histogram, int]] = {}
 
-    def add(self, values: Mapping[str, NDArray[Any]], cameras: Mapping[str, UInt8Array]) -> dict[str, Statistics]:
-        """Count an episode, and return its own statistics."""
+    def add(
+        self, values: Mapping[str, NDArray[Any]], cameras: Mapping[str, tuple[Histogram, int]]
+    ) -> dict[str, Statistics]:
+        """Count an episode, with `frame_histogram` of its cameras, and return its own statistics."""
         episode = {}
         for name, array in values.items():
             self._values.setdefault(name, []).append(array)
             episode[name] = value_statistics(array)
-        for name, frames in cameras.items():
-            histogram, count = frame_histogram(frames)
+        for name, (histogram, count) in cameras.items():
             before, frames_before = self._histograms.get(name, (np.zeros_like(histogram), 0))
             self._histograms[name] = (before + histogram, frames_before + count)
             episode[name] = image_statistics(histogram, count)

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from vlarl.config.dataset_folder import LEROBOT_INFO
 from vlarl.data.lerobot.declared import FILE, Declared
-from vlarl.data.lerobot.episodes import METADATA
+from vlarl.data.lerobot.episodes import EPISODES, METADATA
 from vlarl.data.lerobot.info import (
     COUNTER_FEATURES,
     DATA_PATH,
@@ -30,18 +31,41 @@ from vlarl.data.lerobot.info import (
     VIDEO_PATH,
     Feature,
 )
-from vlarl.data.lerobot.statistics import TotalStatistics, flat_columns
-from vlarl.data.lerobot.tables import arrow
-from vlarl.data.lerobot.video import CODEC, PIXEL_FORMAT, VideoWriter
+from vlarl.data.lerobot.reader import LeRobotDataset
+from vlarl.data.lerobot.statistics import Histogram, TotalStatistics, flat_columns, frame_histogram, sampled_frames
+from vlarl.data.lerobot.step_files import CHUNK_FILES, PARQUET, DataFiles, VideoFiles, data_path
+from vlarl.data.lerobot.tables import arrow, read_table
+from vlarl.data.lerobot.video import CODEC, PIXEL_FORMAT
+from vlarl.data.parts import Part, link_or_copy, read_parts, swap, write_parts
 from vlarl.errors import UsageError
 from vlarl.images.jpeg import encode_png
 from vlarl.observability.machine import available_cores
 from vlarl.types import UInt8Array
 
-CHUNK_FILES = 1000  # files in a folder
+META = "meta"
 DATA_FILE_MB, VIDEO_FILE_MB = 100, 200  # a larger file is followed by another one
 MB = 2**20
-PARQUET = {"compression": "snappy", "write_page_checksum": True}
+
+
+@dataclass(frozen=True)
+class EncodedFrames:
+    """Frames of a camera as PNG, with what statistics need to know of them."""
+
+    images: list[bytes]
+    shape: tuple[int, ...]  # of a frame
+    histogram: tuple[Histogram, int]
+
+    @classmethod
+    def of(cls, frames: UInt8Array) -> EncodedFrames:
+        """Frames [T, H, W, 3]."""
+        with ThreadPoolExecutor(available_cores()) as pool:
+            return cls(list(pool.map(encode_png, frames)), frames.shape[1:], frame_histogram(frames))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+Frames = UInt8Array | EncodedFrames
 
 
 class LeRobotWriter:
@@ -77,11 +101,12 @@ class LeRobotWriter:
         self._tasks: dict[str, int] = {}
         self._episodes: list[dict[str, Any]] = []
         self._num_steps = 0
+        self._parts: list[Part] = []
         self.is_adding = False  # an episode is, or was left, halfway written
         self._statistics = TotalStatistics()
-        self._data = _DataFiles(self._partial, self._limits[0])
-        self._videos: dict[str, _VideoFiles] = {
-            name: _VideoFiles(self._partial, name, fps, feature.shape[:2], self._limits[1])
+        self._data = DataFiles(self._partial, self._limits[0])
+        self._videos: dict[str, VideoFiles] = {
+            name: VideoFiles(self._partial, name, fps, feature.shape[:2], self._limits[1])
             for name, feature in self._features.items()
             if feature.dtype == "video"
         }
@@ -103,7 +128,7 @@ class LeRobotWriter:
     def add(
         self,
         values: Mapping[str, NDArray[Any] | Sequence[str]],
-        cameras: Mapping[str, UInt8Array],
+        cameras: Mapping[str, Frames],
         instructions: Sequence[str],
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
@@ -113,6 +138,15 @@ class LeRobotWriter:
         """
         length = len(instructions)
         self._check(values, cameras, length)
+        images = {
+            name: frames if isinstance(frames, EncodedFrames) else EncodedFrames.of(frames)
+            for name, frames in cameras.items()
+            if name not in self._videos
+        }
+        videos = {name: frames for name, frames in cameras.items() if not isinstance(frames, EncodedFrames)}
+        histograms = {
+            name: images[name].histogram if name in images else frame_histogram(videos[name]) for name in cameras
+        }
         tasks = [self._tasks.setdefault(text, len(self._tasks)) for text in instructions]
         index = len(self._episodes)
         counters: dict[str, NDArray[Any]] = {
@@ -124,11 +158,11 @@ class LeRobotWriter:
         }
         numeric = {name: np.asarray(array) for name, array in values.items() if self._features[name].kind == "tensor"}
         self.is_adding = True
-        statistics = self._statistics.add({**numeric, **counters}, cameras)
-        chunk, file = self._data.write(self._table({**values, **counters}, cameras))
+        statistics = self._statistics.add({**numeric, **counters}, histograms)
+        chunk, file = self._data.write(self._table({**values, **counters}, images))
         clips: dict[str, Any] = {}
         for name, video in self._videos.items():
-            clips |= video.write(cameras[name])
+            clips |= video.write(videos[name])
         self._episodes.append(
             {
                 "episode_index": index,
@@ -161,12 +195,46 @@ class LeRobotWriter:
         _write_json(self._partial / STATS, self._statistics.total())
         _write_json(self._partial / FILE, self._declared.to_json())
         _write_json(self._partial / LEROBOT_INFO, self._info())
-        aside = self.folder.with_name(f".{self.folder.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(aside)
-        self._partial.rename(self.folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        write_parts(self._partial / META, self._parts)
+        swap(self._partial, self.folder)
+
+    def end_part(self, iteration: int) -> None:
+        """Note that the episodes of a training iteration are complete: the next ones go into another file."""
+        self._data.close()
+        self._parts.append(Part(iteration, self._data.count, len(self)))
+
+    def grow(self) -> None:
+        """Continue a dataset of images that is finished: the next `finish` replaces it by one with further episodes."""
+        self._partial.mkdir(parents=True)
+        self._take_files(self.folder)
+
+    @classmethod
+    def reopened(cls, folder: str | Path, part: Part) -> LeRobotWriter:
+        """The writer of a finished dataset of images with its parts up to this one, to grow it."""
+        dataset = LeRobotDataset(folder)
+        writer = cls(folder, dataset.info.own_features, dataset.fps, dataset.declared, overwrite=True)
+        writer._data.count = part.files
+        writer._take_files(dataset.folder)
+        writer._parts = [each for each in read_parts(dataset.folder / META) if each.iteration <= part.iteration]
+        tables = [read_table(path) for path in sorted((dataset.folder / EPISODES).glob("*/*.parquet"))]
+        writer._episodes = [row for table in tables for row in table.to_pylist()][: part.episodes]
+        numeric = [name for name, feature in dataset.info.features.items() if feature.kind == "tensor"]
+        for index in range(part.episodes):
+            episode = dataset[index]
+            values = {name: episode.values(name) for name in numeric}
+            sampled = sampled_frames(len(episode))
+            writer._statistics.add(
+                values, {name: frame_histogram(episode.images(name, sampled)) for name in dataset.cameras}
+            )
+            for text in episode.texts():
+                writer._tasks.setdefault(text, len(writer._tasks))
+            writer._num_steps += len(episode)
+        return writer
+
+    def _take_files(self, folder: Path) -> None:
+        for index in range(self._data.count):
+            path = data_path(index)
+            link_or_copy(folder / path, self._partial / path)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -176,9 +244,9 @@ class LeRobotWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def _check(
-        self, values: Mapping[str, NDArray[Any] | Sequence[str]], cameras: Mapping[str, UInt8Array], length: int
+        self, values: Mapping[str, NDArray[Any] | Sequence[str]], cameras: Mapping[str, Frames], length: int
     ) -> None:
-        given = {**values, **cameras}
+        given: dict[str, NDArray[Any] | Sequence[str] | EncodedFrames] = {**values, **cameras}
         if set(given) != set(self._features):
             raise ValueError(f"an episode has {', '.join(self._features)}, not {', '.join(given)}")
         if not length:
@@ -186,11 +254,11 @@ class LeRobotWriter:
         for name, array in given.items():
             feature = self._features[name]
             shape = () if feature.is_scalar or feature.kind == "text" else feature.shape
-            if len(array) != length or (isinstance(array, np.ndarray) and array.shape[1:] != shape):
-                found = array.shape if isinstance(array, np.ndarray) else (len(array),)
+            inner = array.shape if isinstance(array, EncodedFrames) else np.shape(array)[1:]
+            if (found := (len(array), *inner)) != (length, *shape):
                 raise ValueError(f"{name} has the shape {found}, and {(length, *shape)} is needed")
 
-    def _table(self, values: Mapping[str, Any], cameras: Mapping[str, UInt8Array]) -> Any:
+    def _table(self, values: Mapping[str, Any], cameras: Mapping[str, EncodedFrames]) -> Any:
         """The steps of an episode as a table, in the layout of Hugging Face's datasets."""
         pyarrow = self._pyarrow
         columns: dict[str, Any] = {}
@@ -199,10 +267,8 @@ class LeRobotWriter:
             if feature.dtype == "video":
                 continue
             if feature.dtype == "image":
-                with ThreadPoolExecutor(available_cores()) as pool:
-                    images = list(pool.map(encode_png, cameras[name]))
                 kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
-                rows = [{"bytes": image, "path": None} for image in images]
+                rows = [{"bytes": image, "path": None} for image in cameras[name].images]
                 columns[name], described[name] = pyarrow.array(rows, kind), {"_type": "Image"}
                 continue
             inner = {"dtype": feature.dtype, "_type": "Value"}
@@ -236,77 +302,6 @@ class LeRobotWriter:
             "video_path": VIDEO_PATH if self._videos else None,
             "features": {name: feature.to_json() for name, feature in features.items()},
         }
-
-
-class _DataFiles:
-    """Files of steps, a group of rows for each episode, so that an episode can be read alone."""
-
-    def __init__(self, folder: Path, max_bytes: float) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
-        self._count = 0
-        self._writer: Any = None
-        self._path = folder
-
-    def write(self, table: Any) -> tuple[int, int]:
-        """Append an episode; return the indices of chunk and file."""
-        if self._writer is not None and self._path.stat().st_size >= self._max_bytes:
-            self.close()
-        if self._writer is None:
-            chunk, file = divmod(self._count, CHUNK_FILES)
-            self._path = self._folder / DATA_PATH.format(chunk_index=chunk, file_index=file)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = arrow().parquet.ParquetWriter(self._path, table.schema, **PARQUET)
-            self._count += 1
-        self._writer.write_table(table)
-        return divmod(self._count - 1, CHUNK_FILES)
-
-    def close(self) -> None:
-        """Complete the file that is open."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-class _VideoFiles:
-    """Videos of a camera, the episodes one after the other."""
-
-    def __init__(self, folder: Path, name: str, fps: int, size: tuple[int, ...], max_bytes: float) -> None:
-        self._folder, self._name, self._fps = folder, name, fps
-        self._size, self._max_bytes = (size[0], size[1]), max_bytes
-        self._count = 0
-        self._video: VideoWriter | None = None
-
-    def write(self, frames: UInt8Array) -> dict[str, Any]:
-        """Append an episode; return its columns in meta/episodes."""
-        if self._video is not None and self._video.num_bytes >= self._max_bytes:
-            self.close()
-        if self._video is None:
-            chunk, file = divmod(self._count, CHUNK_FILES)
-            name = VIDEO_PATH.format(video_key=self._name, chunk_index=chunk, file_index=file)
-            self._video = VideoWriter(self._folder / name, self._fps, self._size)
-            self._count += 1
-        start = self._video.num_frames
-        self._video.add(frames)
-        chunk, file = divmod(self._count - 1, CHUNK_FILES)
-        columns = {
-            "chunk_index": chunk,
-            "file_index": file,
-            "from_timestamp": start / self._fps,
-            "to_timestamp": self._video.num_frames / self._fps,
-        }
-        return {f"videos/{self._name}/{column}": value for column, value in columns.items()}
-
-    def close(self) -> None:
-        """Complete the video that is open."""
-        if self._video is not None:
-            self._video.close()
-            self._video = None
-
-    def discard(self) -> None:
-        """End without completing the video that is open."""
-        if self._video is not None:
-            self._video.discard()
-            self._video = None
 
 
 def _described(name: str, feature: Feature, fps: int) -> Feature:

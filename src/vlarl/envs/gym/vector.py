@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlarl.config.schema import EnvConfig, GymConfig
-from vlarl.envs.base import Actions, LockstepPool, RewardMode, StepOutcome, as_chunks, started
+from vlarl.envs.base import NOTHING, Actions, LockstepPool, Record, RewardMode, StepOutcome, as_chunks, started
 from vlarl.envs.gym.probe import call_env, try_out
 from vlarl.envs.gym.reading import RENDER, ActionMap, EnvOutput, Find, Reader, Tasks, missing, step_outcome, to_image
 from vlarl.envs.gym.source import make_vector_env, refused, reset_option
@@ -90,15 +90,15 @@ class GymVectorPool(LockstepPool):
                 raise VlarlError(f"{self.spec.name} can't be started in slot {slot}: {failure}")
         return [first for slot in slots if isinstance(first := seen[slot], Observation)]
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
-        """Start each task in its slot; record the first frame of the slots in `record`."""
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
+        """Start each task in its slot; `record.frames` are the slots whose first frame is returned, too."""
         seen = self._start(slots, tasks)
         for slot in slots:
             first = seen[slot]
             if isinstance(first, str):
                 self._outcomes.append((slot, self._failed(first)))
             else:
-                self._outcomes.append((slot, started(first, (self.frame(slot),) if slot in record else ())))
+                self._outcomes.append((slot, started(first, (self.frame(slot),) if slot in record.frames else ())))
 
     def _start(self, slots: Sequence[int], tasks: Sequence[Task]) -> dict[int, Observation | str]:
         """The first observation of each slot, or why there is none."""
@@ -129,20 +129,22 @@ class GymVectorPool(LockstepPool):
         blank = Observation(np.zeros(size, np.uint8), np.zeros(self.spec.proprio_dim, np.float32), "")
         return started(blank, error=reason)
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
-        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; record slots in `record`."""
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
+        """Run one chunk [len(slots), K, D] in each slot, stopping at a slot's first end; return what `record` says."""
         chunks = as_chunks(actions, len(slots), self.spec.action_dim)
         if idle := [slot for slot in slots if not self._running[slot]]:
             raise RuntimeError(f"slots {idle} run no episode: reset them before stepping")
         self._running[[slot for slot in range(self.num_envs) if slot not in slots]] = False
         rewards = np.zeros(chunks.shape[:2], np.float32)
         frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots}
+        passed: dict[int, list[Observation]] = {slot: [] for slot in slots}
         steps: dict[int, list[StepOutcome]] = {slot: [] for slot in slots}
         seen: dict[int, Observation | str] = {}
         live = list(range(len(slots)))
         for k in range(chunks.shape[1]):
+            if k and record.steps:
+                seen |= self._pass([slots[index] for index in live if slots[index] in record.steps], passed)
+                live = [index for index in live if self._running[slots[index]]]
             running = [slots[index] for index in live]
             for index, step in zip(live, self._step(running, chunks[live, k]), strict=True):
                 if isinstance(step, str):
@@ -150,7 +152,7 @@ class GymVectorPool(LockstepPool):
                     continue
                 rewards[index, k] = step.reward
                 steps[slots[index]].append(step)
-            for slot in record.intersection(running).difference(seen):
+            for slot in record.frames.intersection(running).difference(seen):
                 frames[slot].append(self.frame(slot))
             ended = [slot for slot in running if not self._running[slot] and slot not in seen]
             seen |= self._observe(ended)  # now: the next step changes the batch
@@ -173,6 +175,7 @@ class GymVectorPool(LockstepPool):
                     success=steps[slot][-1].success,
                     observation=last,
                     frames=tuple(frames[slot]),
+                    passed=tuple(passed[slot]),
                 )
             )
         return outcomes
@@ -224,6 +227,14 @@ class GymVectorPool(LockstepPool):
             kind = f"{array.dtype}{list(array.shape)}"
             raise refused(self._config, f"step returned {name} as {kind}; it must be one value for each of its slots")
         return array
+
+    def _pass(self, slots: Sequence[int], passed: dict[int, list[Observation]]) -> dict[int, Observation | str]:
+        """Note what these slots show before their next step; returns the errors of those that can't be read."""
+        found = self._observe(slots)
+        for slot, observation in found.items():
+            if isinstance(observation, Observation):
+                passed[slot].append(observation)
+        return {slot: error for slot, error in found.items() if isinstance(error, str)}
 
     def _observe(self, slots: Sequence[int]) -> dict[int, Observation | str]:
         """The current observation of each of these slots, or its error."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from vlarl.envs.base import Actions, LockstepPool, started
+from vlarl.envs.base import NOTHING, Actions, LockstepPool, Record, started
 from vlarl.envs.prompts.source import PromptError, PromptSource
 from vlarl.solutions import find_solution, matches
 from vlarl.types import ChunkOutcome, Observation, Prompt, Task, UInt8Array
@@ -29,7 +29,7 @@ class PromptPool(LockstepPool):
         # Members of a group get the same object: it is decoded once, and policies process it once in a batch.
         self._prompt = lru_cache(maxsize=KEPT_PROMPTS)(source.prompt)
 
-    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: frozenset[int] = frozenset()) -> None:
+    def send_reset(self, slots: Sequence[int], tasks: Sequence[Task], record: Record = NOTHING) -> None:
         """Start each task in its slot; a prompt that can't be used is an error of its episode if they are skipped."""
         for slot, task in zip(slots, tasks, strict=True):
             try:
@@ -39,7 +39,7 @@ class PromptPool(LockstepPool):
                 if self.source.on_error == "stop":
                     raise
                 observation, error = Observation.of_prompt(Prompt(({"role": "user", "content": ""},))), str(problem)
-            frames = (self.frame(slot),) if slot in record and error is None else ()
+            frames = (self.frame(slot),) if slot in record.frames and error is None else ()
             self._outcomes.append((slot, started(observation, frames, error)))
 
     def reset(self, slots: Sequence[int], tasks: Sequence[Task]) -> list[Observation]:
@@ -54,9 +54,7 @@ class PromptPool(LockstepPool):
             shown.append(observation)
         return shown
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
         """Take the text of each slot, which ends its episode."""
         outcomes = []
         for slot, text in zip(slots, actions, strict=True):
@@ -69,7 +67,7 @@ class PromptPool(LockstepPool):
             success = solution is not None and matches(text, solution, self.source.match)
             # A last observation is kept with its episode, and nothing follows it: its pixels would only take memory.
             last = Observation.of_prompt(shown.prompt.without_images())
-            frames = (self.frame(slot),) if slot in record else ()
+            frames = (self.frame(slot),) if slot in record.frames else ()
             outcomes.append(ChunkOutcome(np.array([success], np.float32), 1, True, False, success, last, frames))
             self._shown[slot] = None
         return outcomes

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from vlarl.envs.base import Actions, LockstepPool, RewardMode, as_chunks, united
+from vlarl.envs.base import NOTHING, Actions, LockstepPool, Record, RewardMode, as_chunks, united
 from vlarl.envs.tabletop.geometry import BoolArray, Float64Array, IndexArray
 from vlarl.envs.tabletop.render import Camera, Renderer
 from vlarl.envs.tabletop.tasks import get_suite, initial_state
@@ -67,22 +67,25 @@ class TabletopPool(LockstepPool):
             self._running[slot] = True
             self._num_steps[slot] = 0
 
-    def step_chunk(
-        self, slots: Sequence[int], actions: Actions, record: frozenset[int] = frozenset()
-    ) -> list[ChunkOutcome]:
-        """Run one chunk [len(slots), K, 7] in each slot, stopping at a slot's first end; record slots in `record`."""
+    def step_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> list[ChunkOutcome]:
+        """Run one chunk [len(slots), K, 7] in each slot, stopping at a slot's first end; return what `record` says."""
         rows = np.asarray(slots, dtype=np.intp)
         chunks = as_chunks(actions, len(rows), ACTION_DIM)
         rewards = np.zeros(chunks.shape[:2], dtype=np.float32)
         num_executed = np.zeros(len(rows), dtype=np.int64)
         success = np.zeros(len(rows), dtype=np.bool_)
         truncated = np.zeros(len(rows), dtype=np.bool_)
-        frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in record}
+        frames: dict[int, list[UInt8Array]] = {slot: [] for slot in slots if slot in record.frames}
+        passed: dict[int, list[Observation]] = {slot: [] for slot in slots if slot in record.steps}
         live = np.arange(len(rows))
         for k in range(chunks.shape[1]):
+            if k and passed:
+                recorded = np.array([row for row in rows[live] if row in passed], dtype=np.intp)
+                for slot, observation in zip(recorded.tolist(), self.observe(recorded), strict=True):
+                    passed[slot].append(observation)
             rewards[live, k], success[live], truncated[live] = self.step(rows[live], chunks[live, k])
             num_executed[live] += 1
-            for slot in set(rows[live].tolist()) & record:
+            for slot in set(rows[live].tolist()) & record.frames:
                 frames[slot].append(self.frame(slot))
             live = live[self._running[rows[live]]]
             if not len(live):
@@ -97,6 +100,7 @@ class TabletopPool(LockstepPool):
                 success=bool(success[i]),
                 observation=observations[i],
                 frames=tuple(frames.get(slot, ())),
+                passed=tuple(passed.get(slot, ())),
             )
             for i, slot in enumerate(slots)
         ]

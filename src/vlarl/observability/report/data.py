@@ -26,6 +26,7 @@ from vlarl.observability.significance import wilson_interval
 Series = list[tuple[float, float]]  # iteration, value
 
 _CURRICULUM = re.compile(r"curriculum/task_(\d+)_probability")
+_TRAINING_VIDEO = re.compile(r"rollout_(\d+)_(?:(\w+)_)?task(\d+)_state(\d+)_group\d+_\d+_(success|failure)\.mp4")
 _VIDEO = re.compile(r"iter_(\d+)_(?:(\w+)_)?task(\d+)_state(\d+)_(success|failure)\.mp4")
 
 
@@ -101,6 +102,7 @@ class RunData:
     training_episodes: Mapping[tuple[str, int], int]  # suite and task_id -> episodes of training
     training: TrainingData | None  # what the run and its base were trained on; None: not known
     samples: tuple[Sample, ...] = ()  # prompts and responses; none of a robot
+    training_videos: tuple[Video, ...] = ()  # of the newest iteration that has any
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -242,7 +244,8 @@ def load_run(path: Path) -> RunData:
         config_text=text,
         metrics=tuple(row for row in read_jsonl(run.metrics_file) if _is_count(row.get("iteration"))),
         evaluations=_evaluations(run.episodes_file),
-        videos=tuple(video for video in _videos(run.videos) if is_inside(video.path, run.path)),
+        videos=_videos(run, _VIDEO),
+        training_videos=_of_the_last(_videos(run, _TRAINING_VIDEO)),
         training_episodes=_training_episodes(run.episodes_file),
         training=newest_training_data(run.checkpoints),
         samples=tuple(read_samples(run.samples_file)) if is_inside(run.samples_file, run.path) else (),
@@ -301,11 +304,18 @@ def _time_written(path: Path) -> float:
         return 0.0
 
 
-def _videos(folder: Path) -> tuple[Video, ...]:
-    matches = ((path, _VIDEO.fullmatch(path.name)) for path in sorted(folder.glob("*.mp4")))
+def _videos(run: RunDirectory, names: re.Pattern[str]) -> tuple[Video, ...]:
+    matches = ((path, names.fullmatch(path.name)) for path in sorted(run.videos.glob("*.mp4")))
     return tuple(
-        Video(path, int(m[1]), int(m[3]), int(m[4]), m[5] == "success", m[2] or "") for path, m in matches if m
+        Video(path, int(m[1]), int(m[3]), int(m[4]), m[5] == "success", m[2] or "")
+        for path, m in matches
+        if m and is_inside(path, run.path)
     )
+
+
+def _of_the_last(videos: tuple[Video, ...]) -> tuple[Video, ...]:
+    last = max((video.iteration for video in videos), default=0)
+    return tuple(video for video in videos if video.iteration == last)
 
 
 def _score(episodes: Iterable[Mapping[str, Any]]) -> Score:

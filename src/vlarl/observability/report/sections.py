@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shlex
+from collections.abc import Sequence
 from html import escape
 
 from vlarl.config.resume_command import resume_command
@@ -204,30 +205,43 @@ def examples(data: RunData) -> str:
 
 
 def _videos(data: RunData) -> str:
-    """Videos before and after, side by side, as far as they fit into one page."""
-    pairs = data.video_pairs()
-    if not pairs:
+    """Videos before and after, side by side, and of training episodes, as far as they fit into one page."""
+    pairs = [(("before", before), ("after", after)) for before, after in data.video_pairs()]
+    trained = [(("training", video),) for video in data.training_videos]
+    if not pairs and not trained:
         return _section("Episodes", "No video was recorded (<code>eval.videos</code>).", "")
+    cards, more, left = _cards(data, pairs, MAX_VIDEO_BYTES)
+    lead = f"The same initial states before and after training.{more}"
+    evaluated = _section("Episodes", lead, f'<div class="pairs">{cards}</div>') if pairs else ""
+    if not trained:
+        return evaluated
+    cards, more, _ = _cards(data, trained, left)
+    lead = f"Some of the episodes of iteration {data.training_videos[0].iteration}.{more}"
+    return evaluated + _section("Training episodes", lead, f'<div class="pairs">{cards}</div>')
+
+
+def _cards(data: RunData, shown: Sequence[Sequence[tuple[str, Video | None]]], max_bytes: int) -> tuple[str, str, int]:
+    """A card for each group of videos, a remark on those that are left out, and the bytes that are left."""
     suites, used, left_out = data.by_suite(), 0, 0
     cards: list[str] = []
-    for before, after in pairs:
-        size = sum(v.path.stat().st_size for v in (before, after) if v)
-        if cards and used + size > MAX_VIDEO_BYTES:
+    for group in shown:
+        videos = [video for _, video in group if video]
+        size = sum(video.path.stat().st_size for video in videos)
+        if cards and used + size > max_bytes:
             left_out += 1
             continue
         used += size
-        video = before or after
-        assert video is not None
+        video = videos[0]
         instructions = suites.get(video.suite, data).instructions
         title = escape(instructions.get(video.task_id, f"task {video.task_id}"))
         suite = escape(f"{video.suite} " if video.suite else "")
+        sides = "".join(_side(name, video) for name, video in group)
         cards.append(
             f'<div class="pair"><p>{title} <span>{suite}task {video.task_id}, state {video.init_state}</span></p>'
-            f'<div class="sides">{_side("before", before)}{_side("after", after)}</div></div>'
+            f'<div class="sides">{sides}</div></div>'
         )
     more = f" {left_out} more are in <code>videos/</code>." if left_out else ""
-    lead = f"The same initial states before and after training.{more}"
-    return _section("Episodes", lead, f'<div class="pairs">{"".join(cards)}</div>')
+    return "".join(cards), more, max(max_bytes - used, 0)
 
 
 def configuration(data: RunData) -> str:
