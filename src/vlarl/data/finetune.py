@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,12 @@ class FinetuneSummary:
     checkpoint: Path
     first_loss: float
     last_loss: float
-    demo_success: float  # fraction of demonstrations that reached their goal
+    demo_success: float | None  # fraction of demonstrations that reached their goal; None: of a reward model
     report: Path | None = None
     interrupted: bool = False
     best_step: int | None = None  # the step with the lowest error on held-out episodes; None without validation
     best_l1: float | None = None
+    agreement: Mapping[str, float] = field(default_factory=dict)  # of a reward model with the held-out labels
 
 
 def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Path | None = None) -> FinetuneSummary:
@@ -66,6 +67,10 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
 
     `resume` is the folder of a run to resume, from its newest checkpoint or the given one.
     """
+    if config.reward.labels != "none":
+        from vlarl.data.reward_run import train_reward_model  # which imports this module
+
+        return train_reward_model(config, resume, checkpoint)
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:
             name = config.run.name or default_run_name("finetune", config.run.seed, datetime.now())

@@ -31,12 +31,11 @@ from vlarl.training.rewind import resume_lines, set_later_aside
 from vlarl.training.sft import Imitation, ImitationState
 from vlarl.training.sft_checkpoint import refuse_diverged, restore_imitation, save_imitation
 from vlarl.training.state import TrainerState
-from vlarl.training.validation import WATCHED, Validation, is_best, is_exhausted
+from vlarl.training.validation import Validates, is_best, is_exhausted
 
 log = logging.getLogger(__name__)
 
 BEST = "best_validation"  # checkpoint of the policy with the lowest error on held-out episodes
-ACCURACY = "val/token_accuracy"
 
 
 class FinetuneRun:
@@ -81,7 +80,7 @@ class FinetuneRun:
         return self
 
     def begin(
-        self, imitation: Imitation, sampler: MixtureSampler, names: list[str], validation: Validation | None
+        self, imitation: Imitation, sampler: MixtureSampler, names: list[str], validation: Validates | None
     ) -> None:
         """Restore the state of the checkpoint, if there is one, and open the metrics."""
         self._frames = dict(zip(names, sampler.sizes, strict=True))
@@ -130,7 +129,8 @@ class FinetuneRun:
         if not is_last:
             self._guard.check()
         elif step < config.optim.steps:
-            self.progress.note(f"stopped: the last {config.validation.patience} validations had no lower {WATCHED}")
+            watched = "" if self._validation is None else self._validation.watched
+            self.progress.note(f"stopped: the last {config.validation.patience} validations had no lower {watched}")
         return not is_last
 
     @property
@@ -139,12 +139,11 @@ class FinetuneRun:
         assert self._imitation is not None
         return is_exhausted(self._imitation.state, self.config.validation.patience)
 
-    def _validate(self, validation: Validation, state: ImitationState) -> None:
+    def _validate(self, validation: Validates, state: ImitationState) -> None:
         row = validation.measure()
         self._row |= row
-        accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
-        self.progress.note(f"validation after step {self._step}: L1 {row[WATCHED]:.4f}{accuracy}")
-        if is_best(state, row[WATCHED]):
+        self.progress.note(f"validation after step {self._step}: {validation.in_words(row)}")
+        if is_best(state, row[validation.watched]):
             note = {"training_step": self._step, **row}
             self._store.save_policy(BEST, validation.policy, note, self._dtype)
 

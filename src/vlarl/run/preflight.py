@@ -60,7 +60,9 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, FinetuneConfig):
         for folder in dataset_folders(config.demos) if config.demos.path is not None else ():
             _refuse_unreadable(folder)
-        _refuse_missing_packages((("wandb", "wandb", config.logging.wandb),))
+        rows = config.reward.path
+        needs_arrow = rows is not None and Path(rows).suffix != ".jsonl"
+        _refuse_missing_packages((("wandb", "wandb", config.logging.wandb), ("pyarrow", "data", needs_arrow)))
         return
     imitated = config.ptx.path
     if imitated is not None and not is_prompts(config.env.suite) and imitated != EXPERTS and config.ptx.coef > 0:
@@ -108,7 +110,9 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
 
 
 def _refuse_missing_demos(config: FinetuneConfig) -> None:
-    demos = config.demos
+    demos, rows = config.demos, config.reward.path
+    if rows is not None and not Path(rows).exists():
+        raise UsageError(f"reward.path: there is no file {rows}.")
     if demos.path is None:
         return
     for folder in dataset_folders(demos):

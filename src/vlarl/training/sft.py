@@ -14,7 +14,7 @@ from torch import nn
 from vlarl.config.finetune import FinetuneOptimConfig
 from vlarl.decisions import TensorRows
 from vlarl.errors import VlarlError
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.supervised import Supervised
 from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
 from vlarl.training.stored_tensors import Trained
 
@@ -66,7 +66,7 @@ class ImitationState:
 class Imitation:
     """A supervised run in progress: policy, optimizer and counters, which are all that a checkpoint has to hold."""
 
-    def __init__(self, policy: SupervisedPolicy, optim: FinetuneOptimConfig) -> None:
+    def __init__(self, policy: Supervised, optim: FinetuneOptimConfig) -> None:
         self.policy, self.optim = policy, optim
         self.optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
         self.state = ImitationState()
@@ -148,7 +148,7 @@ def imitate(
     return state.first_loss or 0.0, state.last_loss or 0.0
 
 
-def imitation_loss(policy: SupervisedPolicy, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
+def imitation_loss(policy: Supervised, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
     """The policy's loss on a batch, in the configured precision."""
     device = batch.frames.device.type
     with torch.autocast(device, torch.bfloat16, enabled=optim.autocast == "bfloat16"):

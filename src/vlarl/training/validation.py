@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from vlarl.config.finetune import FinetuneOptimConfig
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.supervised import Supervised, SupervisedPolicy
 from vlarl.training.sft import DemoBatch, ImitationState, imitation_loss
 
 WATCHED = "val/l1"
+ACCURACY = "val/token_accuracy"
+
+
+class Validates(Protocol):
+    """A measurement on what is held out."""
+
+    watched: str  # the metric whose lowest value is the best
+
+    @property
+    def policy(self) -> Supervised:
+        """What is measured."""
+        ...
+
+    def measure(self) -> dict[str, float]:
+        """Metrics whose names begin with val/; what is trained and its random numbers are the same afterwards."""
+        ...
+
+    def in_words(self, row: dict[str, float]) -> str:
+        """The metrics for people."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,8 @@ class HeldOut:
 
 class Validation:
     """Measures a policy on held-out decisions; the random numbers of training are the same without it."""
+
+    watched = WATCHED
 
     def __init__(
         self, policy: SupervisedPolicy, parts: Sequence[HeldOut], optim: FinetuneOptimConfig, seed: int
@@ -52,6 +75,11 @@ class Validation:
             for part, values in zip(self._parts, found, strict=True):
                 row |= {f"val/{part.name}/{name}": value for name, value in values.items()}
         return row
+
+    def in_words(self, row: dict[str, float]) -> str:
+        """Error and accuracy for people."""
+        accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
+        return f"L1 {row[WATCHED]:.4f}{accuracy}"
 
     def _of(self, batch: DemoBatch, device: torch.device) -> dict[str, float]:
         sums: dict[str, float] = {}
