@@ -157,7 +157,7 @@ class PolicyRewardModel(RewardModel):
     def score(self, rows: TensorRows) -> torch.Tensor:
         """[B] the head's value of the state that has read prompt and response."""
         assert isinstance(rows, PromptedTexts), "these are the rows of another model"
-        return self.policy.text_values(rows.inputs, rows.texts)
+        return self.policy.text_values(rows.inputs, rows.texts).float()
 
     def weights_changed(self) -> None:
         """Bring up to date what is kept beside the weights."""

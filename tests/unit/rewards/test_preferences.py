@@ -31,7 +31,7 @@ def test_the_loss_of_a_pair_is_bradley_and_terrys():
     expected = [-math.log(1 / (1 + math.exp(-margin))) for margin in margins]
     assert found.tolist() == pytest.approx(expected, rel=1e-13)
     single = pair_losses(torch.tensor(margins))
-    assert single.double().tolist() == pytest.approx(expected, rel=4 * np.finfo(np.float32).eps)
+    assert single.double().tolist() == pytest.approx(expected, rel=4 * float(np.finfo(np.float32).eps))
     assert pair_losses(torch.tensor([-500.0])).item() == 500  # where the formula itself overflows
 
 
