@@ -63,7 +63,9 @@ def episodes(out: Path, seeds: list[int], more: list[str]) -> None:
         where = ("--run.root", str(out), "--run.seed", str(seed))
         models = {"trained": f"reward_episodes_{seed}", "untrained": f"reward_untrained_{seed}"}
         for kind, name in models.items():
-            steps = () if kind == "trained" else ("--optim.steps", "1", "--optim.warmup_steps", "1", "--optim.lr", "1e-9")
+            steps = (
+                () if kind == "trained" else ("--optim.steps", "1", "--optim.warmup_steps", "1", "--optim.lr", "1e-9")
+            )
             how = ("--demos.path", str(data / SUITE), "--run.name", name, *steps, *more)
             vlarl("finetune", "tabletop_reward", *where, *how)
         for kind, name in models.items():

@@ -10,10 +10,8 @@ from vlarl.rewards.base import Scoring
 from vlarl.rewards.judge import JudgeOptions, JudgeReward
 from vlarl.rewards.model import ClassifierReward, ModelReward, SimilarityReward
 from vlarl.rewards.pretrained import load_part
-from vlarl.rewards.reward_checkpoint import trained_folder
+from vlarl.rewards.reward_checkpoint import GENERATIVE, trained_folder
 from vlarl.rewards.trained import TrainedReward
-
-GENERATIVE = ("ForCausalLM", "ForConditionalGeneration")  # endings of the names of models that write texts
 
 
 def load_reward_model(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import transformers
 
 from vlarl.errors import UsageError
 
@@ -26,3 +29,15 @@ def load_whole(kind: Any, path: str) -> Any:
             "random. Take a checkpoint that was trained to score."
         )
     return model
+
+
+def save_part(part: Any, folder: Path) -> None:
+    """Write a model or a tokenizer as the library does, without its progress bar."""
+    logs: Any = transformers.logging
+    shown = logs.is_progress_bar_enabled()
+    logs.disable_progress_bar()
+    try:
+        part.save_pretrained(folder)
+    finally:
+        if shown:
+            logs.enable_progress_bar()

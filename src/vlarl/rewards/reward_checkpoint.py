@@ -12,9 +12,7 @@ from vlarl.config.schema import LoraConfig
 from vlarl.config.training_data import local_folder
 from vlarl.errors import UsageError
 from vlarl.policies.checkpoint_json import read_json
-from vlarl.policies.load import checkpoint_folder, load_configured, load_policy
-from vlarl.policies.vlm.checkpoint import reads_images
-from vlarl.policies.vlm.policy import VlmPolicy
+from vlarl.policies.load import checkpoint_folder, family_of, load_configured, load_policy
 from vlarl.rewards.conversation import ConversationReader
 from vlarl.rewards.judge import stored_dtype
 from vlarl.rewards.pretrained import load_part, load_whole
@@ -28,7 +26,7 @@ from vlarl.rewards.reward_model import (
     described,
 )
 
-OF_ROBOTS = ("openvla", "smolvla")  # model types of policies without texts
+GENERATIVE = ("ForCausalLM", "ForConditionalGeneration")  # endings of the names of models that write texts
 BASES = (
     "a vision-language model such as builtin:tiny-qwen2.5-vl or Qwen/Qwen2.5-VL-3B-Instruct, a language model, or, for "
     "texts, an encoder or sequence classifier"
@@ -44,21 +42,28 @@ def begin_reward_model(
     """
     folder = checkpoint_folder(settings.path)
     try:
-        content = read_json(folder / "config.json")
+        architecture = (read_json(folder / "config.json").get("architectures") or ["?"])[0]
+        is_of_robots = _is_of_robots(folder)
     except ValueError as error:
         raise UsageError(f"policy.path = {settings.path!r} can't be loaded: {error}") from error
-    if str(content.get("model_type") or content.get("type")) in OF_ROBOTS:
+    if is_of_robots:
         raise UsageError(f"policy.path = {settings.path!r}: it gives actions, not scores; begin from {BASES}.")
-    is_text_model = reads_images(content) is not None
-    if not is_text_model:
+    if not architecture.endswith(GENERATIVE):
         return _begin_classifier(folder, settings, lora, seed, labels).to(device)
     policy = load_configured(settings, settings.path, device)
-    assert isinstance(policy, VlmPolicy), "its config.json says so"
     if not (folder / FILE_NAME).is_file():
         policy.detach_value_head()  # that of a critic, if there is one
     policy.prepare_training(settings, lora, seed)
     policy.attach_value_head((), seed)
     return PolicyRewardModel(policy, Description(labels, "policy")).to(device)
+
+
+def _is_of_robots(folder: Path) -> bool:
+    """Whether a folder holds a policy without texts."""
+    try:
+        return not family_of(folder).writes_texts
+    except ValueError:  # of no family: an encoder, for example
+        return False
 
 
 def _begin_classifier(
@@ -100,6 +105,6 @@ def load_trained(folder: Path, device: torch.device) -> RewardModel:
         policy = load_policy(folder, dtype=stored_dtype(str(folder)), device=device)
     except UsageError as error:
         raise UsageError(f"reward.model: {str(error).removeprefix('the policy ')}") from error
-    if not isinstance(policy, VlmPolicy) or policy.value_head is None:
+    if getattr(policy, "value_head", None) is None:
         raise UsageError(f"reward.model: {folder} lacks the head that gives the score: restore value_head.safetensors.")
     return PolicyRewardModel(policy, description)

@@ -12,6 +12,7 @@ its kind with a file beside it, reward_model.json, that says what it was trained
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +22,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vlarl.decisions import TensorRows
+from vlarl.decisions import Decisions, TensorRows
 from vlarl.images.lanczos import lanczos_resize
+from vlarl.policies.base import Policy
 from vlarl.policies.checkpoint_json import write_json
-from vlarl.policies.vlm.decisions import TextSample, text_sample
-from vlarl.policies.vlm.policy import DEFAULT_IMAGE_SIZE, VlmPolicy
-from vlarl.policies.vlm.saving import save_model
-from vlarl.policies.weight_files import MAX_SHARD_BYTES
 from vlarl.rewards.conversation import ConversationReader
 from vlarl.rewards.preferences import Judged
+from vlarl.rewards.pretrained import save_part
 from vlarl.types import Observation, Prompt, UInt8Array
 
 Labels = Literal["pairs", "steps", "episodes"]
 
 FILE_NAME = "reward_model.json"
 STEP_SEPARATOR = "\n"  # between the steps of a text
+DEFAULT_IMAGE_SIZE = 224
 
 
 @dataclass(frozen=True)
@@ -124,20 +124,20 @@ class PromptedTexts(TensorRows):
     """Prompts with responses, as a language model reads them."""
 
     inputs: TensorRows
-    texts: TextSample  # each with the token that ends it, which is not read
+    texts: Decisions  # that would write the responses
 
 
 class PolicyRewardModel(RewardModel):
     """A language or vision-language model with a linear head: the value head of a policy, at the end of the text."""
 
-    def __init__(self, policy: VlmPolicy, description: Description) -> None:
+    def __init__(self, policy: Policy, description: Description) -> None:
         super().__init__(description)
         self.policy = policy
 
     @property
     def reads_images(self) -> bool:
         """Whether prompts may have images."""
-        return self.policy.processor.reads_images
+        return self.policy.num_images > 0
 
     @property
     def image_size(self) -> int:
@@ -152,7 +152,7 @@ class PolicyRewardModel(RewardModel):
     def read(self, candidates: Sequence[Candidate]) -> PromptedTexts:
         """Prompts as the model's own processor makes them, and the tokens of the responses."""
         inputs = self.policy.process([Observation.of_prompt(each.prompt) for each in candidates])
-        return PromptedTexts(inputs, text_sample(self.policy.decisions_of([each.response for each in candidates])))
+        return PromptedTexts(inputs, self.policy.decisions_of([each.response for each in candidates]))
 
     def score(self, rows: TensorRows) -> torch.Tensor:
         """[B] the head's value of the state that has read prompt and response."""
@@ -203,8 +203,8 @@ class ClassifierRewardModel(RewardModel):
         return logits[:, 0].float()
 
     def _save(self, folder: Path, dtype: torch.dtype | None) -> None:
-        save_model(self.model, folder, dtype, MAX_SHARD_BYTES)
-        self.reader.tokenizer.save_pretrained(folder)
+        save_part(self.model if dtype in (None, self.model.dtype) else copy.deepcopy(self.model).to(dtype), folder)
+        save_part(self.reader.tokenizer, folder)
 
 
 def described(content: Mapping[str, Any], path: str) -> Description:

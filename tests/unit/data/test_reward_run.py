@@ -122,12 +122,12 @@ def test_the_score_is_the_heads_value_after_the_last_token(base):
     candidate = Candidate(text_episode("ab", prompt="Say it").transitions[0].observation.prompt, "ab")
     rows = model.read([candidate])
     prompt = rows.inputs.ids[0].tolist()
-    ids = torch.tensor([[*prompt, *rows.texts.ids[0, :2].tolist()]])
+    ids = torch.tensor([[*prompt, *rows.texts.sample.ids[0, :2].tolist()]])
     with torch.no_grad():
         states = model.policy.model.base_model(input_ids=ids).last_hidden_state
         expected = model.policy.value_head(states[0, -1])
         found = model.score(rows)
-    assert rows.texts.length.tolist() == [3]  # a, b and the end of the turn, which is not read
+    assert rows.texts.sample.length.tolist() == [3]  # a, b and the end of the turn, which is not read
     assert found.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
 
 
