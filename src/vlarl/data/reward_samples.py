@@ -66,8 +66,8 @@ class Pairs:
     def row(self, index: int, model: RewardModel) -> PairRows:
         """The pair of a row."""
         row = int(self.chosen_rows[index])
-        chosen, rejected = self.rows.candidates(row, self.rows.contents[row])
-        return PairRows(model.read([chosen]), model.read([rejected]))
+        both = model.read(self.rows.candidates(row, self.rows.contents[row]))  # their prompt is processed once
+        return PairRows(both.rows(slice(0, 1)), both.rows(slice(1, 2)))
 
     def measured(self, count: int) -> IntArray:
         """Evenly spaced pairs."""
