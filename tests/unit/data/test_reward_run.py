@@ -228,6 +228,25 @@ def test_a_folder_that_is_not_a_reward_model_is_refused(tmp_path, base):
             load_trained(tmp_path / "model", CPU)
 
 
+def test_adapters_of_a_reward_model_are_saved_with_its_head(tmp_path, base):
+    settings, lora = FinetunePolicyConfig(path=str(base)), LoraConfig(enabled=True, rank=2)
+    model = begin_reward_model(settings, lora, 0, "pairs", CPU).eval()
+    trained_names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trained_names and all("lora_" in name or "value_head" in name for name in trained_names)
+    rows = model.read([Candidate(text_episode("", prompt="Say it").transitions[0].observation.prompt, "ab")])
+    with torch.no_grad():
+        before = model.score(rows).item()
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.1)
+        expected = model.score(rows).item()
+    model.save(tmp_path / "model")
+    assert (tmp_path / "model" / "adapter_config.json").is_file()
+    with torch.no_grad():
+        found = load_trained(tmp_path / "model", CPU).eval().score(rows).item()
+    assert found == expected != before
+
+
 def test_training_continues_with_the_head_of_a_reward_model(tmp_path, base):
     fresh = begin_reward_model(FinetunePolicyConfig(path=str(base)), LoraConfig(), 3, "pairs", CPU)
     assert fresh.description == Description("pairs", "policy")
