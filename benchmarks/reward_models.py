@@ -4,8 +4,9 @@
     python benchmarks/reward_models.py episodes OUT [--seeds 0]     recorded tabletop episodes, then a policy
 
 Each part runs the commands of vlarl, which it prints, and ends with a table. `episodes` trains the policy of the preset
-tabletop_grpo twice: with the trained reward model as its only reward, and with one that is not trained. Success is what
-the evaluations of these runs measure on initial states that are not trained on.
+tabletop_grpo twice, for 5 iterations: with the trained reward model as its only reward, and with one that is not
+trained. Success is what the evaluations of these runs measure on initial states that are not trained on. The preset's
+algorithm.verifier_gamma is 1 here: below it short episodes are worth more, and on the tabletop those are successes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from pathlib import Path
 
 FLAWS = ("--close-high", "0.25", "--release-early", "0.3", "--noise", "0.12")
 SUITE = "tabletop_spatial"
+POLICY = (
+    *("--algorithm.verifier_gamma", "1", "--run.iterations", "5", "--eval.interval", "2"),
+    *("--eval.states_per_task", "10", "--checkpoint.interval", "0"),
+)
 
 
 def vlarl(*arguments: str) -> None:
@@ -70,7 +75,7 @@ def episodes(out: Path, seeds: list[int], more: list[str]) -> None:
             vlarl("finetune", "tabletop_reward", *where, *how)
         for kind, name in models.items():
             reward = ("--reward.source", "model", "--reward.model", str(out / name / "checkpoints" / "final"))
-            vlarl("train", "tabletop_grpo", *where, "--run.name", f"policy_{kind}_{seed}", *reward)
+            vlarl("train", "tabletop_grpo", *where, "--run.name", f"policy_{kind}_{seed}", *reward, *POLICY)
             found[kind, seed] = agreement(out / name), success(out / f"policy_{kind}_{seed}")
     for (kind, seed), (values, rates) in found.items():
         print(f"seed {seed}, {kind}: {values}, success {rates}")
