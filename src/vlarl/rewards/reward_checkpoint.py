@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from vlarl.config.finetune import FinetunePolicyConfig
+from vlarl.config.run_checkpoints import locate_checkpoint
 from vlarl.config.schema import LoraConfig
 from vlarl.config.training_data import local_folder
 from vlarl.errors import UsageError
@@ -87,8 +88,8 @@ def _begin_classifier(
 
 
 def trained_folder(path: str) -> Path | None:
-    """The folder of a reward model that `vlarl finetune` has written; None for any other model."""
-    folder = local_folder(path)
+    """The folder of a reward model that `vlarl finetune` has written, or that of its run; None for any other model."""
+    folder = local_folder(locate_checkpoint(path).path)
     return folder if folder is not None and (folder / FILE_NAME).is_file() else None
 
 

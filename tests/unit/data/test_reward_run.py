@@ -100,8 +100,9 @@ def test_a_trained_model_scores_texts_as_it_did_in_training(tmp_path, base, pair
         return save(self, *arguments, **options)
 
     monkeypatch.setattr(VlmPolicy, "save", saved)
-    final = trained(tmp_path, "pairs", base, *of_pairs(pairs)) / "checkpoints" / "final"
-    config = RewardConfig(source="model", model=str(final), batch_size=4)
+    run = trained(tmp_path, "pairs", base, *of_pairs(pairs))
+    final = run / "checkpoints" / "final"
+    config = RewardConfig(source="model", model=str(run), batch_size=4)
     reward = build_bare_reward(config, RewardContext(CPU, 1.0, False))
     assert isinstance(reward, TrainedReward) and reward.reads_images
     episodes = [text_episode(text, prompt=f"{n} + 1 = ") for n, text in enumerate(("1", "no", "", "3!"))]
