@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "envs": BASE,
     "policies": BASE | {"decisions", "images"},
     "weights": {"errors", "policies"},  # the contract of policies/base.py
-    "rewards": BASE | {"decisions", "policies"},  # judges are sampled like policies
+    "rewards": BASE | {"decisions", "images", "policies"},  # judges are sampled like policies
     "observability": BASE,
     "algorithms": BASE | {"decisions", "policies"},  # the contract of policies/base.py
     "rollout": BASE | {"decisions", "envs", "policies", "rewards", "observability", "weights", "interrupt"},

@@ -23,6 +23,7 @@ from vlarl.config.paths import brief
 from vlarl.config.resume_command import resume_command
 from vlarl.config.source.load import load_config
 from vlarl.config.source.start import Start, start_of
+from vlarl.config.words import agreement_in_words
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.run.preflight import refuse_early, refuse_missing, refuse_unready
 
@@ -40,7 +41,7 @@ def finetune(
     arguments: Sequence[str],
     run_training: Callable[[FinetuneConfig, Path | None, Path | None], FinetuneSummary] = _supervised,
 ) -> int:
-    """`vlarl finetune`: make a base policy from demonstrations."""
+    """`vlarl finetune`: make a base policy from demonstrations, or a reward model from labels."""
     request = parse_request(arguments, FinetuneConfig, trains=False)
     if request.wants_help:
         print(help_page("finetune", FINETUNE_PRESET))
@@ -71,11 +72,20 @@ def finetune(
     print("\n".join(opening_lines(config, folder, start)), flush=True)
     refuse_unready(config, is_new=run_dir is None)
     summary = run_training(config, run_dir, checkpoint)
-    lines = [
-        f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}",
-        f"demonstrations that succeed: {summary.demo_success:.1%}",
-        f"checkpoint: {brief(summary.checkpoint)}",
-    ]
+    lines = _closing_lines(summary)
+    print("\n".join(lines))
+    log_lines(RunDirectory(summary.run_dir), lines)
+    return 130 if summary.interrupted else 0
+
+
+def _closing_lines(summary: FinetuneSummary) -> list[str]:
+    """Losses, what was measured, and the paths of the results."""
+    lines = [f"loss: {summary.first_loss:.3f} → {summary.last_loss:.3f}"]
+    if summary.demo_success is not None:
+        lines.append(f"demonstrations that succeed: {summary.demo_success:.1%}")
+    if summary.agreement:
+        lines.append(f"agreement with held-out labels: {agreement_in_words(summary.agreement)}")
+    lines.append(f"checkpoint: {brief(summary.checkpoint)}")
     if summary.best_l1 is not None:
         best = brief(summary.checkpoint.parent / "best_validation")
         lines.append(f"lowest L1 on held-out episodes: {summary.best_l1:.4f}, after step {summary.best_step}: {best}")
@@ -83,6 +93,4 @@ def finetune(
         lines.append(f"report: {brief(summary.report)}")
     if summary.interrupted:
         lines.append(f"interrupted and saved; resume with: {resume_command(summary.run_dir)}")
-    print("\n".join(lines))
-    log_lines(RunDirectory(summary.run_dir), lines)
-    return 130 if summary.interrupted else 0
+    return lines

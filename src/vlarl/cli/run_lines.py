@@ -38,10 +38,12 @@ def opening_lines(config: Config | FinetuneConfig, folder: Path, start: Start | 
     if isinstance(config, Config):
         what = f"{plural(len(suites_of(config.env)), 'suite')} {_listed(suites_of(config.env))}"
     else:
-        demos = config.demos
+        demos, reward = config.demos, config.reward
         what = f"demonstrations {brief(demos.path) if demos.path else 'of ' + _listed(demos.suites)}"
         if demos.mixture:
             what += f" ({_listed(demos.mixture)})"
+        if reward.labels != "none":
+            what = f"a reward model of {reward.labels}, {what if reward.path is None else brief(reward.path)}"
     is_here = config.distributed.backend == "local"
     device = _device(config.run.device) if is_here else "those of a Ray cluster"
     label = "" if start is None else f"{start.label}, "

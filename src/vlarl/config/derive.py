@@ -234,7 +234,7 @@ def derive_finetune(config: FinetuneConfig) -> FinetuneDerived:
     """The derived values of a supervised run."""
     demos = config.demos
     num_tasks = None
-    if demos.path is None:
+    if demos.path is None and config.reward.labels not in ("pairs", "steps"):
         chosen = [SUITES[suite].num_tasks if demos.task_ids is None else len(demos.task_ids) for suite in demos.suites]
         num_tasks = sum(chosen)
     return FinetuneDerived(

@@ -57,7 +57,7 @@ class DemoConfig(Section):
     """RLDS: split of a recorded dataset, by its name in dataset_info.json."""
     holdout: BelowOne = 0.0
     """Fraction of the episodes that is not trained on, but validated on (section validation). A hash of an episode
-    decides, so that it stays held out when others are added."""
+    decides, so that it stays held out when others are added. The same of the rows of reward.path, by their prompts."""
     views: tuple[Literal["primary", "wrist", "secondary"], ...] | None = None
     """Views of recorded episodes that the policy reads, in its order; by default the first policy.num_images of
     primary, wrist and secondary."""
@@ -76,7 +76,7 @@ class DemoConfig(Section):
     training are used in turn."""
     image_size: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Side length of a rendered view in pixels; by default what the policy's processor reads. A fresh model reads views
-    of this size, a multiple of 14; by default 56."""
+    of this size, a multiple of 14; by default 56. Reward models read recorded views in this size, too."""
     only_successful: bool | None = None
     """Imitate only episodes that reach their goal; by default true for simulators whose experts fail by accident, and
     false where they fail on purpose, which is on the tabletop, and in LIBERO with close_high or release_early, and for
@@ -93,6 +93,22 @@ class DemoConfig(Section):
     """Simulators: fraction of the time that experts pause, as human operators do."""
     num_workers: Size | None = None
     """Processes that run the experts; by default one per core, as far as the memory allows."""
+
+
+class RewardTrainingConfig(Section):
+    """A reward model that is trained in place of a policy, from policy.path: docs/rewards.md."""
+
+    labels: Literal["none", "pairs", "steps", "episodes"] = "none"
+    """What a reward model is trained on: rows of reward.path with a chosen and a rejected response (pairs), or with the
+    steps of a response and their labels (steps); or demonstrations that succeed and fail (episodes), those of the
+    section demos. none: a policy is trained."""
+    path: str | None = None
+    """Rows of pairs or steps: JSON lines, Parquet, or a folder that save_to_disk of Hugging Face datasets wrote."""
+    states_per_episode: Many = 8
+    """Episodes: frames of each that are trained on, evenly spaced; the first and the last one are among them."""
+    step_discount: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Episodes: a frame of an episode that succeeds is labelled with this number to the power of the steps until its
+    last frame, and one of an episode that fails with 0. 1 labels all frames of a success alike."""
 
 
 class AugmentConfig(Section):
@@ -175,12 +191,13 @@ class FinetuneCheckpointConfig(Section):
 
 
 class FinetuneConfig(Section):
-    """A supervised run: demonstrations in, checkpoint out."""
+    """A supervised run: demonstrations in, checkpoint out; or labels in, reward model out."""
 
     run: RunFolderConfig = RunFolderConfig()
     policy: FinetunePolicyConfig = FinetunePolicyConfig()
     lora: LoraConfig = LoraConfig()
     demos: DemoConfig = DemoConfig()
+    reward: RewardTrainingConfig = RewardTrainingConfig()
     augment: AugmentConfig = AugmentConfig()
     optim: FinetuneOptimConfig = FinetuneOptimConfig()
     validation: ValidationConfig = ValidationConfig()

@@ -13,7 +13,10 @@ from vlarl.config.schema import Section
 
 AnyConfig = TypeVar("AnyConfig", bound=Section)  # Config or FinetuneConfig
 
-PATHS = ("run.root", "env.assets", "curriculum.start_from", "demos.path", "prompts.path", "prompts.eval_path")
+PATHS = (
+    *("run.root", "env.assets", "curriculum.start_from", "demos.path", "prompts.path", "prompts.eval_path"),
+    "reward.path",
+)
 """Options that are always a path, or a list of paths."""
 
 FOLDERS_OR_NAMES = ("policy.path", "policy.base", "lora.adapter", "reward.model", "reward.models")

@@ -32,6 +32,7 @@ ADAPTER, TRAINER_WEIGHTS = "adapter_config.json", "trainer.safetensors"
 POLICY_FILES = ("config.json", ADAPTER)
 SMALL_BYTES = 1 << 30  # of weights: a model that is trained whole, in float32, on a small machine
 OPTIONS = (("policy", "path"), ("policy", "base"), ("lora", "adapter"))  # that name a checkpoint
+REWARD_MODEL = ("reward", "model")  # names one, or a model of another kind
 
 HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 """`organisation/name`, and `@revision` (a branch, a tag or a commit) if it is not the main branch."""
@@ -221,7 +222,7 @@ def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
 def with_located(config: AnyConfig) -> AnyConfig:
     """The configuration with each run that it names as a checkpoint replaced by the run's checkpoint."""
     changed: dict[str, dict[str, str]] = {}
-    for section, field in OPTIONS:
+    for section, field in (*OPTIONS, REWARD_MODEL):
         value = getattr(getattr(config, section), field, None)
         if value is not None and (found := _of_a_run(value, config.run.root)):
             changed.setdefault(section, {})[field] = str(Path(found.path).absolute())

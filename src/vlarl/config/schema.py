@@ -420,7 +420,8 @@ class RewardConfig(Section):
     model: str | None = None
     """model: folder or hub id of a Hugging Face model: a sequence classifier with one label reads the episode, or a
     prompt with its response, as text; a pair of encoders (CLIP, SigLIP) compares the camera's images with the
-    instruction; a language or vision-language model judges by reward.judge_template."""
+    instruction; a language or vision-language model judges by reward.judge_template. Or the name or folder of a run in
+    which `vlarl finetune` has trained a reward model."""
     models: dict[str, str] = {}
     """Reward models by names of your own, such as {helpful: FOLDER, safe: FOLDER}; the names then stand in
     reward.sources, or in reward.source."""
@@ -437,7 +438,8 @@ class RewardConfig(Section):
     """model: device of the model; by default the run's."""
     scoring: Literal["outcome", "steps", "sum"] = "outcome"
     """model, remote: one score per episode, assigned at its end (outcome); or one score per decision, assigned there
-    (steps) or added up and assigned at the end (sum)."""
+    (steps) or added up and assigned at the end (sum). The score of a decision is that of the state after it; of a
+    reward model that was trained on episodes, the change that it made."""
     batch_size: PositiveInt = 16
     """model, remote: episodes scored at once."""
     url: str | None = None

@@ -26,11 +26,9 @@ from vlarl.observability.sinks import open_sinks
 from vlarl.training.checkpoint import CheckpointStore, read_counters
 from vlarl.training.rewind import resume_lines, set_later_aside
 from vlarl.training.state import TrainerState
-from vlarl.training.validation import WATCHED, is_exhausted
+from vlarl.training.validation import in_words, is_exhausted
 
 log = logging.getLogger(__name__)
-
-ACCURACY = "val/token_accuracy"
 
 
 class FinetuneRun:
@@ -116,7 +114,8 @@ class FinetuneRun:
         if not is_last:
             self._guard.check()
         elif step < config.optim.steps:
-            self.progress.note(f"stopped: the last {config.validation.patience} validations had no lower {WATCHED}")
+            watched = self._trainer.trained_on.watched
+            self.progress.note(f"stopped: the last {config.validation.patience} validations had no lower {watched}")
         return not is_last
 
     @property
@@ -129,8 +128,7 @@ class FinetuneRun:
         if (row := trainer.validate()) is None:
             return
         self._row |= row
-        accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
-        self.progress.note(f"validation after step {self._step}: L1 {row[WATCHED]:.4f}{accuracy}")
+        self.progress.note(f"validation after step {self._step}: {in_words(row)}")
 
     def report(self) -> Path | None:
         """Write the report, if that is wanted."""

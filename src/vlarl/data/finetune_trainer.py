@@ -38,7 +38,7 @@ from vlarl.training.ranks import Ranks, SingleRank
 from vlarl.training.sft import Batches, Imitation, ImitationState
 from vlarl.training.sft_checkpoint import listed_frames, restore_imitation, save_imitation
 from vlarl.training.stored_tensors import refuse_diverged
-from vlarl.training.validation import WATCHED, is_best
+from vlarl.training.validation import WATCHED, Validates, is_best
 
 BEST = "best_validation"  # checkpoint of the policy with the lowest error on held-out episodes
 
@@ -57,8 +57,14 @@ class TrainedOn:
 
     names: tuple[str, ...]  # of the datasets
     sampler: MixtureSampler
-    statistics: Mapping[str, Mapping[str, Any]]  # by dataset
-    success: float  # fraction of the demonstrations that reached their goal
+    statistics: Mapping[str, Mapping[str, Any]]  # of a policy's demonstrations, by dataset
+    success: float | None  # fraction of the demonstrations that reached their goal; None: of a reward model
+    watched: str = WATCHED  # the metric whose lowest value is the best
+
+    @property
+    def frames(self) -> dict[str, int]:
+        """Samples of each dataset."""
+        return dict(zip(self.names, self.sampler.sizes, strict=True))
 
 
 class FinetuneTrainer(Protocol):
@@ -92,9 +98,78 @@ class FinetuneTrainer(Protocol):
         """Write the final policy."""
         ...
 
+    @property
+    def agreement(self) -> Mapping[str, float]:
+        """How a reward model agrees with held-out labels; empty for a policy."""
+        ...
 
-class DemoTrainer:
-    """Trains a policy on demonstrations, in this process or as one of several ranks, which make the same calls."""
+
+class SupervisedTrainer:
+    """Trains a policy or a reward model, in this process or as one of several ranks, which make the same calls."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        imitation: Imitation,
+        trained_on: TrainedOn,
+        validation: Validates | None,
+        folder: Path,
+    ) -> None:
+        """Checkpoints are kept in `folder`."""
+        self.optim, self._seed = config.optim, config.run.seed
+        self.trained_on, self._imitation, self._validation = trained_on, imitation, validation
+        kept = config.checkpoint
+        self._store = CheckpointStore(folder, kept.keep, imitation.ranks, max_total_gib=kept.max_total_gib)
+
+    @property
+    def state(self) -> ImitationState:
+        """The counters so far, the same on all ranks."""
+        return self._imitation.state
+
+    @property
+    def agreement(self) -> Mapping[str, float]:
+        """How a reward model agrees with held-out labels."""
+        return {}
+
+    def restore(self, checkpoint: Path) -> None:
+        """Bring a run's beginning to the state of a checkpoint."""
+        restore_imitation(self._store, checkpoint, self._imitation, self.trained_on.frames, self._seed)
+
+    def step(self) -> dict[str, float] | None:
+        """The next optimizer step; the row of metrics that is due after it."""
+        row = self._imitation.step()
+        if row is not None and (peak := gpu_peak_gib()) is not None:
+            row["perf/gpu_peak_gib"] = peak
+        return row
+
+    def validate(self) -> dict[str, float] | None:
+        """Measure on what is held out, and save what is the best so far; None where nothing is."""
+        if self._validation is None:
+            return None
+        row = self._validation.measure()
+        if is_best(self.state, row[self._validation.watched]):
+            note = {"training_step": self.state.iteration, **row}
+            self._store.save_policy(BEST, self._imitation.policy, note, self._dtype)
+        return row
+
+    def save(self, name: str) -> None:
+        """Write a checkpoint that training can resume from."""
+        save_imitation(self._store, name, self._imitation, self.trained_on.frames, self._dtype)
+
+    def finish(self) -> None:
+        """Write the final policy."""
+        imitation, state = self._imitation, self.state
+        refuse_diverged(imitation.named_trained(), self.optim.lr, self._store.folder, imitation.ranks)
+        note = {"training_step": state.iteration, "loss": state.last_loss}
+        self._store.save_policy(FINAL, imitation.policy, note, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.optim.save_dtype]
+
+
+class DemoTrainer(SupervisedTrainer):
+    """Trains a policy on demonstrations."""
 
     def __init__(
         self,
@@ -110,9 +185,6 @@ class DemoTrainer:
     ) -> None:
         """`policy` and `sources` are those of `start`, `collected` is what the sources have; checkpoints are kept in
         `folder`; `note` shows a line."""
-        self.optim, self._seed, self._ranks = config.optim, config.run.seed, ranks
-        kept = config.checkpoint
-        self._store = CheckpointStore(folder, kept.keep, ranks, max_total_gib=kept.max_total_gib)
         demos, held_out = split_played(collected.demos, sources, config.demos.holdout)
         statistics = {part.name: demo_statistics(part) for part in demos}
         weights = sampling_weights(config.demos, demos)
@@ -121,61 +193,17 @@ class DemoTrainer:
             lambda: pooled_statistics([part.actions for part in demos], [part.proprio for part in demos], weights),
         )
         sampler = MixtureSampler([len(part) for part in demos], weights, config.run.seed)
-        names = tuple(part.name for part in demos)
-        self.trained_on = TrainedOn(names, sampler, statistics, collected.success)
-        self._frames = dict(zip(names, sampler.sizes, strict=True))
-        _refuse_other_demos(self._frames, ranks)
-        self._validation = build_validation(
-            config, policy, sources, held_out, list(sampler.weights), note, device, ranks
-        )
+        trained_on = TrainedOn(tuple(part.name for part in demos), sampler, statistics, collected.success)
+        _refuse_other_demos(trained_on.frames, ranks)
+        validation = build_validation(config, policy, sources, held_out, list(sampler.weights), note, device, ranks)
         ranks_here = max(config.distributed.learners_per_node) if ranks.world_size > 1 else 1
         batches: Batches = DemoBatches(demos, policy, device, sampler, MAX_HELD_BYTES // ranks_here)
         if config.augment.enabled:
             batches = AugmentedBatches(batches, config.augment, config.run.seed)
-        self._imitation = Imitation(policy, config.optim, batches, device, ranks, sharding)
+        imitation = Imitation(policy, config.optim, batches, device, ranks, sharding)
         if ranks.rank > 0:  # others than those of rank 0, which are those of one process
             restore_random_states(default_generators(device), {}, ranks.rank, config.run.seed)
-
-    @property
-    def state(self) -> ImitationState:
-        """The counters so far, the same on all ranks."""
-        return self._imitation.state
-
-    def restore(self, checkpoint: Path) -> None:
-        """Bring a run's beginning to the state of a checkpoint."""
-        restore_imitation(self._store, checkpoint, self._imitation, self._frames, self._seed)
-
-    def step(self) -> dict[str, float] | None:
-        """The next optimizer step; the row of metrics that is due after it."""
-        row = self._imitation.step()
-        if row is not None and (peak := gpu_peak_gib()) is not None:
-            row["perf/gpu_peak_gib"] = peak
-        return row
-
-    def validate(self) -> dict[str, float] | None:
-        """Measure the policy on held-out episodes, and save it if it is the best so far; None where there are none."""
-        if self._validation is None:
-            return None
-        row = self._validation.measure()
-        if is_best(self.state, row[WATCHED]):
-            note = {"training_step": self.state.iteration, **row}
-            self._store.save_policy(BEST, self._imitation.policy, note, self._dtype)
-        return row
-
-    def save(self, name: str) -> None:
-        """Write a checkpoint that training can resume from."""
-        save_imitation(self._store, name, self._imitation, self._frames, self._dtype)
-
-    def finish(self) -> None:
-        """Write the final policy."""
-        imitation, state = self._imitation, self.state
-        refuse_diverged(imitation.named_trained(), self.optim.lr, self._store.folder, self._ranks)
-        note = {"training_step": state.iteration, "loss": state.last_loss}
-        self._store.save_policy(FINAL, imitation.policy, note, self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self.optim.save_dtype]
+        super().__init__(config, imitation, trained_on, validation, folder)
 
 
 def _refuse_other_demos(frames: Mapping[str, int], ranks: Ranks) -> None:

@@ -64,7 +64,7 @@ def build_validation(
         return None
     parts: list[HeldOut] = []
     for source, weight in zip(sources, weights, strict=True):
-        demos = _read(source, note) if isinstance(source, RecordedSource) else played.get(source.name)
+        demos = read_held_out(source, note) if isinstance(source, RecordedSource) else played.get(source.name)
         if demos is None:
             note(f"{source.name}: demos.holdout = {config.demos.holdout} holds out none of its episodes")
             continue
@@ -80,7 +80,7 @@ def build_validation(
     return Validation(policy, parts, config.optim, config.run.seed, device, ranks) if parts else None
 
 
-def _read(source: RecordedSource, note: Note) -> DemoSet | None:
+def read_held_out(source: RecordedSource, note: Note) -> DemoSet | None:
     """The held-out episodes of a recorded dataset that would be imitated; None if there are none."""
     try:
         demos = source.collect(note, held_out=True)

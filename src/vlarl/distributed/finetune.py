@@ -10,7 +10,7 @@ object store; the ranks copy it out, and it is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class RankTrainers(RankGroup):
         """`played` is what experts have played, if they have; checkpoints are kept in `folder`; `note` shows a line."""
         super().__init__(workers, config.distributed.start_timeout_s)
         self.optim: FinetuneOptimConfig = config.optim
+        self.agreement: Mapping[str, float] = {}  # of reward models, which no ranks train
         self.join()
         given = None if played is None else put(played)
         self.trained_on: TrainedOn

@@ -166,6 +166,10 @@ class Policy(nn.Module, ABC):
         Without decisions, of which there are none at a last observation, the first value counts.
         """
 
+    def text_values(self, inputs: TensorRows, decisions: Decisions) -> torch.Tensor:
+        """[B] the value head's value of each prompt with its whole text, for reward models."""
+        raise UsageError(f"{type(self).__name__} reads no texts.")
+
     @abstractmethod
     def act(self, decisions: Decisions) -> list[Action]:
         """What the environment is given for each decision: an array [K, D] in the robot's units, or a text."""

@@ -10,11 +10,13 @@ Rows are small and made once for all demonstrations. Frames are large: the calle
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import nn
 
 from vlarl.config.finetune import FinetunePolicyConfig
 from vlarl.config.schema import LoraConfig
@@ -29,6 +31,47 @@ class ImitationErrors:
 
     l1: torch.Tensor  # [B] mean absolute difference of the normalised actions
     token_accuracy: torch.Tensor | None  # [B] fraction of the action tokens that are right; None for other policies
+
+
+class Saved(Protocol):
+    """What is written as a checkpoint."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules, as of any module of torch."""
+        ...
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether low-rank adapters are trained in place of the weights."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the checkpoint; `dtype` converts its weights."""
+        ...
+
+
+class Supervised(Saved, Protocol):
+    """What a supervised run trains: a policy, or a reward model (rewards/reward_model.py)."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All weights, as of any module of torch."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names."""
+        ...
+
+    def train(self) -> object:
+        """Switch to training."""
+        ...
+
+    def supervised_loss(self, rows: TensorRows, frames: torch.Tensor) -> torch.Tensor:
+        """The mean loss over a batch, with gradients."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Called after weights were changed in place."""
+        ...
 
 
 class SupervisedPolicy(Policy):

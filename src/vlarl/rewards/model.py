@@ -1,8 +1,8 @@
 """Hugging Face models as rewards: a classifier reads an episode, or a prompt with its response, as text; encoders
 compare a view with the instruction. Generative models are in judge.py.
 
-A score is about the end of an episode, or about the state that a decision led to. No model is trained, and none reads
-actions.
+A score is about the end of an episode, or about the state that a decision led to. No model reads actions, and none is
+trained here: those that `vlarl finetune` trains are in trained.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import transformers
-from jinja2 import TemplateError
 from torch.nn import functional as F
 
 from vlarl.errors import UsageError, VlarlError
 from vlarl.rewards.base import Scoring, ScoringReward
-from vlarl.types import Observation, Trajectory, message_text
+from vlarl.rewards.conversation import ConversationReader
+from vlarl.rewards.pretrained import load_part, load_whole
+from vlarl.types import Observation, Trajectory
 
 RECENT_STATES = 16  # how many states the text of an episode covers
 
@@ -66,56 +67,36 @@ class ClassifierReward(ModelReward):
     reads_images = False
 
     def __init__(self, path: str, device: torch.device, scoring: Scoring = "outcome", batch_size: int = 16) -> None:
-        model = _pretrained(transformers.AutoModelForSequenceClassification, path)
+        model = load_whole(transformers.AutoModelForSequenceClassification, path)
         if model.config.num_labels != 1:
             raise UsageError(
                 f"reward.model: {path} has {model.config.num_labels} labels; a reward model has one. Take a checkpoint "
                 "with num_labels 1."
             )
-        self.tokenizer = load_part(transformers.AutoTokenizer, path)
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.tokenizer.pad_token is None:
-            raise UsageError(f"reward.model: the tokenizer of {path} has no padding token; add one to its files.")
-        model.config.pad_token_id = self.tokenizer.pad_token_id
-        positions = getattr(model.config, "max_position_embeddings", self.tokenizer.model_max_length)
-        self.max_tokens = min(positions, self.tokenizer.model_max_length)
+        self.reader = ConversationReader(path, model.config)
         super().__init__(path, model, device, scoring, batch_size)
 
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the logit of each text."""
         encoded = [self._encoded(trajectory, done) for trajectory, done in states]
-        inputs = self.tokenizer.pad(encoded, padding_side="right", return_tensors="pt").to(self.device)
+        inputs = {name: column.to(self.device) for name, column in self.reader.padded(encoded).items()}
         logits: torch.Tensor = self.model(**inputs).logits
         return logits[:, 0]
 
     def _encoded(self, trajectory: Trajectory, num_decisions: int) -> Any:
-        """The tokens of an episode up to a decision; of a text that is too long, the last ones."""
+        """The tokens of an episode up to a decision."""
         transition = trajectory.transitions[num_decisions - 1]
-        limit = {"truncation": True, "max_length": self.max_tokens}
         prompt, text = transition.observation.prompt, transition.text
         if text is None or prompt is None:
-            self.tokenizer.truncation_side = "right"
-            return self.tokenizer(episode_text(trajectory, num_decisions), **limit)
-        self.tokenizer.truncation_side = "left"
-        if not prompt.conversational:
-            return self.tokenizer(prompt.text + text, **limit)
-        if self.tokenizer.chat_template is None:
-            return self.tokenizer(prompt.text, text, **limit)
-        messages = [{"role": m["role"], "content": message_text(m)} for m in prompt.messages]
-        messages.append({"role": "assistant", "content": text})
-        try:
-            rendered = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError as error:  # templates refuse roles, such as system, or orders of roles
-            raise VlarlError(f"the chat template of {self.path} refuses the conversation: {error}") from error
-        return self.tokenizer(rendered, add_special_tokens=False, **limit)
+            return self.reader.text(episode_text(trajectory, num_decisions))
+        return self.reader.response(prompt, text)
 
 
 class SimilarityReward(ModelReward):
     """A pair of encoders such as CLIP: cosine of the agent's view and the instruction, from -1 to 1."""
 
     def __init__(self, path: str, device: torch.device, scoring: Scoring = "outcome", batch_size: int = 16) -> None:
-        model = _pretrained(transformers.AutoModel, path)
+        model = load_whole(transformers.AutoModel, path)
         self.tokenizer = load_part(transformers.AutoTokenizer, path)
         self.image_processor = load_part(transformers.AutoImageProcessor, path)
         self.max_tokens = model.config.text_config.max_position_embeddings
@@ -160,24 +141,3 @@ def episode_text(trajectory: Trajectory, num_decisions: int) -> str:
         x, y, z, *_, left, right = state_after(trajectory, index).proprio.tolist()
         lines.append(f"Decision {index}: gripper at {x:.2f} {y:.2f} {z:.2f}, fingers {abs(left - right):.2f} apart")
     return "\n".join(lines)
-
-
-def load_part(kind: Any, path: str, **options: Any) -> Any:
-    """Load a folder or hub id with a transformers class, without running its code; UsageError where that fails."""
-    try:
-        # By default the library asks on the terminal whether to run code from the folder.
-        return kind.from_pretrained(path, trust_remote_code=False, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"reward.model: {path} can't be loaded: {reason}") from error
-
-
-def _pretrained(kind: Any, path: str) -> Any:
-    """A model with all its weights, in the precision they are stored in; pickled files are not read."""
-    model, report = load_part(kind, path, dtype="auto", use_safetensors=True, output_loading_info=True)
-    if missing := sorted(report["missing_keys"]):
-        raise UsageError(
-            f"reward.model: {path} lacks {len(missing)} weights, the first is {missing[0]}: its scores would be "
-            "random. Take a checkpoint that was trained to score."
-        )
-    return model

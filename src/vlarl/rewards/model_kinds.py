@@ -1,4 +1,4 @@
-"""Which reward a checkpoint is, by its architecture."""
+"""Which reward a checkpoint is: one that was trained here, or by its architecture."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import transformers
 from vlarl.errors import UsageError
 from vlarl.rewards.base import Scoring
 from vlarl.rewards.judge import JudgeOptions, JudgeReward
-from vlarl.rewards.model import ClassifierReward, ModelReward, SimilarityReward, load_part
-
-GENERATIVE = ("ForCausalLM", "ForConditionalGeneration")  # endings of the names of models that write texts
+from vlarl.rewards.model import ClassifierReward, ModelReward, SimilarityReward
+from vlarl.rewards.pretrained import load_part
+from vlarl.rewards.reward_checkpoint import GENERATIVE, trained_folder
+from vlarl.rewards.trained import TrainedReward
 
 
 def load_reward_model(
     path: str, device: torch.device, scoring: Scoring, batch_size: int, judge: JudgeOptions
 ) -> ModelReward:
-    """The reward for a checkpoint, chosen by its architecture; one that can't score is refused."""
+    """The reward for a checkpoint: one that was trained here, or by its architecture. One that can't score is
+    refused."""
+    if (trained := trained_folder(path)) is not None:
+        return TrainedReward(str(trained), device, scoring, batch_size)
     config = load_part(transformers.AutoConfig, path)
     name = (getattr(config, "architectures", None) or ["?"])[0]
     architecture = getattr(transformers, name, None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -20,13 +20,16 @@ from vlarl.data.finetune import start
 from vlarl.data.finetune_run import FinetuneRun
 from vlarl.data.finetune_trainer import Collected, DemoTrainer, FinetuneTrainer
 from vlarl.data.mixtures import table
+from vlarl.data.reward_trainer import begin_reward_training
 from vlarl.data.rlds.writer import STATISTICS
 from vlarl.devices import choose_device
 from vlarl.observability.machine import available_cores
 from vlarl.observability.run_dir import RunDirectory
 from vlarl.policies.checkpoint_json import write_json
-from vlarl.policies.supervised import SupervisedPolicy
 from vlarl.training.sft import imitate
+
+Build = Callable[[FinetuneRun, ExitStack], FinetuneTrainer]
+"""Builds the trainer of a run; its workers, if there are any, end with the stack."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +40,30 @@ class FinetuneSummary:
     checkpoint: Path
     first_loss: float
     last_loss: float
-    demo_success: float  # fraction of demonstrations that reached their goal
+    demo_success: float | None  # fraction of demonstrations that reached their goal; None: of a reward model
     report: Path | None = None
     interrupted: bool = False
     best_step: int | None = None  # the step with the lowest error on held-out episodes; None without validation
     best_l1: float | None = None
+    agreement: Mapping[str, float] = field(default_factory=dict)  # of a reward model with the held-out labels
 
 
 def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Path | None = None) -> FinetuneSummary:
-    """Collect demonstrations, imitate them, and save a checkpoint in the run directory.
+    """Collect demonstrations or labels, train a policy or a reward model on them, and save it in the run directory.
 
     `resume` is the folder of a run to resume, from its newest checkpoint or the given one.
     """
     with ExitStack() as stack:  # what is refused leaves nothing behind
         if resume is None:
-            name = config.run.name or default_run_name("finetune", config.run.seed, datetime.now())
+            kind = "finetune" if config.reward.labels == "none" else "reward"
+            name = config.run.name or default_run_name(kind, config.run.seed, datetime.now())
             RunDirectory.refuse_existing(config.run.root, name)
         else:
             directory = RunDirectory.open(resume)
             lock = stack.enter_context(directory.lock())
-        on_ranks = config.distributed.backend == "ray"
-        # Ranks have weights of their own: the driver's policy says what of the demonstrations it reads.
-        device = torch.device("meta") if on_ranks else choose_device(config.run.device)
         torch.set_num_threads(config.run.num_threads or available_cores())
         torch.manual_seed(config.run.seed)
-        policy, sources = start(config, device)
+        build = _opened(config)
         if resume is None:
             directory = RunDirectory.create(config.run.root, name)
             lock = stack.enter_context(directory.claim())
@@ -69,17 +71,15 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         begun = FinetuneRun(config, directory, lock, resume is None, checkpoint)
         stack.pop_all()  # the run holds the lock
     with ExitStack() as workers, begun as run:  # ranks are still there when the run saves its last checkpoint
-        if on_ranks:
-            trainer = _launch(config, directory, sources, run, workers)
-        else:
-            trainer = _train_here(config, policy, sources, device, run)
-        write_json(directory.path / STATISTICS, trainer.trained_on.statistics)
+        trainer = build(run, workers)
+        if statistics := trainer.trained_on.statistics:
+            write_json(directory.path / STATISTICS, statistics)
         run.begin(trainer)
         if not run.is_over:
             imitate(trainer, run.log, run.after_step)
         trained_on, state = trainer.trained_on, trainer.state
         num_samples = state.iteration * config.optim.batch_size
-        for line in table(trained_on.sampler.drawn(trained_on.names, num_samples)):
+        for line in table(trained_on.sampler.drawn(trained_on.names, num_samples)) if statistics else ():
             run.progress.note(line)
         trainer.finish()
     state = trainer.state
@@ -93,29 +93,34 @@ def finetune(config: FinetuneConfig, resume: Path | None = None, checkpoint: Pat
         None if run.interrupted else run.report(),
         run.interrupted,
         None if state.best is None else state.best_step,
-        state.best,
+        state.best if config.reward.labels == "none" else None,
+        trainer.agreement,
     )
 
 
-def _train_here(
-    config: FinetuneConfig,
-    policy: SupervisedPolicy,
-    sources: Sequence[DemoSource],
-    device: torch.device,
-    run: FinetuneRun,
-) -> FinetuneTrainer:
-    collected = Collected(*collect_demos(sources, run.progress.note))
-    return DemoTrainer(config, policy, sources, collected, device, run.directory.checkpoints, run.progress.note)
+def _opened(config: FinetuneConfig) -> Build:
+    """What builds the trainer of a run; what can't be trained is refused here, before the run has a folder."""
+    on_ranks = config.distributed.backend == "ray"
+    # Ranks have weights of their own: the driver's policy says what of the demonstrations it reads.
+    device = torch.device("meta") if on_ranks else choose_device(config.run.device)
+    if config.reward.labels != "none":
+        open_trainer = begin_reward_training(config, device)
+        return lambda run, workers: open_trainer(run.directory.checkpoints, run.progress.note)
+    policy, sources = start(config, device)
+    if on_ranks:
+        return lambda run, workers: _launch(config, sources, run, workers)
+
+    def train_here(run: FinetuneRun, workers: ExitStack) -> FinetuneTrainer:
+        collected = Collected(*collect_demos(sources, run.progress.note))
+        return DemoTrainer(config, policy, sources, collected, device, run.directory.checkpoints, run.progress.note)
+
+    return train_here
 
 
 def _launch(
-    config: FinetuneConfig,
-    directory: RunDirectory,
-    sources: Sequence[DemoSource],
-    run: FinetuneRun,
-    workers: ExitStack,
+    config: FinetuneConfig, sources: Sequence[DemoSource], run: FinetuneRun, workers: ExitStack
 ) -> FinetuneTrainer:
     """The learner ranks, whose workers end with the stack. Experts play here, once for all of them."""
     from vlarl.run.finetune_cluster import launch_finetune  # loads Ray
 
-    return launch_finetune(config, directory, sources, run.progress.note, workers)
+    return launch_finetune(config, run.directory, sources, run.progress.note, workers)

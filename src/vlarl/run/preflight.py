@@ -60,8 +60,13 @@ def refuse_missing(config: Config | FinetuneConfig, is_new: bool = True) -> None
     if isinstance(config, FinetuneConfig):
         for folder in dataset_folders(config.demos) if config.demos.path is not None else ():
             _refuse_unreadable(folder)
+        rows = config.reward.path
         _refuse_missing_packages(
-            (("ray", "cluster", config.distributed.backend == "ray"), ("wandb", "wandb", config.logging.wandb))
+            (
+                ("ray", "cluster", config.distributed.backend == "ray"),
+                ("wandb", "wandb", config.logging.wandb),
+                ("pyarrow", "data", rows is not None and Path(rows).suffix != ".jsonl"),
+            )
         )
         _refuse_missing_dashboard(config.distributed)
         return
@@ -115,7 +120,9 @@ def refuse_unready(config: Config | FinetuneConfig, is_new: bool = True) -> None
 
 
 def _refuse_missing_demos(config: FinetuneConfig) -> None:
-    demos = config.demos
+    demos, rows = config.demos, config.reward.path
+    if rows is not None and not Path(rows).exists():
+        raise UsageError(f"reward.path: there is no file {rows}.")
     if demos.path is None:
         return
     for folder in dataset_folders(demos):

@@ -32,6 +32,7 @@ from vlarl.json_files import read_json
 from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
 from vlarl.policies.checksums import checksums, verify_checksums, write_checksums
+from vlarl.policies.supervised import Saved
 from vlarl.policies.tensor_file import write_tensors
 from vlarl.training.fsdp import consolidated
 from vlarl.training.learner import Learner
@@ -123,9 +124,7 @@ class CheckpointStore:
         on_first(self.ranks, lambda: retire(self.folder, self.keep, self.max_total_gib))
         return path
 
-    def save_policy(
-        self, name: str, policy: Policy, metadata: dict[str, Any], dtype: torch.dtype | None = None
-    ) -> Path:
+    def save_policy(self, name: str, policy: Saved, metadata: dict[str, Any], dtype: torch.dtype | None = None) -> Path:
         """Write only the policy, with a note that describes it."""
 
         def write_whole(folder: Path) -> None:

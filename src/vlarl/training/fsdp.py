@@ -39,6 +39,7 @@ from torch.utils import _pytree
 from vlarl.errors import UsageError
 from vlarl.policies.base import Evaluation, Policy
 from vlarl.policies.deferred import StoredWeight, stored_weight
+from vlarl.policies.supervised import Saved
 from vlarl.training.ranks import Ranks
 
 # A policy's entry points: FSDP hooks only `forward`.
@@ -233,7 +234,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def consolidated(policy: Policy, ranks: Ranks) -> Iterator[None]:
+def consolidated(policy: Saved, ranks: Ranks) -> Iterator[None]:
     """Inside the block, which all ranks enter, rank 0's policy has full weights on its host: it can be saved.
 
     Only the weights that a save writes are gathered: all of them or, with adapters, those that are not the base's. The

@@ -21,7 +21,8 @@ import torch
 from vlarl.config.finetune import FinetuneOptimConfig
 from vlarl.decisions import TensorRows
 from vlarl.errors import VlarlError
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.policies.base import Policy
+from vlarl.policies.supervised import Supervised
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
 from vlarl.training.optim import build_adamw, set_lr, warmup_cosine
 from vlarl.training.ranks import Ranks, SingleRank
@@ -80,7 +81,7 @@ class Imitation:
 
     def __init__(
         self,
-        policy: SupervisedPolicy,
+        policy: Supervised,
         optim: FinetuneOptimConfig,
         batches: Batches,
         device: torch.device,
@@ -93,6 +94,7 @@ class Imitation:
         self.policy, self.optim, self.batches = policy, optim, batches
         self.device, self.ranks, self.sharded = device, ranks, sharding.mode != "none"
         if self.sharded:
+            assert isinstance(policy, Policy), "reward models are trained in one process"
             shard(policy, sharding, sharding.mesh(ranks, device))
         self.optimizer = build_adamw(policy.parameters(), optim.lr, optim.weight_decay, BETAS)
         self.state = ImitationState()
@@ -190,7 +192,7 @@ def imitate(
     return steps.state.first_loss or 0.0, steps.state.last_loss or 0.0
 
 
-def imitation_loss(policy: SupervisedPolicy, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
+def imitation_loss(policy: Supervised, batch: DemoBatch, optim: FinetuneOptimConfig) -> torch.Tensor:
     """The policy's loss on a batch, in the configured precision."""
     device = batch.frames.device.type
     with torch.autocast(device, torch.bfloat16, enabled=optim.autocast == "bfloat16"):

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from vlarl.config.finetune import FinetuneOptimConfig
-from vlarl.policies.supervised import SupervisedPolicy
+from vlarl.config.words import agreement_in_words
+from vlarl.policies.supervised import Supervised, SupervisedPolicy
 from vlarl.training.ranks import Ranks, SingleRank, distribute
 from vlarl.training.sft import DemoBatch, ImitationState, imitation_loss
 
 WATCHED = "val/l1"
+ACCURACY = "val/token_accuracy"
+
+
+class Validates(Protocol):
+    """A measurement on what is held out."""
+
+    watched: str  # the metric whose lowest value is the best
+
+    @property
+    def policy(self) -> Supervised:
+        """What is measured."""
+        ...
+
+    def measure(self) -> dict[str, float]:
+        """Metrics whose names begin with val/; what is trained and its random numbers are the same afterwards."""
+        ...
+
+
+def in_words(row: Mapping[str, float]) -> str:
+    """What a validation has found, for people."""
+    if WATCHED not in row:
+        return agreement_in_words({name.removeprefix("val/"): value for name, value in row.items()})
+    accuracy = f", token accuracy {row[ACCURACY]:.1%}" if ACCURACY in row else ""
+    return f"L1 {row[WATCHED]:.4f}{accuracy}"
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,8 @@ class Validation:
 
     Ranks take their turns at the passes, and all of them have the results.
     """
+
+    watched = WATCHED
 
     def __init__(
         self,

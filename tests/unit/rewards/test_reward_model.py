@@ -130,7 +130,7 @@ def test_siglip_is_another_pair_of_encoders(tmp_path, episodes):
 
 def test_a_text_longer_than_the_model_reads_is_cut(tmp_path, trajectory):
     reward = load_reward_model(str(save_classifier(tmp_path / "short", positions=32)), CPU, "outcome", 2, JUDGE)
-    assert reward.max_tokens == 32
+    assert reward.reader.max_tokens == 32
     assert np.isfinite(reward.score(trajectory([[0]] * 30)).env_return)
 
 

@@ -15,7 +15,14 @@ from vlarl.config.known import (
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.distributed import check_distributed, check_ranks
 from vlarl.config.rules.env import check_cameras, check_env, check_gym, check_prompts
-from vlarl.config.rules.finetune import check_batch, check_crops, check_demos, check_fresh_images, check_warmup
+from vlarl.config.rules.finetune import (
+    check_batch,
+    check_crops,
+    check_demos,
+    check_fresh_images,
+    check_reward_training,
+    check_warmup,
+)
 from vlarl.config.rules.learning import check_critic, check_ema, check_ptx, check_updates
 from vlarl.config.rules.reward import check_reward
 from vlarl.config.rules.sampling import (
@@ -335,6 +342,7 @@ FINETUNE_RULES: tuple[Callable[[FinetuneConfig], Problems], ...] = (
     _decoder,
     _trained_weights,
     check_demos,
+    check_reward_training,
     check_fresh_images,
     check_warmup,
     check_batch,

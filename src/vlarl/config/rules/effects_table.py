@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Generic, TypeVar
 
 from vlarl.config.derive import policy_loss_of
-from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.finetune import DemoConfig, FinetuneConfig
 from vlarl.config.known import EXPERTS, GROUP_METHODS, GYM, PROMPTS, is_prompts
 from vlarl.config.rules.reward import NAMED_BY, READ_BY, used_kinds, used_rewards
 from vlarl.config.run_checkpoints import ADAPTER, is_flow
@@ -582,6 +582,21 @@ RECORDED = (
 )
 
 
+DEMONSTRATIONS = tuple(f"demos.{name}" for name in DemoConfig.model_fields if name != "holdout")
+
+
+def _trains_policy(config: FinetuneConfig) -> bool:
+    return config.reward.labels == "none"
+
+
+def _reads_rows(config: FinetuneConfig) -> bool:
+    return config.reward.labels in ("pairs", "steps")
+
+
+def _reads_episodes(config: FinetuneConfig) -> bool:
+    return config.reward.labels == "episodes"
+
+
 def _uses_experts(config: FinetuneConfig) -> bool:
     return config.demos.path is None
 
@@ -599,6 +614,33 @@ def _is_fresh(config: FinetuneConfig) -> bool:
 
 
 FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
+    Condition(
+        (
+            *("policy.actions", "policy.chunk_length", "policy.num_images", "policy.use_proprio", "policy.resize"),
+            *("policy.center_crop", "policy.heads_device", "augment.*"),
+        ),
+        ("reward.labels",),
+        _trains_policy,
+        "with reward.labels, which trains a reward model and no policy of a robot",
+    ),
+    Condition(
+        DEMONSTRATIONS,
+        ("reward.labels",),
+        lambda c: not _reads_rows(c),
+        "with reward.labels pairs or steps, whose samples are the rows of reward.path",
+    ),
+    Condition(
+        ("reward.path",),
+        ("reward.labels",),
+        _reads_rows,
+        "without reward.labels pairs or steps; episodes are those of the section demos",
+    ),
+    Condition(
+        ("reward.states_per_episode", "reward.step_discount"),
+        ("reward.labels",),
+        _reads_episodes,
+        "without reward.labels episodes",
+    ),
     Condition(
         ("policy.resize", "policy.center_crop", "policy.attention", "policy.heads_device"),
         ("policy.path",),
@@ -639,7 +681,7 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
     Condition(
         ("demos.image_size",),
         ("demos.path", "policy.path"),
-        lambda c: _uses_experts(c) or _is_fresh(c),
+        lambda c: _uses_experts(c) or _is_fresh(c) or _reads_episodes(c),
         "with demos.path, whose recorded images have a fixed size",
     ),
     Condition(
@@ -691,12 +733,12 @@ FINETUNE: tuple[Condition[FinetuneConfig], ...] = (
 ALWAYS_FINETUNE = _paths(
     {
         "run": "name root seed device num_threads",
-        "policy": "path actions chunk_length num_images use_proprio dtype quantize gradient_checkpointing freeze",
+        "policy": "path dtype quantize gradient_checkpointing freeze",
         "lora": "enabled adapter",
-        "demos": "path only_successful holdout",
+        "demos": "holdout",
+        "reward": "labels",
         "optim": "steps batch_size microbatch_size lr warmup_steps weight_decay max_grad_norm autocast log_interval "
         "save_dtype",
-        "augment": "enabled",
         "checkpoint": "interval",
         "logging": "tensorboard wandb report",
         "distributed": "backend",

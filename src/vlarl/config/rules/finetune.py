@@ -65,6 +65,26 @@ def _check_recorded(config: FinetuneConfig) -> Problems:
         yield Problem(f"policy.num_images = {count} with demos.path", remedy, ("policy.num_images", "demos.path"))
 
 
+def check_reward_training(config: FinetuneConfig) -> Problems:
+    """A reward model has labels to be trained on, and a model to begin from."""
+    reward, base = config.reward, config.policy.path
+    if reward.labels in ("pairs", "steps") and reward.path is None:
+        remedy = "name the file with the rows: JSON lines, Parquet, or a folder that save_to_disk wrote"
+        subject = f"reward.path = null with reward.labels = {shown(reward.labels)}"
+        yield Problem(subject, remedy, ("reward.path", "reward.labels"))
+    if reward.labels != "none" and base.startswith("init:"):
+        remedy = (
+            "fresh policies of robots give no scores; begin from a vision-language model, such as "
+            "builtin:tiny-qwen2.5-vl, or for texts from a language model or a sequence classifier"
+        )
+        subject = f"policy.path = {shown(base)} with reward.labels = {shown(reward.labels)}"
+        yield Problem(subject, remedy, ("policy.path", "reward.labels"))
+    if reward.labels != "none" and config.distributed.backend == "ray":
+        remedy = "a reward model is trained in one process; leave the backend out"
+        subject = f"distributed.backend = 'ray' with reward.labels = {shown(reward.labels)}"
+        yield Problem(subject, remedy, ("distributed.backend", "reward.labels"))
+
+
 def check_fresh_images(config: FinetuneConfig) -> Problems:
     """The size of a fresh model's images fits its patches."""
     size = config.demos.image_size

@@ -57,7 +57,7 @@ class PromptedResponses:
         else:
             response = row[_column(row, self._ptx.response_column, RESPONSES, "response")]
         others = {name: value for name, value in row.items() if name != prompt_column}
-        return parse_row(others | {self._prompts.prompt_column: given}, self._prompts), _text(response)
+        return parse_row(others | {self._prompts.prompt_column: given}, self._prompts), response_text(response)
 
     def _refused(self, index: int, error: Exception) -> PromptError:
         return PromptError(f"ptx.path: {self._file.where(index)} {error}. Correct the row.")
@@ -75,7 +75,7 @@ def _column(row: Row, named: str | None, usual: tuple[str, ...], what: str) -> s
     return found
 
 
-def _text(response: Any) -> str:
+def response_text(response: Any) -> str:
     """The text of a response: as it is, or of one message of the assistant."""
     message = response[0] if isinstance(response, list) and len(response) == 1 else response
     if isinstance(message, str):

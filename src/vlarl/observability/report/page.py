@@ -116,6 +116,11 @@ def _supervised_verdict(data: RunData) -> str:
     (first, before), (last, after) = losses[0], losses[-1]
     loss = f"The training loss is <b>{after:.3f}</b> after step {last:.0f}"
     change = "." if first == last else f", from {before:.3f} at step {first:.0f}."
+    if agreement := data.series("val/accuracy"):
+        step, agreed = agreement[-1]
+        area = dict(data.series("val/auc")).get(step)
+        auc = "" if area is None else f", with an AUC of <b>{area:.3f}</b>"
+        return f"{loss}{change} After step {step:.0f} it agrees with <b>{agreed:.1%}</b> of the held-out labels{auc}."
     if not errors:
         return f"{loss}{change} There is no validation (<code>demos.holdout</code>)."
     step, best = min(errors, key=lambda point: point[1])

@@ -19,6 +19,8 @@ _SMALL_CHARTS = (
     ("Loss", "train/loss", "supervised: cross-entropy of the demonstrated tokens"),
     ("Error on held-out episodes", "val/l1", "mean absolute difference of normalised actions"),
     ("Token accuracy", "val/token_accuracy", "fraction of the action tokens of held-out episodes that are right"),
+    ("Held-out accuracy", "val/accuracy", "fraction of the held-out labels that a reward model's scores agree with"),
+    ("Held-out AUC", "val/auc", "how often a reward model scores a good state above a bad one"),
     ("{reward}", "rollout/mean_return", "mean of the training {episodes}"),
     ("Reward in evaluation", "val/mean_reward", "mean of the evaluated responses"),
     ("Episode length", "rollout/mean_length", "environment steps"),

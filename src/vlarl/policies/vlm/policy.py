@@ -246,6 +246,13 @@ class VlmPolicy(Policy):
         found = self._run(prefix.ids, prefix.mask, prefix.positions, prefix.extra, len(inputs), 1)
         return self._value(found.states[:, -1])
 
+    def text_values(self, inputs: TensorRows, decisions: Decisions) -> torch.Tensor:
+        """[B] the value of each whole text: of the state before the token that ends it."""
+        sample = text_sample(decisions).to(self.device)
+        states = self._text_states(vlm_inputs(inputs), sample).states
+        last = sample.length - 1
+        return self._value(states[torch.arange(len(last), device=last.device), last]).squeeze(-1)
+
     def _values(self, states: torch.Tensor, sample: TextSample) -> torch.Tensor:
         if self.level != "token":
             return self._value(states[:, 0])

@@ -25,13 +25,18 @@ def test_every_file_belongs_to_one_command():
         "tabletop_base_smolvla",
         "metaworld_base",
         "libero_spatial_base",
+        "prompts_reward",
+        "tabletop_reward",
     }
 
 
 @pytest.mark.parametrize(("command", "name"), SHIPPED)
 def test_dry_run_of_every_preset(command, name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = {"metaworld_grpo": "runs/metaworld_base/checkpoints/final/config.json"}  # by another preset
+    made = {  # by another preset, and by a script
+        "metaworld_grpo": "runs/metaworld_base/checkpoints/final/config.json",
+        "prompts_reward": "pairs/pairs.jsonl",
+    }
     if name in made:
         (tmp_path / made[name]).parent.mkdir(parents=True)
         (tmp_path / made[name]).touch()
