@@ -67,6 +67,11 @@ def train_reward_model(config: FinetuneConfig, resume: Path | None, checkpoint: 
         note(
             f"{train.name}: {counted(len(train), 'sample')} to train on, {0 if held is None else len(held):,} held out"
         )
+        if held is None and config.validation.patience is not None:
+            raise UsageError(
+                f"validation.patience = {config.validation.patience}: nothing is held out to validate on; raise "
+                f"demos.holdout (now {config.demos.holdout}), or leave the option out."
+            )
         sampler = MixtureSampler([len(train)], [1.0], config.run.seed)
         validation = None
         if held is not None:
