@@ -174,7 +174,8 @@ class ValidationConfig(Section):
     samples: Many = 1024
     """Decisions of each dataset that a validation takes, evenly spaced over the held-out episodes."""
     patience: PositiveInt | None = None
-    """Validations in a row without a new lowest val/l1 after which training ends. By default it never ends early."""
+    """Validations in a row without a new lowest val/l1, or val/loss of a reward model, after which training ends. By
+    default it never ends early."""
 
 
 class FinetuneCheckpointConfig(Section):

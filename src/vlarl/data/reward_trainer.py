@@ -54,6 +54,11 @@ class RewardTrainer(SupervisedTrainer):
         self._model = model
         num_held = 0 if held is None else len(held)
         note(f"{train.name}: {counted(len(train), 'sample')} to train on, {num_held:,} held out")
+        if held is None and config.validation.patience is not None:
+            raise UsageError(
+                f"validation.patience = {config.validation.patience}: nothing is held out to validate on; raise "
+                f"demos.holdout (now {config.demos.holdout}), or leave the option out."
+            )
         sampler = MixtureSampler([len(train)], [1.0], config.run.seed)
         validation = None
         if held is not None:

@@ -212,6 +212,13 @@ def test_labels_that_cannot_be_learned_are_refused(tmp_path, base, pairs, capsys
     assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists() and not (tmp_path / "d").exists()
 
 
+def test_an_early_end_needs_held_out_rows(tmp_path, base, capsys):
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"prompt": "1 + 1 = ", "chosen": "2", "rejected": "3"}) + "\n")
+    said = refusal(capsys, tmp_path, base, *of_pairs(path), "--demos.holdout", "0.01", "--validation.patience", "2")
+    assert "validation.patience = 2: nothing is held out to validate on; raise demos.holdout (now 0.01)" in said
+
+
 def test_a_folder_that_is_not_a_reward_model_is_refused(tmp_path, base):
     assert trained_folder(str(base)) is None
     model = begin_reward_model(FinetunePolicyConfig(path=str(base)), LoraConfig(), 0, "pairs", CPU)

@@ -241,6 +241,24 @@ def test_a_supervised_run_reports_its_losses_and_its_best_validation(tmp_path: P
     assert titles == ["Loss", "Error on held-out episodes", "Token accuracy"]
 
 
+def test_a_run_of_a_reward_model_reports_its_agreement(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "judge")
+    run.write_config("reward: {labels: episodes}\ndemos: {holdout: 0.1}\n")
+    rows = [
+        {"iteration": 10, "train/loss": 0.75, "val/loss": 0.5, "val/accuracy": 0.5, "val/auc": 0.5},
+        {"iteration": 20, "train/loss": 0.25, "val/loss": 0.5, "val/accuracy": 0.75, "val/auc": 0.875},
+    ]
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.write_status("finished", 20, 20)
+    html = write_report(run.path).read_text()
+    assert re.sub("</?b>", "", verdict_of(html)) == (
+        "The training loss is 0.250 after step 20, from 0.750 at step 10. After step 20 it agrees with 75.0% of the "
+        "held-out labels, with an AUC of 0.875."
+    )
+    assert re.findall(r"<figcaption><b>([^<]+)</b>", html) == ["Loss", "Held-out accuracy", "Held-out AUC"]
+    assert "vlarl train --reward.source model --reward.model" in _text(html) and "vlarl eval" not in _text(html)
+
+
 def test_training_on_evaluation_states_is_admitted(make_run: MakeRun) -> None:
     run = make_run(videos=0)
     run.config_file.write_text("env:\n  protocol: benchmark\neval:\n  temperature: 0.5\n")

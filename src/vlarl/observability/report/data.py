@@ -152,6 +152,11 @@ class RunData:
         return "demos" in self.config
 
     @property
+    def is_of_reward_model(self) -> bool:
+        """Whether a supervised run trained a reward model."""
+        return self.is_supervised and self.config.get("reward", {}).get("labels", "none") != "none"
+
+    @property
     def is_judged(self) -> bool:
         """Whether success is known, which it is not of prompts without solutions."""
         evaluated = [row for row in self.metrics if "val/mean_reward" in row]

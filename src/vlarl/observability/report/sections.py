@@ -267,9 +267,12 @@ def commands(data: RunData) -> str:
     is_finished = data.status.get("state") == "finished"
     length = "optim.steps" if data.is_supervised else "run.iterations"
     resume = resume_command(data.run.path, {length: "N"} if is_finished else {})
+    use = {"Evaluate": f"vlarl eval {shlex.quote(str(newest))}"}
+    if data.is_of_reward_model:
+        use = {"Reward with it": f"vlarl train --reward.source model --reward.model {shlex.quote(str(newest))}"}
     rows = {
         "Train further" if is_finished else "Resume": resume,
-        "Evaluate": f"vlarl eval {shlex.quote(str(newest))}",
+        **use,
         "Watch the curves": f"tensorboard --logdir {run}/tensorboard",
         "Update this report": f"vlarl report {run}",
     }
