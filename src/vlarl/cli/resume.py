@@ -64,10 +64,17 @@ def nothing_left_to_imitate(
             f"the run {shown_run} has its final policy and no checkpoint to resume from: start a new run from its "
             f"weights with --policy.path {shlex.quote(shown_run)}"
         )
-    if progress is None or progress.iteration < config.optim.steps or not is_exported:
+    if progress is None or not is_exported:
         return None
-    state = f"the run {shown_run} has done {counted(progress.iteration, 'step')} of optim.steps = {config.optim.steps}"
-    longer = resume_command(run, {"optim.steps": 2 * config.optim.steps})
+    done, patience = counted(progress.iteration, "step"), config.validation.patience
+    if progress.iteration >= config.optim.steps:
+        state = f"the run {shown_run} has done {done} of optim.steps = {config.optim.steps}"
+        longer = resume_command(run, {"optim.steps": 2 * config.optim.steps})
+    elif patience is not None and progress.validations_since_best >= patience:
+        state = f"the run {shown_run} was stopped after {done}, by validation.patience = {patience}"
+        longer = resume_command(run, {"validation.patience": 2 * patience})
+    else:
+        return None
     if flags:
         raise UsageError(
             f"{state}: nothing is left to do, so {', '.join(flags)} would have no effect, and nothing was changed. To "

@@ -237,6 +237,7 @@ class RunProgress:
     iteration: int
     env_steps: int
     is_complete: bool  # false: the evaluation and the metrics row of the last iteration are still missing
+    validations_since_best: int = 0  # of a supervised run
 
     def is_finished(self, config: Config) -> bool:
         """Whether nothing is left to do under a configuration."""
@@ -253,10 +254,10 @@ def run_progress(run: Path, checkpoint: Path | None = None) -> RunProgress | Non
     newest = max(counters, key=_iteration, default={})
     if _iteration(newest) < 0:
         return None
-    steps = newest.get("env_steps")
-    return RunProgress(
-        _iteration(newest), steps if isinstance(steps, int) else 0, is_complete=not newest.get("unfinished")
+    steps, validations = (
+        count if isinstance(count := newest.get(name), int) else 0 for name in ("env_steps", "validations_since_best")
     )
+    return RunProgress(_iteration(newest), steps, not newest.get("unfinished"), validations)
 
 
 def resumable_checkpoints(run: Path) -> dict[str, int]:

@@ -134,6 +134,10 @@ class SupervisedTrainer:
     def restore(self, checkpoint: Path) -> None:
         """Bring a run's beginning to the state of a checkpoint."""
         restore_imitation(self._store, checkpoint, self._imitation, self.trained_on.frames, self._seed)
+        state = self.state
+        if state.best is not None and self._store.policy_metadata(BEST).get("training_step") != state.best_step:
+            # Later steps have replaced the policy, and they are taken again, perhaps with other options.
+            state.best, state.best_step, state.validations_since_best = None, 0, 0
 
     def step(self) -> dict[str, float] | None:
         """The next optimizer step; the row of metrics that is due after it."""

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from vlarl.config.run_checkpoints import PERIODIC
 from vlarl.errors import UsageError, VlarlError
-from vlarl.json_files import read_json
+from vlarl.json_files import read_json, read_object
 from vlarl.observability.files import disk_errors, full_disk
 from vlarl.policies.base import Policy
 from vlarl.policies.checksums import checksums, verify_checksums, write_checksums
@@ -61,6 +61,7 @@ from vlarl.training.stored_tensors import (
 )
 
 COUNTERS = "trainer.json"
+POLICY_NOTE = "metadata.json"
 CRITIC_FOLDER, CRITIC_WEIGHTS = "critic", "trained.safetensors"
 AVERAGE = "ema"  # checkpoint of the averages, and prefix of their tensors
 
@@ -124,12 +125,16 @@ class CheckpointStore:
         on_first(self.ranks, lambda: retire(self.folder, self.keep, self.max_total_gib))
         return path
 
+    def policy_metadata(self, name: str) -> dict[str, Any]:
+        """What `save_policy` has noted beside a policy; empty where there is none."""
+        return read_object(self.folder / name / POLICY_NOTE)
+
     def save_policy(self, name: str, policy: Saved, metadata: dict[str, Any], dtype: torch.dtype | None = None) -> Path:
         """Write only the policy, with a note that describes it."""
 
         def write_whole(folder: Path) -> None:
             policy.save(folder, dtype)
-            (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+            (folder / POLICY_NOTE).write_text(json.dumps(metadata, indent=2))
 
         def write(folder: Path) -> None:
             with consolidated(policy, self.ranks):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from fakes.three_schemas import three_schemas
 
+from vlarl.cli.resume import nothing_left_to_imitate
 from vlarl.config.finetune import FinetuneConfig
+from vlarl.config.source.load import load_config
 from vlarl.data.held_out import held_out_batch, split_played
 from vlarl.data.tabletop_demos import generate_demos
 from vlarl.envs.tabletop.expert import IMPERFECT
@@ -165,6 +167,34 @@ def test_training_ends_early_and_keeps_the_best(tmp_path, monkeypatch):
     assert (status["state"], status["iteration"]) == ("finished", 8)
     again = finetune(config, resume=summary.run_dir)  # nothing is left, and nothing is measured
     assert (again.best_step, again.checkpoint) == (4, summary.checkpoint)
+
+
+def test_the_best_policy_of_steps_that_are_taken_again_is_not_the_best(tmp_path, monkeypatch):
+    """From step 4, of whose policy nothing is left: that of step 6 has replaced it."""
+    checkpoint = {"interval": 2, "keep": 9}
+    values = iter((3.0, 2.0, 1.0, 1.5, 1.5, 1.5, 5.0, 6.0, 7.0, 8.0))
+    monkeypatch.setattr(Validation, "measure", lambda self: {"val/l1": next(values)})
+    config = recorded(tmp_path, validation={"interval": 2}, checkpoint=checkpoint)
+    summary = finetune(config)
+    assert (summary.best_step, summary.best_l1) == (6, 1.0)
+    again = finetune(config, resume=summary.run_dir, checkpoint=summary.run_dir / "checkpoints" / "step_000004")
+    assert (again.best_step, again.best_l1) == (6, 5.0)
+    noted = json.loads((again.run_dir / "checkpoints" / "best_validation" / "metadata.json").read_text())
+    assert noted == {"training_step": 6, "val/l1": 5.0}
+
+
+def test_a_run_that_was_stopped_by_patience_says_so_when_it_is_resumed(tmp_path, monkeypatch):
+    values = iter((3.0, 4.0))
+    monkeypatch.setattr(Validation, "measure", lambda self: {"val/l1": next(values)})
+    summary = finetune(recorded(tmp_path, validation={"interval": 2, "patience": 1}))
+    config = load_config(summary.run_dir / "config.yaml", schema=FinetuneConfig)
+    said = nothing_left_to_imitate(summary.run_dir, None, config, [])
+    assert said is not None and "was stopped after 4 steps, by validation.patience = 1" in said
+    assert said.endswith("--validation.patience 2")
+    with pytest.raises(UsageError, match="--optim.lr would have no effect"):
+        nothing_left_to_imitate(summary.run_dir, None, config, ["--optim.lr"])
+    longer = config.model_copy(update={"validation": config.validation.model_copy(update={"patience": 2})})
+    assert nothing_left_to_imitate(summary.run_dir, None, longer, ["--validation.patience"]) is None
 
 
 def test_patience_without_a_held_out_episode_is_refused(tmp_path):
