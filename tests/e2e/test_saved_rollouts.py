@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +51,28 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def killed_after(iteration: int, run: Path, arguments: list[str]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "vlarl.cli", *arguments, "--run.iterations", "600"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    metrics = run / "metrics.jsonl"
-    while not (metrics.is_file() and f'"iteration": {iteration},' in metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+KILLED = """
+import os, signal, sys
+from vlarl.cli import main
+from vlarl.run.session import Session
+
+end_iteration = Session.end_iteration
+
+def end_and_kill(self, metrics):
+    end_iteration(self, metrics)
+    if self.state.iteration == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Session.end_iteration = end_and_kill
+main(sys.argv[2:])
+"""
+
+
+def killed_after(iteration: int, arguments: list[str]) -> None:
+    """Run a command whose process is killed at the end of an iteration, after what is due then was saved."""
+    command = [sys.executable, "-c", KILLED, str(iteration), *arguments, "--run.iterations", "600"]
+    killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +128,7 @@ def test_training_videos_are_in_the_folder_and_in_the_report(whole):
 def test_a_killed_and_resumed_run_has_the_undisturbed_runs_dataset(whole, checkpoint, tmp_path):
     """Killed after its third iteration, it resumes from the second: to the byte."""
     run = tmp_path / "run"
-    killed_after(3, run, flags(checkpoint, tmp_path, "run", "--rollout.save", "rlds"))
+    killed_after(3, flags(checkpoint, tmp_path, "run", "--rollout.save", "rlds"))
     assert saved(run) == trained_on(run)[:8], "as new as the checkpoint, and readable"
     assert main(["train", "--resume", str(run), "--run.iterations", "4"]) == 0
     assert trained_on(run) == trained_on(whole)
@@ -171,7 +181,7 @@ def test_episodes_of_several_iterations_are_saved_whole_and_after_a_kill_too(che
     lengths = {row["episode_id"]: row["length"] for row in rows(whole, "episodes.jsonl")}
     steps = [len(each) for each in RldsDataset(whole / "data" / SUITE)]
     assert steps == [lengths[name] for name in saved(whole)] and max(steps) > 16, "of more than one segment"
-    killed_after(4, run, of_segments(checkpoint, tmp_path / "killed"))
+    killed_after(4, of_segments(checkpoint, tmp_path / "killed"))
     (saved_at,) = (run / "checkpoints").glob("step_*")
     under_way = json.loads((saved_at / "trainer.json").read_text())["open_episodes"]["episodes"]
     assert any(each["earlier"]["num_steps"] for each in under_way)

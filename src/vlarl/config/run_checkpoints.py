@@ -221,11 +221,16 @@ def check_models(config: Config | FinetuneConfig) -> Iterator[Problem]:
 
 def with_located(config: AnyConfig) -> AnyConfig:
     """The configuration with each run that it names as a checkpoint replaced by the run's checkpoint."""
-    changed: dict[str, dict[str, str]] = {}
+    changed: dict[str, dict[str, Any]] = {}
     for section, field in (*OPTIONS, REWARD_MODEL):
         value = getattr(getattr(config, section), field, None)
         if value is not None and (found := _of_a_run(value, config.run.root)):
             changed.setdefault(section, {})[field] = str(Path(found.path).absolute())
+    if isinstance(config, Config):
+        found_models = {name: _of_a_run(model, config.run.root) for name, model in config.reward.models.items()}
+        named = {name: str(Path(found.path).absolute()) for name, found in found_models.items() if found}
+        if named:
+            changed.setdefault("reward", {})["models"] = config.reward.models | named
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changed.items()}
     return config.model_copy(update=sections)
 

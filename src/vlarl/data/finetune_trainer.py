@@ -135,8 +135,9 @@ class SupervisedTrainer:
         """Bring a run's beginning to the state of a checkpoint."""
         restore_imitation(self._store, checkpoint, self._imitation, self.trained_on.frames, self._seed)
         state = self.state
-        if state.best is not None and self._store.policy_metadata(BEST).get("training_step") != state.best_step:
-            # Later steps have replaced the policy, and they are taken again, perhaps with other options.
+        is_replaced = self._store.policy_metadata(BEST).get("training_step") != state.best_step
+        if self._imitation.ranks.any(state.best is not None and is_replaced):
+            # By that of a later step, which is taken again, perhaps with other options.
             state.best, state.best_step, state.validations_since_best = None, 0, 0
 
     def step(self) -> dict[str, float] | None:

@@ -34,7 +34,8 @@ class JudgedRows(Generic[Content]):
     Images are decoded when a row is used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reads_images: bool = True) -> None:
+        """Without `reads_images`, rows with images or videos are refused."""
         self._file = open_rows(path, PATH)
         self._config = PromptsConfig()
         self.contents: list[Content] = []
@@ -42,7 +43,12 @@ class JudgedRows(Generic[Content]):
             row = self._file.row(index)
             try:
                 content = self.content(row)
-                self._parsed(row).check_files(self._file.folder)
+                parsed = self._parsed(row)
+                if (parsed.images or parsed.videos) and not reads_images:
+                    raise RowError(
+                        "has images or videos, and policy.path reads texts alone: begin from a vision-language model"
+                    )
+                parsed.check_files(self._file.folder)
             except (RowError, MediaError) as error:
                 raise self._refused(index, error) from error
             self.contents.append(content)

@@ -171,21 +171,21 @@ def split_rows(rows: PreferenceRows | StepRows, fraction: float) -> tuple[IntArr
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def open_rows_of(labels: str, path: Path, fraction: float) -> tuple[Samples, Samples | None]:
+def open_rows_of(labels: str, path: Path, fraction: float, reads_images: bool = True) -> tuple[Samples, Samples | None]:
     """The samples of a file to train on, and those that are held out; None if there are none."""
     made = {"pairs": _pairs, "steps": _steps}[labels]
-    train, held = made(path, fraction)
+    train, held = made(path, fraction, reads_images)
     return train, held if len(held) else None
 
 
-def _pairs(path: Path, fraction: float) -> tuple[Samples, Samples]:
-    rows = PreferenceRows(path)
+def _pairs(path: Path, fraction: float, reads_images: bool) -> tuple[Samples, Samples]:
+    rows = PreferenceRows(path, reads_images)
     kept, held = split_rows(rows, fraction)
     return Pairs(rows, kept), Pairs(rows, held)
 
 
-def _steps(path: Path, fraction: float) -> tuple[Samples, Samples]:
-    rows = StepRows(path)
+def _steps(path: Path, fraction: float, reads_images: bool) -> tuple[Samples, Samples]:
+    rows = StepRows(path, reads_images)
     kept, held = split_rows(rows, fraction)
     train, rest = Steps(rows, kept), Steps(rows, held)
     refuse_one_kind(

@@ -82,7 +82,7 @@ def opened_samples(config: FinetuneConfig, model: RewardModel) -> Collect:
     labels, path = config.reward.labels, config.reward.path
     if labels in ("pairs", "steps"):
         assert path is not None, "checked with the configuration"
-        found = open_rows_of(labels, Path(path), config.demos.holdout)
+        found = open_rows_of(labels, Path(path), config.demos.holdout, model.reads_images)
         return lambda note: found
     if not model.reads_images:
         raise UsageError(

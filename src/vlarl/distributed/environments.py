@@ -183,7 +183,7 @@ class PoolGroup(AsyncPool):
         self._pending: dict[int, list[tuple[Request, list[int]]]] = {index: [] for index in range(len(workers))}
         self._last_seen: dict[int, Observation] = {}
         self._lost: dict[int, str] = {}  # slots whose episode was lost with their worker, and why
-        self._failures: list[tuple[int, ChunkOutcome]] = []  # outcomes of such slots, to be received
+        self._received: list[tuple[int, ChunkOutcome]] = []  # to return: of such slots, and while others are awaited
         self._replacing: dict[int, Future[None]] = {}  # workers that are being replaced
         self._held: dict[int, list[tuple[Any, ...]]] = {}  # calls that wait for them
 
@@ -197,7 +197,7 @@ class PoolGroup(AsyncPool):
 
     def send_chunk(self, slots: Sequence[int], actions: Actions, record: Record = NOTHING) -> None:
         """Run one chunk [len(slots), K, D] in each slot, up to the slot's first end; return what `record` says."""
-        self._failures += [(slot, self._failed(slot, self._lost[slot])) for slot in slots if slot in self._lost]
+        self._received += [(slot, self._failed(slot, self._lost[slot])) for slot in slots if slot in self._lost]
         kept = [i for i, slot in enumerate(slots) if slot not in self._lost]
         slots, actions = [slots[i] for i in kept], [actions[i] for i in kept]
         for index, own in self._by_worker(slots):
@@ -208,15 +208,16 @@ class PoolGroup(AsyncPool):
 
         None after a while in which all calls waited for workers that are being replaced: the caller may want to stop.
         """
-        outcomes, self._failures = self._failures, []
+        outcomes, self._received = self._received, []
         if not outcomes and not self._is_waiting():
             raise RuntimeError("nothing was sent that could be received")
         while self._is_waiting() and (self.lockstep or not outcomes):
             ready = self._ready()
+            if not ready:
+                self._received = outcomes  # until they can be returned together
+                return []
             for index in ready:
                 outcomes += self._outcomes(index)
-            if not ready and not outcomes:
-                break
         return sorted(outcomes, key=lambda outcome: outcome[0])
 
     def frame(self, slot: int) -> UInt8Array:
@@ -329,7 +330,7 @@ class PoolGroup(AsyncPool):
 
     def receive_all(self, slots: Sequence[int]) -> list[ChunkOutcome]:
         """The outcomes of these slots, in their order."""
-        outcomes, self._failures = dict(self._failures), []
+        outcomes, self._received = dict(self._received), []
         while any(slot not in outcomes for slot in slots):
             for index in self._ready():
                 outcomes |= dict(self._outcomes(index))

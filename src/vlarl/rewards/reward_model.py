@@ -189,7 +189,7 @@ class ClassifierRewardModel(RewardModel):
         return False
 
     def read(self, candidates: Sequence[Candidate]) -> TokenRows:
-        """Conversations in the classifier's chat template; images are refused."""
+        """Conversations in the classifier's chat template, without their images."""
         columns = self.reader.padded([self.reader.response(each.prompt, each.response) for each in candidates])
         return TokenRows(columns["input_ids"], columns["attention_mask"], columns.get("token_type_ids"))
 

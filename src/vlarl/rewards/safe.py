@@ -120,7 +120,7 @@ class SafeReward(Reward):
                 return self._replacement(trajectory, error)
             except RowsLostError as error:
                 log.warning("episode %s is left out: %s", trajectory.task.episode_id, error)
-                return replace(trajectory, status="crashed")  # not the reward's fault
+                return replace(_without_rewards(trajectory), status="crashed")  # not the reward's fault
             except ClusterError:
                 raise
             except Exception as error:
@@ -142,9 +142,9 @@ class SafeReward(Reward):
 
     def _replacement(self, trajectory: Trajectory, error: Exception) -> Trajectory:
         log.error("the reward of episode %s failed", trajectory.task.episode_id, exc_info=error)
-        nothing = trajectory.with_rewards([np.zeros_like(t.rewards) for t in trajectory.transitions])
         status: Literal["ok", "reward_failed"] = "ok" if self.fallback == "zero" else "reward_failed"
-        return replace(nothing, status=status, reward_error=excerpt(f"{type(error).__name__}: {error}"))
+        reason = excerpt(f"{type(error).__name__}: {error}")
+        return replace(_without_rewards(trajectory), status=status, reward_error=reason)
 
     def _stop_if_too_many(self) -> None:
         """Checked before all are scored: there is no point in waiting for a service that is down."""
@@ -163,6 +163,11 @@ class SafeReward(Reward):
                 f"the reward has not returned in time on {self._timeouts} episodes in a row. The last was "
                 f"{last.task.episode_id}: {error} Fix the reward, or raise reward.timeout_s, and resume."
             ) from error
+
+
+def _without_rewards(trajectory: Trajectory) -> Trajectory:
+    """The episode with rewards of zero."""
+    return trajectory.with_rewards([np.zeros_like(t.rewards) for t in trajectory.transitions])
 
 
 def is_finite(trajectory: Trajectory) -> bool:

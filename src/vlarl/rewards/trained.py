@@ -50,8 +50,9 @@ class TrainedReward(ModelReward):
     def score_states(self, states: Sequence[tuple[Trajectory, int]]) -> torch.Tensor:
         """[N] the score of each state, or of each response."""
         candidates = [self._candidates(trajectory, done) for trajectory, done in states]
-        rows = self.model.read([one for each in candidates for one in each]).to(self.device)
-        scores = self.model.score(rows)
+        flat = [one for each in candidates for one in each]
+        passes = [flat[first : first + self.batch_size] for first in range(0, len(flat), self.batch_size)]
+        scores = torch.cat([self.model.score(self.model.read(each).to(self.device)) for each in passes])
         if self.labels == "pairs":
             return scores
         found = torch.split(scores.sigmoid(), [len(each) for each in candidates])

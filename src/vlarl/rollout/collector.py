@@ -235,7 +235,8 @@ class Collector:
                 del running[slot]
                 yield slot, episode, outcome
             has_free_slot, lost = any(supply.wants(slot) for slot in self._free(running)), []
-            if len(ready) >= self._enough(len(running)) and not (self.pool.lockstep and has_free_slot):
+            awaits_others = self.pool.lockstep and (has_free_slot or len(ready) < len(running))
+            if len(ready) >= self._enough(len(running)) and not awaits_others:
                 lost = self._decide(sorted(ready), running, sampling)
                 supply.decided(sorted(set(ready) - {slot for slot, _ in lost}))
                 ready = []

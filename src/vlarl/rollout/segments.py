@@ -205,6 +205,7 @@ class Segments:
                 pool.send_reset(beginning, [coming[slot].task for slot in beginning], record)
             awaited = {*moving, *beginning}
             while awaited:
+                check()
                 for slot, outcome in pool.receive():
                     awaited.remove(slot)
                     if slot in recorded and slot in moving:

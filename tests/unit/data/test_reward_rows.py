@@ -109,3 +109,13 @@ def test_steps_of_one_kind_are_refused(tmp_path):
     rows = [{"prompt": "a", "completions": ["b", "c"], "labels": [True, True]}]
     with pytest.raises(UsageError, match="its 2 steps to train on are all good, and both kinds are needed"):
         open_rows_of("steps", written(tmp_path, *rows), 0.0)
+
+
+@pytest.mark.parametrize("labels", ["pairs", "steps"])
+def test_rows_with_images_are_refused_for_a_model_that_reads_texts_alone(tmp_path, labels):
+    """It would be trained on the texts alone, and nothing would say so."""
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "one.png")
+    judged = SAID if labels == "pairs" else {"completions": ["a", "b"], "labels": [True, False]}
+    path = written(tmp_path, {"prompt": "1?", **judged}, {"prompt": "2?", "image": "one.png", **judged})
+    with pytest.raises(PromptError, match=r"rows.jsonl, row 1 has images or videos, and policy.path reads texts alone"):
+        open_rows_of(labels, path, 0.0, reads_images=False)

@@ -160,6 +160,18 @@ def test_steps_are_labelled_and_the_lowest_step_is_the_score(tmp_path, base):
     assert beginnings("a\n\nb\n") == ["a", "a\n\nb"] and beginnings("") == [""]
 
 
+def test_a_pass_scores_no_more_texts_than_the_batch_size_allows(tmp_path, base, monkeypatch):
+    """A response has as many steps as it has lines."""
+    begin_reward_model(FinetunePolicyConfig(path=str(base)), LoraConfig(), 0, "steps", CPU).save(tmp_path / "model")
+    episodes = [text_episode("\n".join("abcdefg"), prompt="0?"), text_episode("h\ni", prompt="1?")]
+    whole = TrainedReward(str(tmp_path / "model"), CPU, "outcome", 64).scores(episodes)
+    reward = TrainedReward(str(tmp_path / "model"), CPU, "outcome", 4)
+    sizes, score = [], reward.model.score
+    monkeypatch.setattr(reward.model, "score", lambda rows: sizes.append(len(rows)) or score(rows))
+    assert np.ravel(reward.scores(episodes)) == pytest.approx(np.ravel(whole), abs=1e-5)
+    assert sizes == [4, 4, 1]
+
+
 EPISODES = (
     *("--reward.labels", "episodes", "--reward.states_per_episode", "3", "--demos.image_size", "28"),
     *("--demos.suites", "tabletop_spatial", "--demos.task_ids", "0", "1", "--demos.episodes_per_task", "12"),

@@ -55,6 +55,9 @@ def test_episodes_whose_images_were_lost_with_a_machine_are_left_out_and_are_no_
     reward = SafeReward(Scripted({n: lost for n in range(num_lost)}, batch_size=4))
     scored = reward.score_all(episodes(8))
     assert [t.status for t in scored] == ["crashed"] * num_lost + ["ok"] * (8 - num_lost)
+    assert [t.env_return for t in scored[:num_lost]] == [0] * num_lost, (
+        "an episode that continues keeps no other reward"
+    )
     assert all(t.reward_error is None for t in scored) and [t.env_return for t in scored[num_lost:]] == [1] * (
         8 - num_lost
     )

@@ -289,6 +289,35 @@ def test_an_episode_whose_simulator_always_fails_while_it_is_brought_back_starts
     assert "given up after 1 attempt: the simulator died" in caplog.text
 
 
+class HoldingPool(WalkPool):
+    """After a failure the slot's worker is replaced, and its reset takes a while."""
+
+    held = 0  # how often nothing was returned
+
+    def receive(self) -> list[tuple[int, ChunkOutcome]]:
+        if self.resets.count(0) > 1 and self.held < 3:
+            self.held += 1
+            return []
+        return super().receive()
+
+
+def test_in_lockstep_no_slot_goes_ahead_while_another_one_is_awaited():
+    """Batches must not depend on how long a replacement takes."""
+    sizes = []
+
+    class Watched(WalkEngine):
+        def generate(self, inputs: NoInputs, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
+            sizes.append(len(seeds))
+            return super().generate(inputs, sampling, seeds)
+
+    pool = HoldingPool(2)
+    pool.fails_at = {(0, 2)}
+    tasks = [Task("walk", 0, 0, seed=1), Task("walk", 1, 0, seed=2)]
+    collector = Collector(pool, WalkPolicy(), Watched())  # type: ignore[arg-type]
+    assert len(list(collector.episodes(tasks, SAMPLING))) == 2
+    assert pool.held == 3 and sizes[:5] == [2] * 5, "two before the failure, three decisions of the short episode"
+
+
 def test_an_episode_whose_simulator_failed_starts_again_without_what_was_collected():
     """Task 0 fails at the third decision of the first iteration, task 1 in the middle of its second segment."""
     pool = WalkPool(1)
