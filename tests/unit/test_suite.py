@@ -165,3 +165,9 @@ def test_nothing_that_dev_installs_may_be_missing():
     """A skip for want of a package would hide that `dev` no longer brings it."""
     word = "import" + "orskip"
     assert [str(path) for path in (ROOT / "tests").rglob("*.py") if word in path.read_text(encoding="utf-8")] == []
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """Pytest imports them by their names alone: of two that one process collects, the second is an error."""
+    names = [path.name for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    assert sorted(names) == sorted(set(names))
