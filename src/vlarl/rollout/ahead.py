@@ -75,7 +75,6 @@ class StreamedTasks(TaskList):
     ) -> None:
         """`begins` is told of each task that a slot takes, with the lock held."""
         super().__init__((), plan, last_task)
-        self._plan = plan
         self.is_held = False
         self._lock = lock
         self._begins = begins

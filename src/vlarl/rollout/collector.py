@@ -136,8 +136,8 @@ class TaskList:
 
     def __init__(self, tasks: Sequence[Task], plan: RecordingPlan, last_task: list[TaskKey | None]) -> None:
         """`last_task` is the task that each slot ran last."""
+        self._plan, self._last_task = plan, last_task
         self._waiting = deque(Running.begin(task, plan, index) for index, task in enumerate(tasks))
-        self._last_task = last_task
 
     def wants(self, slot: int) -> bool:
         """Whether a task waits."""
