@@ -82,7 +82,17 @@ BUILTIN_HOMES = {"tiny-oft": "tabletop_", "tiny-openvla": "tabletop_", "tiny-qwe
 BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
 """How those of OpenVLA decode."""
 
-FRESH_NAMES = (*BUILTIN_DECODERS, "tiny-smolvla")
+FRESH_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive", "small-oft": "parallel"}
+"""How OpenVLA policies decode that `init:<name>` gives fresh weights."""
+
+
+def decoder_of(path: str) -> str | None:
+    """How a built-in or fresh OpenVLA decodes; None for any other policy."""
+    kind, _, name = path.partition(":")
+    return {"builtin": BUILTIN_DECODERS, "init": FRESH_DECODERS}.get(kind, {}).get(name)
+
+
+FRESH_NAMES = (*FRESH_DECODERS, "tiny-smolvla")
 """Policies of robots that `init:<name>` gives fresh weights."""
 
 FRESH_FLOWS = ("init:tiny-smolvla",)

@@ -11,6 +11,7 @@ from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
 from vlarl.config.known import (
     BUILTIN_DECODERS,
     GROUP_METHODS,
+    decoder_of,
 )
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.distributed import check_distributed, check_ranks
@@ -61,7 +62,7 @@ def _policy_name(config: Config | FinetuneConfig) -> Problems:
 
 def _decoder(config: Config | FinetuneConfig) -> Problems:
     policy = config.policy
-    own = BUILTIN_DECODERS.get(_builtin_size(policy) or "")
+    own = decoder_of(policy.path)
     decoder = own
     if isinstance(policy, PolicyConfig) and policy.decoder != "auto":
         decoder = policy.decoder
