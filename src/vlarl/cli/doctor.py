@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
-from vlarl.config.known import BUILTIN_HOMES
+from vlarl.config.known import BUILTINS
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
@@ -133,7 +133,7 @@ def _described(model: str, num_images: int | None) -> str:
     if model not in FRESH:
         return model
     size = model.removeprefix("init:")
-    return f"builtin:{size}" if size in BUILTIN_HOMES else str(fresh_checkpoint(model, None, num_images, None))
+    return f"builtin:{size}" if size in BUILTINS else str(fresh_checkpoint(model, None, num_images, None))
 
 
 def _train_options(given: Any) -> dict[str, Any]:
