@@ -70,6 +70,7 @@ class OpenVLAWork:
         self._text = self._sizes.text
         self._prefix = self._sizes.prefix
         self._num_tokens = config.num_action_tokens
+        self._tail = self._num_tokens + (1 if config.decoder == "parallel" else -1)  # columns after the prompt
 
     def generation(self, rows: int, rank: int | None) -> list[Work]:
         """The passes of a batch of decisions, from pixels to the last token."""
@@ -84,15 +85,35 @@ class OpenVLAWork:
 
     def scoring(self, rows: int, rank: int | None) -> Count:
         """The forward pass of an update: all tokens given."""
-        tail = self._num_tokens + (1 if self.config.decoder == "parallel" else -1)
-        return self._whole(rows, rank, tail, self._num_tokens)
+        return self._whole(rows, rank, self._tail, self._num_tokens)
 
     def update(self, rows: int, rank: int | None, recompute: bool) -> list[Work]:
         """Forward and backward of a microbatch; without adapters, weights have gradients of their own."""
-        count, passes = self.scoring(rows, rank), 3 if recompute else 2
+        count = self.scoring(rows, rank)
         own = count.base if rank is None else 0
-        flops = count.flops * (passes - 1) + count.backward_flops + own
-        return [Work(flops, passes * count.values * self._width)]
+        flops, values = count.flops + count.backward_flops + own, 2 * count.values
+        if recompute:
+            again = self.recomputed(rows, rank)
+            flops, values = flops + again.flops, values + again.values
+        return [Work(flops, values * self._width)]
+
+    def recomputed(self, rows: int, rank: int | None) -> Count:
+        """What runs again in the backward pass: each layer up to its last product, whose result nothing reads."""
+        text, tail = self._text, self._tail
+        outside = self._projector(rows, rank) + self._patches(rows)
+        outside += linear(text.hidden, self.config.num_action_bins, rows * self._num_tokens, None)
+        columns = (text.layers - 1) * rows * (self._prefix + tail) + rows * self._num_tokens
+        ends = linear(text.inner, text.hidden, columns, rank)
+        for tower in self.config.towers:
+            tokens = self._sizes.tower_tokens(tower) * rows
+            ends += linear(tower.mlp_dim, tower.embed_dim, tokens, rank).times(tower.depth - 1)
+        count = self.scoring(rows, rank)
+        return Count(
+            count.base - outside.base - ends.base,
+            count.adapters - outside.adapters - ends.adapters,
+            count.attention,
+            count.values,  # nearly all of them
+        )
 
     def _work(self, count: Count) -> Work:
         return Work(count.flops, count.values * self._width)
@@ -124,21 +145,29 @@ class OpenVLAWork:
 
     def _vision(self, rows: int, rank: int | None) -> Count:
         """Towers up to the block before the last, and the projector."""
-        config, hidden = self.config, self._text.hidden
-        images = rows * config.num_images
-        total = Count()
-        for tower in config.towers:
+        images, total = rows * self.config.num_images, self._patches(rows) + self._projector(rows, rank)
+        for tower in self.config.towers:
             dim, inner = tower.embed_dim, tower.mlp_dim
             tokens = self._sizes.tower_tokens(tower) // self._sizes.num_images
-            total += linear(3 * tower.patch_size**2, dim, images * tower.num_patches, None)
             block = linear(dim, 3 * dim, images * tokens, rank) + linear(dim, dim, images * tokens, rank)
             block += linear(dim, inner, images * tokens, rank) + linear(inner, dim, images * tokens, rank)
             block += attention(images, dim, tokens, tokens)
-            if config.use_film:
-                block += linear(hidden, dim, images, None).times(2)
+            if self.config.use_film:
+                block += linear(self._text.hidden, dim, images, None).times(2)
             total += block.times(tower.depth - 1)
-        channels, patches = sum(tower.embed_dim for tower in config.towers), images * config.towers[0].num_patches
-        if len(config.towers) == 1:
-            return total + linear(channels, hidden, patches, rank) + linear(hidden, hidden, patches, rank)
-        total += linear(channels, 4 * channels, patches, rank) + linear(4 * channels, hidden, patches, rank)
-        return total + linear(hidden, hidden, patches, rank)
+        return total
+
+    def _patches(self, rows: int) -> Count:
+        """The first layer of each tower."""
+        images, total = rows * self.config.num_images, Count()
+        for tower in self.config.towers:
+            total += linear(3 * tower.patch_size**2, tower.embed_dim, images * tower.num_patches, None)
+        return total
+
+    def _projector(self, rows: int, rank: int | None) -> Count:
+        towers, hidden = self.config.towers, self._text.hidden
+        channels, patches = sum(tower.embed_dim for tower in towers), rows * self._sizes.patches
+        if len(towers) == 1:
+            return linear(channels, hidden, patches, rank) + linear(hidden, hidden, patches, rank)
+        first = linear(channels, 4 * channels, patches, rank) + linear(4 * channels, hidden, patches, rank)
+        return first + linear(hidden, hidden, patches, rank)
