@@ -37,15 +37,16 @@ class BenchRequest:
 class Bench:
     """A machine and its rates, and how a policy is loaded on it."""
 
-    def __init__(self, request: BenchRequest) -> None:
+    def __init__(self, request: BenchRequest, *, measured: bool = True) -> None:
+        """Without `measured` the rates are left out, for processes that time nothing."""
         self.request = request
         self.device = choose_device(request.device)
         self._limit_memory()
         self.dtype: Literal["float32", "bfloat16"] = request.dtype or (
             "bfloat16" if self.device.type == "cuda" else "float32"
         )
-        self.rates: Rates = measure_rates(self.device, DTYPES[self.dtype])
-        self.policy_name = request.model
+        nan = float("nan")
+        self.rates = measure_rates(self.device, DTYPES[self.dtype]) if measured else Rates(nan, nan)
 
     def load(self) -> Policy:
         """The policy without adapters."""

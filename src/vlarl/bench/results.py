@@ -16,7 +16,7 @@ from vlarl.bench.timing import GIB, Rates, Timing
 PACKAGES = ("torch", "transformers", "peft")
 HEADER = (
     *("what", "ms: median", "quartiles", "per s", "peak GiB"),
-    *("peer ms", "quartiles", "peak GiB", "peer / vlarl", "floor ms", "floor / median", "agreement"),
+    *("peer ms", "quartiles", "peak GiB", "peer / vlarl", "floor ms", "floor / median", "MB sent", "agreement"),
 )
 
 
@@ -60,10 +60,11 @@ class Row:
         ours, peer = self.ours, self.peer
         floor = ("", "") if self.floor_s is None else (_ms(self.floor_s), f"{self.floor_s / ours.median:.2f}")
         ratio = "" if peer is None else f"{peer.median / ours.median:.2f}"
+        sent = f"{self.facts['bytes'] / 1e6:.1f}" if self.facts and "bytes" in self.facts else ""
         theirs = ("", "", "") if peer is None else (_ms(peer.median), _quartiles(peer), _peak(peer))
         return (
             *(self.what, _ms(ours.median), _quartiles(ours), f"{self.count / ours.median:.1f}", _peak(ours)),
-            *(*theirs, ratio, *floor, self.agreement),
+            *(*theirs, ratio, *floor, sent, self.agreement),
         )
 
 

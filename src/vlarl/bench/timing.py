@@ -52,15 +52,25 @@ class Rates:
         return sum(each.seconds(self.flops_per_s, self.bytes_per_s) for each in work)
 
 
-def timed(work: Callable[[int], object], repeats: int, warmups: int, device: torch.device) -> Timing:
-    """Time `work`, which is given the index of the call, so that it can take other inputs each time."""
+def timed(
+    work: Callable[[int], object],
+    repeats: int,
+    warmups: int,
+    device: torch.device,
+    prepare: Callable[[int], object] = lambda index: None,
+) -> Timing:
+    """Time `work`, which is given the index of the call, so that it can take other inputs each time; `prepare` comes
+    before each call and does not count."""
     for index in range(warmups):
+        prepare(index)
         work(index)
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for index in range(warmups, warmups + repeats):
+        prepare(index)
+        synchronize(device)
         begin = time.perf_counter()
         work(index)
         synchronize(device)
