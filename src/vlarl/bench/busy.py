@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from vlarl.bench.timing import synchronize
@@ -27,7 +26,8 @@ def kernel_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def _runs(event: Any) -> bool:
     """Whether it is a kernel or a copy, and not the span of an annotation on the GPU's timeline."""
-    return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    found: bool = event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+    return found
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:

@@ -1,7 +1,7 @@
 """`vlarl bench iteration`: one iteration of GRPO by the loop's own parts, with an environment that costs nothing.
 
-    NoisePool ─► Collector with TorchEngine ─► GRPO's advantages ─► Learner.update ─► weights to the engine
-    └──────────── rollout ────────────────┘   └──── rest ──────┘   └── update ───┘   └── rest ──────────┘
+NoisePool ─► Collector with TorchEngine ─► GRPO's advantages ─► Learner.update ─► weights to the engine
+└──────────── rollout ────────────────┘   └──── rest ──────┘   └── update ───┘   └── rest ──────────┘
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def bench_iteration(request: BenchRequest, decisions: int, num_envs: int, microb
     size = min(GROUP_SIZE, num_envs)
     if decisions % num_envs or num_envs % size or size < 2:
         raise UsageError(
-            f"--decisions {decisions} --rows {num_envs}: the decisions must divide into batches of so many rows, and the "
-            f"rows into groups of {size if size > 1 else 2}; take for example 1024 and 32."
+            f"--decisions {decisions} --rows {num_envs}: the decisions must divide into batches of so many rows, and "
+            f"the rows into groups of {size if size > 1 else 2}; take for example 1024 and 32."
         )
     bench = Bench(request)
     policy = bench.adapt(bench.load(), adapters=request.adapters is not False)
@@ -171,7 +171,11 @@ def part_rows(
         "rollout": lambda: decisions // num_envs * bench.rates.floor(model.generation_work(num_envs, rank)),
         "update": lambda: (
             decisions // microbatch * bench.rates.floor(model.update_work(microbatch, rank, True))
-            + (bench.rates.floor(model.update_work(decisions % microbatch, rank, True)) if decisions % microbatch else 0)
+            + (
+                bench.rates.floor(model.update_work(decisions % microbatch, rank, True))
+                if decisions % microbatch
+                else 0
+            )
         ),
     }
     return [
@@ -189,6 +193,6 @@ def part_rows(
 def _busy_note(busy: dict[str, float]) -> str:
     parts = ", ".join(f"{part} {busy[part]:.0%}" for part in ("rollout", "update"))
     return (
-        f"GPU busy {busy['iteration']:.0%} ({parts}): kernels of an iteration of {SHORT_DECISIONS} decisions a slot, by "
-        "torch.profiler, in the seconds of such an iteration without it."
+        f"GPU busy {busy['iteration']:.0%} ({parts}): kernels of an iteration of {SHORT_DECISIONS} decisions a slot, "
+        "by torch.profiler, in the seconds of such an iteration without it."
     )

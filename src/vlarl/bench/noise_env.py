@@ -42,7 +42,8 @@ class NoisePool(LockstepPool):
 
     def frame(self, slot: int) -> UInt8Array:
         """The image of the slot."""
-        return self._observe(slot).images[0]
+        image: UInt8Array = self._observe(slot).images[0]
+        return image
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -47,6 +47,7 @@ class Bench:
         )
         nan = float("nan")
         self.rates = measure_rates(self.device, DTYPES[self.dtype]) if measured else Rates(nan, nan)
+        release(self.device)
 
     def load(self) -> Policy:
         """The policy without adapters."""
@@ -93,6 +94,8 @@ class Bench:
             return
         if self.device.type != "cuda":
             raise UsageError("--memory-gb limits a GPU's memory, and this device is a CPU: leave it out.")
+        if limit == 0:
+            raise UsageError("--memory-gb 0 leaves no memory: give more, or leave it out.")
         whole = torch.cuda.get_device_properties(self.device).total_memory
         if limit * GIB > whole:
             raise UsageError(f"--memory-gb {limit:g}: the GPU has {whole / GIB:.1f}; give less, or leave it out.")

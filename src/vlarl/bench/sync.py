@@ -3,7 +3,8 @@
     colocated   the engine of this process reads the learner's own memory: nothing is copied
     replica     an engine in another process, which is sent buckets through a pipe: adapters, or all weights
 
-Agreement is the fraction of greedy tokens that the replica's engine has in common with this process after the last sync.
+Agreement is the fraction of greedy tokens that the replica's engine has in common with this process after the last
+sync.
 """
 
 from __future__ import annotations

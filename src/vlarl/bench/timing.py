@@ -1,4 +1,4 @@
-"""Timing on a CPU or a GPU: warm-ups, synchronised clocks, medians and quartiles; and what the machine itself can do."""
+"""Timing on a CPU or a GPU: warm-ups, synchronised clocks, medians and quartiles; and what the machine can do."""
 
 from __future__ import annotations
 
@@ -99,6 +99,4 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     product = timed(lambda _: [torch.mm(a, b, out=out) for _ in range(RATE_BATCH)], RATE_REPEATS, 1, device)
     source, target = (torch.ones(copied // 4, device=device) for _ in range(2))
     copy = timed(lambda _: [target.copy_(source) for _ in range(RATE_BATCH)], RATE_REPEATS, 1, device)
-    del a, b, out, source, target
-    release(device)
     return Rates(RATE_BATCH * 2 * size**3 / product.median, RATE_BATCH * 2 * copied / copy.median)

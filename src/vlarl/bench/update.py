@@ -1,10 +1,10 @@
 """`vlarl bench update`: one optimizer step of GRPO on a batch of decisions, through the learner.
 
     vlarl:  adapters on every linear layer, also of the vision towers; with --no-adapters all weights
-    peer:   peft's adapters on transformers' language model alone, recomputed layers, AdamW: the images are only embedded
+    peer:   peft's adapters on transformers' language model alone, layers recomputed, AdamW; images are only embedded
 
-The peer trains less and so has less to do. Agreement is the largest difference of the log-probs of the same tokens before
-the first step, when adapters change nothing yet: both evaluate the same function.
+The peer trains less and so has less to do. Agreement is the largest difference of the log-probs of the same tokens
+before the first step, when adapters change nothing yet: both evaluate the same function.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def bench_update(request: BenchRequest, microbatches: Sequence[int]) -> Report:
             row = replace(row, peer=peers[size], peer_name="peft", agreement=agreement, facts=facts)
         found.append(row)
         release(bench.device)
-    return Report("update", settings, bench.rates, found, _notes(has_adapters))
+    return Report("update", settings, bench.rates, found, _notes(has_adapters, bool(peers)))
 
 
-def _notes(has_adapters: bool) -> list[str]:
+def _notes(has_adapters: bool, has_peers: bool) -> list[str]:
     trained = "Adapters on every linear layer" if has_adapters else "All weights"
-    return [
-        f"{trained}, layers recomputed, one step of AdamW on at least {LEAST_ROWS} decisions; per s counts decisions. The "
-        "peer has adapters on the language model alone."
-    ]
+    notes = [f"{trained}, layers recomputed, one step of AdamW on at least {LEAST_ROWS} decisions."]
+    if has_peers:
+        notes.append("The peer has adapters on the language model alone. Agreement: largest difference of a log-prob.")
+    return notes
 
 
 def _name(size: int) -> str:

@@ -269,7 +269,7 @@ class Policy(nn.Module, ABC):
     def bench_model(self) -> BenchModel:
         """The policy as `vlarl bench` measures it; UsageError for a policy that it does not know how to measure."""
         raise UsageError(
-            f"vlarl bench does not measure {type(self).__name__}: name an OpenVLA or OpenVLA-OFT checkpoint with --model."
+            f"vlarl bench does not measure {type(self).__name__}: name a checkpoint of OpenVLA or OpenVLA-OFT."
         )
 
     @abstractmethod

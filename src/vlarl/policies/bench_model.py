@@ -1,7 +1,7 @@
 """What `vlarl bench` needs of a policy: random inputs, counts of the work in a pass, and the same work done by a peer.
 
-    Policy.bench_model() ──► BenchModel ──► Work     what a pass has to compute and to read, counted from the sizes
-                                 └────────► Peer     the same weights in transformers' own classes, trained by peft
+Policy.bench_model() ──► BenchModel ──► Work     what a pass has to compute and to read, counted from the sizes
+                             └────────► Peer     the same weights in transformers' own classes, trained by peft
 """
 
 from __future__ import annotations

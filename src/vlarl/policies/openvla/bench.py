@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ from vlarl.policies.openvla.work import OpenVLAWork
 from vlarl.types import Observation
 
 FIRST_ID = 10  # ids below are those of special tokens
-WORDS = "pick up the red block and put it on the blue plate in the middle of the table".split()
+INSTRUCTION = "pick up the red block and put it on the blue plate in the middle of the table"
 
 
 class OpenVLABench:
@@ -60,9 +61,10 @@ class OpenVLABench:
         size = self.policy.image_size
         images = random.integers(0, 256, (config.num_images, size, size, 3), dtype=np.uint8)
         proprio = random.uniform(-1, 1, config.proprio_dim).astype(np.float32)
-        words = list(WORDS)
+        words = INSTRUCTION.split()
+        following = itertools.cycle(INSTRUCTION.split())
         while self._prompt_length(words) < PROMPT_LENGTH:
-            words.append(WORDS[len(words) % len(WORDS)])
+            words.append(next(following))
         return Observation(images, proprio, " ".join(words))
 
     def tokens(self, decisions: Decisions) -> torch.Tensor:

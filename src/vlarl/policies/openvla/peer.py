@@ -54,10 +54,10 @@ class TransformersPeer:
 
     @torch.no_grad()
     def generate(self, inputs: TensorRows) -> torch.Tensor:
-        """[B, K*D] the greedy ids: by `generate`, or for a parallel decoder by one pass in which all columns see all."""
+        """[B, K*D] the greedy ids: by `generate`, or for a parallel decoder by one pass where all columns see all."""
         embeds = self.embeds(inputs)
         if isinstance(self.policy.decoder, ParallelDecoder):
-            return cast(torch.Tensor, self._parallel_logits(embeds).argmax(dim=-1)) + self._first
+            return self._parallel_logits(embeds).argmax(dim=-1) + self._first
         found: torch.Tensor = self.language.generate(
             inputs_embeds=embeds,
             attention_mask=torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device),
@@ -99,6 +99,7 @@ class TransformersPeer:
         return cast(torch.Tensor, out.logits[..., self._first : self._last])
 
     def _parallel_logits(self, embeds: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.policy.decoder, ParallelDecoder)
         with torch.no_grad():
             whole = torch.cat([embeds, *self.policy.decoder.action_part(self.policy.model, embeds)], dim=1)
         size = whole.shape[1]
