@@ -120,7 +120,7 @@ def bench_iteration(request: BenchRequest, decisions: int, num_envs: int, microb
 
     def measure() -> Row:
         iterations = start(bench, policy, num_envs, microbatch)
-        shorts = [iterations.run(SHORT_DECISIONS) for _ in range(3)]
+        shorts = [iterations.run(SHORT_DECISIONS) for _ in range(2)]  # a shape is recorded in the first
         busy = busy_fractions(iterations, shorts[-1]) if bench.device.type == "cuda" else {}
         if bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(bench.device)

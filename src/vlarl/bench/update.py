@@ -26,7 +26,7 @@ from vlarl.policies.bench_model import BenchModel, PeerTrainer
 from vlarl.training.learner import Learner
 
 LEAST_ROWS = 8  # of a step: a smaller microbatch is one of several
-WARMUPS = 2  # the optimizer's state is allocated in the first
+WARMUPS = 1  # in which the optimizer's state is allocated
 
 
 def bench_update(request: BenchRequest, microbatches: Sequence[int]) -> Report:

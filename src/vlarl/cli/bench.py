@@ -30,6 +30,13 @@ usage: vlarl bench env [--suite S] …
 `vlarl bench rollout --help` lists the options of a command; docs/performance.md explains the tables."""
 
 DEFAULT_MODEL = "builtin:tiny-oft"
+DEFAULT_RANK = 32
+PEERS = {
+    "rollout": "also measure transformers on the same weights, for a policy without adapters",
+    "update": "also measure peft on the same weights",
+    "sync": "also measure a copy of all weights",
+}
+NO_PEER = {"rollout": True, "update": False}  # the value of --adapters for which a command has no peer
 BOTH = "by default both ways are measured"
 
 
@@ -161,7 +168,7 @@ def iteration(arguments: Sequence[str]) -> int:
 
         return bench_iteration(request, given.decisions, given.rows, given.microbatch)
 
-    return _run(parser, arguments, measure, has_peers=False)
+    return _run(parser, arguments, measure)
 
 
 BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
@@ -184,11 +191,11 @@ def _parser(name: str, description: str, adapters: str) -> args.Parser:
     add("--dtype", choices=("float32", "bfloat16"), help="type of the weights; by default bfloat16, on a CPU float32")
     add("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N; auto is a GPU if there is one")
     add("--adapters", action=switch, default=None, help=f"LoRA adapters on every linear layer; {adapters}")
-    add("--rank", type=args.positive, default=32, metavar="N", help="rank of the adapters")
+    add("--rank", type=args.positive, metavar="N", help=f"rank of the adapters; by default {DEFAULT_RANK}")
     repeats = "repeats after the warm-up, of which the table gives median and quartiles"
     add("--repeats", type=args.positive, default=5, metavar="N", help=repeats)
     if name != "iteration":
-        add("--peers", action=switch, default=True, help="measure transformers and peft on the same weights, too")
+        add("--peers", action=switch, default=None, help=f"{PEERS[name]}; by default they are measured")
     add("--memory-gb", type=args.temperature, metavar="N", help="GPU memory in GiB that may be used; by default all")
     add("--out", type=Path, metavar="FILE", help="also write the results as JSON")
     add("--json", action="store_true", help="print the results as JSON in place of the table")
@@ -199,10 +206,16 @@ def _run(
     parser: args.Parser,
     arguments: Sequence[str],
     measure: Callable[[argparse.Namespace, BenchRequest], Report],
-    *,
-    has_peers: bool = True,
 ) -> int:
     given = parser.parse_args(arguments)
+    name = parser.prog.rpartition(" ")[2]
+    peers = getattr(given, "peers", None)
+    has_peer = name not in NO_PEER or NO_PEER[name] is not given.adapters
+    if peers and not has_peer:
+        way = "--adapters" if given.adapters else "--no-adapters"
+        raise UsageError(f"--peers: `vlarl bench {name} {way}` has no peer; leave out one of the two.")
+    if given.rank is not None and given.adapters is False:
+        raise UsageError("--rank is for adapters, and --no-adapters leaves them out: give one of the two.")
     if given.out is not None and not given.out.parent.is_dir():
         raise UsageError(f"--out {given.out}: there is no directory {given.out.parent}; make it first.")
 
@@ -214,9 +227,9 @@ def _run(
         dtype=given.dtype,
         device=given.device,
         adapters=given.adapters,
-        rank=given.rank,
+        rank=given.rank or DEFAULT_RANK,
         repeats=given.repeats,
-        peers=has_peers and given.peers,
+        peers=has_peer and peers is not False,
         memory_gb=given.memory_gb,
     )
     report = measure(given, request)
