@@ -14,6 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from vlarl.bench.timing import synchronize
 
+MICROSECONDS = 1e6  # in a second
+
 
 def kernel_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds in which at least one kernel or copy of `work` runs on the GPU."""
@@ -21,13 +23,13 @@ def kernel_seconds(work: Callable[[], object], device: torch.device) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         work()
         synchronize(device)
-    return union((event.time_range.start, event.time_range.end) for event in trace.events() or () if _runs(event)) / 1e6
+    return on_gpu(trace.events() or ())
 
 
-def _runs(event: Any) -> bool:
-    """Whether it is a kernel or a copy, and not the span of an annotation on the GPU's timeline."""
-    found: bool = event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
-    return found
+def on_gpu(events: Iterable[Any]) -> float:
+    """Seconds of the kernels and copies of a trace; spans of annotations on the GPU's timeline don't count."""
+    kernels = (e for e in events if e.device_type.name == "CUDA" and not getattr(e, "is_user_annotation", False))
+    return union((event.time_range.start, event.time_range.end) for event in kernels) / MICROSECONDS
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:

@@ -13,7 +13,7 @@ import torch
 from vlarl.policies.bench_model import Work
 
 GIB = 2**30
-MATRIX = {"cuda": 8192, "cpu": 1024}  # side of the matrices of the product that is timed
+MATRIX = {"cuda": 8192, "cpu": 512}  # side of the matrices of the product that is timed
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of the copy that is timed
 RATE_REPEATS = 5
 RATE_BATCH = 4  # products or copies in one repeat
