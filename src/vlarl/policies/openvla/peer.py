@@ -118,7 +118,7 @@ def plain_language_model(policy: OpenVLAPolicy) -> nn.Module:
         build = cast(Any, AutoModelForCausalLM).from_config  # untyped in the library
         language = build(config, attn_implementation="sdpa", dtype=policy.model.dtype)
     language.load_state_dict(policy.model.language_model.state_dict(), assign=True)
-    # Its angles are no part of a state dict, and were made on the meta device.
+    # Its angles are not part of a state dict, and were made on the meta device.
     language.model.rotary_emb = type(language.model.rotary_emb)(config=config).to(policy.device)
     left = [name for name, tensor in (*language.named_parameters(), *language.named_buffers()) if tensor.is_meta]
     assert not left, f"not shared: {left}"

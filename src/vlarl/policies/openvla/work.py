@@ -2,7 +2,7 @@
 
 As `torch.utils.flop_counter` counts: two operations for each product and sum, matrix products and attention only, all
 pairs of columns in attention, also those that a causal mask hides. Left out are the projector of the robot's state, one
-column of some hundred, and the float32 pass that scores tokens again (decoders.py), which is no part of the work.
+column of some hundred, and the float32 pass that scores tokens again (decoders.py), which is not part of the work.
 """
 
 from __future__ import annotations
