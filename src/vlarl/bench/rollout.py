@@ -94,6 +94,7 @@ def measure_rows(
         work = model.prefill_work(count, rank)
         return _row(bench, f"prefill alone, {kind}", count, (ours, theirs), work, peer, {})
 
+    release(bench.device)  # what was measured before must not be part of the peak
     found = [bench.attempt(name, count, decide)]
     release(bench.device)
     if model.prefill_work(count, rank) is not None:

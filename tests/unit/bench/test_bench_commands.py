@@ -13,9 +13,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from vlarl.bench import sync
 from vlarl.bench.busy import on_gpu, union
 from vlarl.bench.replica import ProcessReplica, serve
-from vlarl.bench.request import BenchRequest
+from vlarl.bench.request import Bench, BenchRequest
+from vlarl.bench.results import Report, Row
 from vlarl.bench.rollout import finite
-from vlarl.bench.timing import Timing, timed
+from vlarl.bench.timing import Rates, Timing, timed
 from vlarl.cli import main
 from vlarl.errors import VlarlError
 
@@ -110,6 +111,22 @@ def test_an_error_of_the_replica_is_raised_here():
 def test_what_has_no_effect_is_refused(capsys, arguments, message):
     assert main(["bench", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_row_that_does_not_fit_says_so():
+    def measure() -> Row:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has less.")
+
+    bench = Bench(BenchRequest("builtin:tiny-oft", device="cpu"), measured=False)
+    row = bench.attempt("batch 64", 64, measure)
+    assert row.error == "out of memory: CUDA out of memory" and row.to_json()["vlarl"] is None
+    fits = Row("batch 1", 1, Timing((0.5, 1.0, 1.5), None), floor_s=0.25)
+    report = Report("rollout", {"model": "m", "dtype": "float32", "device": "cpu"}, Rates(2e12, 3e9), [fits, row])
+    first, header, fitting, failed = report.lines()
+    assert first == "rollout of m, float32, on cpu; matrix product 2 TFLOP/s, memory 3 GB/s"
+    assert header.split("  ")[0] == "what" and "peer ms" not in header
+    assert fitting.split() == ["batch", "1", "1000", "750-1250", "1.0", "250", "0.25"]
+    assert failed == "batch 64  out of memory: CUDA out of memory"
 
 
 def test_quartiles_and_median():
