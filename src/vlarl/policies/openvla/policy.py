@@ -20,6 +20,7 @@ from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters, checksums, distribution
 from vlarl.policies.base import Evaluation, Level, VllmModel
+from vlarl.policies.bench_model import BenchModel
 from vlarl.policies.checkpoint_json import write_json
 from vlarl.policies.openvla import supervised
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
@@ -382,6 +383,12 @@ class OpenVLAPolicy(SupervisedPolicy):
         from vlarl.policies.openvla.vllm.serving import OpenVLAInVllm
 
         return OpenVLAInVllm(self, model_class)
+
+    def bench_model(self) -> BenchModel:
+        """Random inputs, counts of work and the peer."""
+        from vlarl.policies.openvla.bench import OpenVLABench
+
+        return OpenVLABench(self)
 
     def _add_adapter(self, lora: LoraConfig, seed: int) -> None:
         """Freeze everything and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""
