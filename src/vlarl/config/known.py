@@ -90,6 +90,7 @@ class BuiltinFacts:
 BUILTINS = {
     "tiny-oft": BuiltinFacts("tabletop_", "parallel", 4),
     "tiny-openvla": BuiltinFacts("tabletop_", "autoregressive", 1),
+    "tiny-smolvla": BuiltinFacts("tabletop_", None, 4, is_flow=True),
     "tiny-qwen2.5-vl": BuiltinFacts("prompts_"),
 }
 """Checkpoints `builtin:<name>`."""
