@@ -97,6 +97,11 @@ class _CachedOperands:
         self.out = torch.empty(0)
         self.wide: torch.Tensor | None = None
 
+    def fits(self, weight: torch.Tensor, into: torch.Tensor) -> bool:
+        """Whether new values of the adapter can be written to the copies."""
+        here = self.into.device == into.device and self.into.shape[0] - into.shape[0] == -into.shape[0] % WIDTH_STEP
+        return here and (self.wide is None or _same_memory(self.wide, weight, self.into.dtype))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _CachedOperands:
         return _CachedOperands()
 
@@ -155,7 +160,7 @@ class LoraLinear(PeftLinear):
             weight = frozen.weight.detach()
             if weight.is_cuda:
                 torch.cuda.empty_cache()  # or the narrow weights' memory stays reserved: nothing else is of their size
-        versions = (into._version, out._version, into.data_ptr(), out.data_ptr(), dtype)
+        versions = _versions(into, out, dtype)
         if known.versions != versions:
             known.into = _updated(known.into, F.pad(into, (0, 0, 0, padding)).to(dtype))
             known.out = _updated(known.out, F.pad(out, (0, padding)).to(dtype))
@@ -185,12 +190,29 @@ def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return kept.copy_(fresh)
 
 
+def _versions(into: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> object:
+    """What changes with an adapter's values or their place."""
+    return into._version, out._version, into.data_ptr(), out.data_ptr(), dtype
+
+
+@torch.no_grad()
 def refresh_operands(model: nn.Module) -> None:
-    """Update the adapters' cached operands, however the adapters were changed."""
+    """Update the adapters' cached operands, however the adapters were changed: all in a few kernels, in place."""
+    copies: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for module in model.modules():
-        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_cached_operands")) is not None:
-            known.versions = None
-            module.operands(known.into.dtype)
+        if not isinstance(module, LoraLinear) or (known := module.__dict__.get("_cached_operands")) is None:
+            continue
+        known.versions, dtype = None, known.into.dtype
+        into, out = (part.detach() for part in module._adapter())
+        if known.fits(module._frozen().weight, into):
+            copies += [known.into[: into.shape[0]], known.out[:, : into.shape[0]]]
+            values += [into, out]
+            known.versions = _versions(into, out, dtype)
+        else:
+            module.operands(dtype)
+    if copies:
+        torch._foreach_copy_(copies, values)
 
 
 def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:
