@@ -53,7 +53,7 @@ class PassSums:
         return cls(tuple(found), values, len(part), evaluation.tokens)
 
     def read(self, first: bool) -> MetricSums:
-        """The sums as numbers; `first`: nothing has moved yet, so the ratio must be 1."""
+        """The sums on the host; `first`: nothing has moved yet, so the ratio must be 1."""
         values = dict(zip(self.kinds, self.values.tolist(), strict=True))
         counts = {"token": int(values["tokens", ""]), "decision": self.num_decisions}
         sums = {name: (value, counts[kind]) for (kind, name), value in values.items() if kind in counts}
