@@ -43,6 +43,19 @@ class Operands(NamedTuple):
     wide: torch.Tensor | None  # [out, in + width] weight and out, where they are in the same memory
 
 
+class _SaveFirst(torch.autograd.Function):
+    """x, saved before the product that reads it: a layer that is recomputed stops there, without its last product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
 class _AddLora(torch.autograd.Function):
     """x W' + b + dropped A' B' scale with W frozen; `dropped` is x after dropout, if any.
 
@@ -51,7 +64,8 @@ class _AddLora(torch.autograd.Function):
     before it adds.) So one product of [x, low] with [W, B] adds it before anything is rounded. In float32 nothing is
     lost, and with two products a fresh adapter leaves every bit unchanged.
 
-    The gradients of A and B go to the float32 originals.
+    The gradients of A and B go to the float32 originals. With `saver`, the node of `_SaveFirst` that has x, nothing is
+    saved where a recomputation would look for it: what is kept besides is as wide as the rank, or a weight.
     """
 
     @staticmethod
@@ -63,10 +77,15 @@ class _AddLora(torch.autograd.Function):
         out: torch.Tensor,  # [out, rank] float32, likewise
         scale: float,
         operands: Operands,
+        saver: Any,
     ) -> torch.Tensor:
         weight, bias, into_copy, out_copy, wide = operands
         low = (dropped @ into_copy.t()).mul_(scale)
-        ctx.save_for_backward(dropped, low, weight, into_copy, out_copy)  # not `wide`: FSDP drops what it gathered
+        ctx.saver = saver
+        if saver is None:
+            ctx.save_for_backward(dropped, low, weight, into_copy, out_copy)  # not `wide`: FSDP drops what it gathered
+        else:
+            ctx.kept = low, weight, into_copy, out_copy
         ctx.scale, ctx.rank, ctx.separate = scale, into.shape[0], dropped is not x
         if x.dtype == torch.float32:
             return F.linear(x, weight, bias).addmm_(low, out_copy.t())
@@ -74,7 +93,10 @@ class _AddLora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dropped, low, weight, into, out = ctx.saved_tensors
+        if ctx.saver is None:
+            dropped, low, weight, into, out = ctx.saved_tensors
+        else:
+            dropped, (low, weight, into, out) = ctx.saver.saved_tensors[0], ctx.kept
         grad = grads[0]
         grad_low = (grad @ out).mul_(ctx.scale)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
@@ -85,7 +107,7 @@ class _AddLora(torch.autograd.Function):
             grad_x.addmm_(grad_low, into)
         grad_into = (grad_low.t() @ dropped)[: ctx.rank].float()
         grad_out = (grad.t() @ low)[:, : ctx.rank].float()
-        return grad_x, grad_dropped, grad_into, grad_out, None, None
+        return grad_x, grad_dropped, grad_into, grad_out, None, None, None
 
 
 class _CachedOperands:
@@ -110,6 +132,8 @@ class LoraLinear(PeftLinear):
     """peft's layer, computed in fewer steps and rounded once: adapters stay float32, products are in the type of the
     computation."""
 
+    ends_recomputed = False  # the last product of a layer that is recomputed in the backward pass, which needs only x
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The frozen layer's output plus the adapter's."""
         if self.disable_adapters or self.merged or args or kwargs:
@@ -125,8 +149,12 @@ class LoraLinear(PeftLinear):
         """The output of layer and adapter, computed in this type."""
         name = self.active_adapters[0]
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        operands, saver = self.operands(dtype), None
+        if self.ends_recomputed and operands.wide is not None and torch.is_grad_enabled():
+            flat = _SaveFirst.apply(flat)  # type: ignore[no-untyped-call]
+            saver = flat.grad_fn
         dropped = self.lora_dropout[name](flat)
-        given = (*self._adapter(), self.scaling[name], self.operands(dtype))
+        given = (*self._adapter(), self.scaling[name], operands, saver if dropped is flat else None)
         result: torch.Tensor = _AddLora.apply(flat, dropped, *given)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 

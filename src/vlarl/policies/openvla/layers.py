@@ -122,6 +122,11 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
+    @property
+    def last_product(self) -> Any:
+        """The linear layer whose output nothing but a sum reads."""
+        return cast(Any, self.mlp).down_proj
+
     def forward(
         self,
         hidden: torch.Tensor,

@@ -86,6 +86,7 @@ class OpenVLAModel(nn.Module):
         layers = self.recomputable
         for index, layer in enumerate(layers):
             layer.recompute = enabled and index < len(layers) - kept
+            layer.last_product.ends_recomputed = layer.recompute  # what an adapter's layer looks at
 
     def embed_images(self, pixels: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [B, I, 3, H, W], or normalised floats as the vision backbone takes -> [B, I*P, H] image tokens.

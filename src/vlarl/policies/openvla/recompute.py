@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A layer's output; what it computes in between is computed again in the backward pass.
+def recomputed(layer: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A layer's output for x and other arguments; what it computes in between is computed again in the backward pass.
 
     Dropout must be the same both times. A recorded pass has none, and can't read the state of the random generators.
     """
-    random = not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-    return cast(torch.Tensor, checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=random, **kwargs))
+    random = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return cast(torch.Tensor, checkpoint(layer, x, *args, use_reentrant=False, preserve_rng_state=random, **kwargs))

@@ -6,7 +6,7 @@ never computed and take no gradient.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +104,11 @@ class Block(nn.Module):
         self.ls2 = LayerScale(dim) if config.layer_scale else PlainResidual()
         self.scale = nn.Linear(film_dim, dim) if film_dim else None
         self.shift = nn.Linear(film_dim, dim) if film_dim else None
+
+    @property
+    def last_product(self) -> Any:
+        """The linear layer whose output nothing but a sum reads."""
+        return self.mlp.fc2
 
     def forward(self, x: torch.Tensor, language: torch.Tensor | None) -> torch.Tensor:
         """[N, T, W] -> [N, T, W]; with FiLM, language [N, H] is the mean embedding of each image's prompt."""
