@@ -226,21 +226,21 @@ def _versions(into: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> obje
 @torch.no_grad()
 def refresh_operands(model: nn.Module) -> None:
     """Update the adapters' cached operands, however the adapters were changed: all in a few kernels, in place."""
-    copies: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    pairs: tuple[list[tuple[torch.Tensor, torch.Tensor]], ...] = [], []  # copies of A, and of B, columns of the weight
     for module in model.modules():
         if not isinstance(module, LoraLinear) or (known := module.__dict__.get("_cached_operands")) is None:
             continue
         known.versions, dtype = None, known.into.dtype
         into, out = (part.detach() for part in module._adapter())
         if known.fits(module._frozen().weight, into):
-            copies += [known.into[: into.shape[0]], known.out[:, : into.shape[0]]]
-            values += [into, out]
+            pairs[0].append((known.into[: into.shape[0]], into))
+            pairs[1].append((known.out[:, : into.shape[0]], out))
             known.versions = _versions(into, out, dtype)
         else:
             module.operands(dtype)
-    if copies:
-        torch._foreach_copy_(copies, values)
+    for part in pairs:
+        if part:
+            torch._foreach_copy_([copy for copy, _ in part], [value for _, value in part])
 
 
 def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:

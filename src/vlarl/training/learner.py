@@ -111,6 +111,7 @@ class Learner:
         valuing = [p for name, p in policy.named_parameters() if name.startswith(CRITIC)]
         valuing = valuing if self.critic is None else list(self.critic.parameters())
         self.critic_optimizer = build_adamw(valuing, config.critic.lr, 0.0, betas) if valuing else None
+        self._modules = [module for network in self._networks() for module in network.modules()]
         policy.eval()
         self.recorded = recorded_passes(self._pass, self._networks(), config.optim, device, ranks, sharding)
 
@@ -347,10 +348,9 @@ class Learner:
         run = self.recorded or partial(self._pass, value_weight=value_weight(batch, rows), kl_coef=self.kl.coef)
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         passes = self._each_microbatch(batch, rows, lambda part: run(part, train_policy))
-        sums = [one.read(first) for _, one in passes]
-        if self.ptx is not None and train_policy:
-            sums += self._imitate(self.ptx)
+        imitated = self._imitate(self.ptx) if self.ptx is not None and train_policy else []
         self._train_mode(False)
+        sums = [one.read(first) for _, one in passes] + imitated  # from here on the device is waited for
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
@@ -396,8 +396,9 @@ class Learner:
         return replace(evaluation, values=self.critic.values(part.inputs, part.decisions))
 
     def _train_mode(self, enabled: bool) -> None:
-        for network in self._networks():
-            network.train(enabled)
+        """As `train` does; it would walk through thousands of modules in every minibatch, while the device waits."""
+        for module in self._modules:
+            module.__dict__["training"] = enabled
 
     def _networks(self) -> list[Policy]:
         """What is trained: the policy, and the critic where it is a network of its own."""

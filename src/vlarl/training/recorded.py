@@ -54,6 +54,7 @@ class RecordedPasses:
         self._work = work
         self._networks = networks
         self._recorder = recorder
+        self._parameters = [p for network in networks for p in network.parameters()]
         self._factors: torch.Tensor | None = None  # [2] the weight of a value and the KL coefficient, read by replays
         self._met: Counter[object] = Counter()
         self._recordings: dict[object, _Recording] = {}
@@ -67,9 +68,8 @@ class RecordedPasses:
         if self._recordings and self._where() != self._addresses:
             log.info("weights or gradients have moved in memory: passes are recorded again")
             self._recordings.clear()
-        device = next(self._networks[0].parameters()).device
         if self._factors is None:
-            self._factors = torch.zeros(2, device=device)
+            self._factors = torch.zeros(2, device=self._parameters[0].device)
         self._factors.copy_(torch.tensor([value_weight, kl_coef]))
 
     def __call__(self, part: TrainBatch, train_policy: bool) -> PassSums:
@@ -113,9 +113,8 @@ class RecordedPasses:
 
     def _where(self) -> list[int]:
         """The addresses of all weights and gradients."""
-        parameters = [p for network in self._networks for p in network.parameters()]
-        gradients = [p.grad for p in parameters if p.requires_grad]
-        return [p.data_ptr() for p in parameters] + [0 if g is None else g.data_ptr() for g in gradients]
+        gradients = [p.grad for p in self._parameters if p.requires_grad]
+        return [p.data_ptr() for p in self._parameters] + [0 if g is None else g.data_ptr() for g in gradients]
 
 
 def recorded_passes(

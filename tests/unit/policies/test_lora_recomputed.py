@@ -71,3 +71,21 @@ def test_the_first_layers_are_recomputed_and_without_their_last_product(folder, 
     assert [products.count(f"{last}.mlp.{name}_proj") for name in ("gate", "up", "down")] == [1, 1, 1]
     tower = "vision_backbone.fused_featurizer.blocks.0"  # without LayerScale, which saves its factors after the product
     assert [products.count(f"{tower}.mlp.{name}") for name in ("fc1", "fc2")] == [2, 1]
+
+
+def test_cached_operands_follow_adapters_however_they_were_changed(folder):
+    """In place, since a recording reads them where they are."""
+    policy = adapted(folder, "bfloat16")
+    gradients(policy)
+    layers = [module for module in policy.model.modules() if isinstance(module, LoraLinear)]
+    places = [[part.data_ptr() for part in layer.operands(torch.bfloat16)[2:4]] for layer in layers]
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.5)  # which no version counter notices
+    policy.weights_changed()
+    for layer, place in zip(layers, places, strict=True):
+        kept = [part.clone() for part in layer.operands(torch.bfloat16)[2:4]]
+        assert [part.data_ptr() for part in layer.operands(torch.bfloat16)[2:4]] == place
+        rank = layer.r["default"]
+        assert torch.equal(kept[0][:rank], layer.lora_A["default"].weight.bfloat16()) and not kept[0][rank:].any()
+        assert torch.equal(kept[1][:, :rank], layer.lora_B["default"].weight.bfloat16())
