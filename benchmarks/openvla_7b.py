@@ -189,14 +189,14 @@ def make_inputs(policy: OpenVLAPolicy, batch: int, device: str = "cuda") -> Open
     return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to(device)
 
 
-def make_learner(policy: OpenVLAPolicy, microbatch_size: int) -> Learner:
+def make_learner(policy: OpenVLAPolicy, microbatch_size: int, device: Any = "cuda", **optim: Any) -> Learner:
     config = Config().model_copy(
         update={
             "algorithm": Config().algorithm.model_copy(update={"epochs": 1, "old_logprobs": "engine"}),
-            "optim": Config().optim.model_copy(update={"microbatch_size": microbatch_size, "lr": 1e-5}),
+            "optim": Config().optim.model_copy(update={"microbatch_size": microbatch_size, "lr": 1e-5} | optim),
         }
     )
-    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device("cuda"))
+    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device(device))
 
 
 def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
@@ -205,7 +205,7 @@ def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
     indices = torch.randint(0, 256, shape, generator=generator)
     logprobs = torch.full(shape, -5.5)
     return TrainBatch(
-        inputs=make_inputs(policy, rows).to("cpu"),
+        inputs=make_inputs(policy, rows, "cpu"),
         decisions=token_decisions(indices + policy.codec.first_id, logprobs, policy.action_dim),
         trajectory=torch.arange(rows),
         old_logprobs=logprobs,

@@ -12,7 +12,7 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "json_files", "deadline", "devices", "solutions", "config"}
+BASE = {"types", "errors", "json_files", "deadline", "devices", "recording", "solutions", "config"}
 PARTS = BASE | {
     "algorithms",
     "decisions",
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"decisions"},  # for its annotations alone: decisions load torch
     "deadline": {"errors"},
     "devices": {"errors", "config"},
+    "recording": set(),
     "interrupt": {"errors"},
     "json_files": set(),
     "solutions": set(),

@@ -609,6 +609,9 @@ class OptimConfig(Section):
     """Iterations whose episodes are gathered, in the host's memory, for one update."""
     sort_by_length: bool = False
     """Form microbatches from decisions sorted by the length of prompt and text, which reduces padding."""
+    cuda_graphs: bool = True
+    """On a GPU, record forward and backward pass of a microbatch once and replay them, where the model allows it: small
+    microbatches then take no longer than their arithmetic. It changes no result."""
 
 
 class CriticConfig(Section):

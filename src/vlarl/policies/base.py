@@ -196,6 +196,12 @@ class Policy(nn.Module, ABC):
         """Whether `sample` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
         return True
 
+    @property
+    def records_updates(self) -> bool:
+        """Whether `evaluate` with its backward pass may be recorded as a CUDA graph: nothing in them waits for the
+        device or is random, and no shape depends on the values of the inputs."""
+        return False
+
     def record_passes(self) -> None:
         """Called once on a GPU where `sample` as a whole can't be recorded, but CUDA graphs are wanted."""
 

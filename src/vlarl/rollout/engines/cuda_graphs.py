@@ -6,18 +6,18 @@ than to run. A pass of a known shape is recorded once and replayed as a whole.
     from then on                      inputs copied into the recording's own, replayed, outputs copied out
 
 Batches are padded to a power of two and prompts to a multiple of eight, so that few shapes occur. Recordings share one
-memory pool, which stays allocated while they exist.
+memory pool (`vlarl/recording.py`), which stays allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vlarl.decisions import Decisions, TensorRows
+from vlarl.recording import Recorder, Replay
 
 Sample = Callable[[TensorRows, torch.Tensor], Decisions]
 """Inputs and noise on the device -> decisions."""
@@ -25,7 +25,7 @@ Sample = Callable[[TensorRows, torch.Tensor], Decisions]
 
 @dataclass(frozen=True)
 class _Recording:
-    graph: torch.cuda.CUDAGraph
+    graph: Replay
     inputs: TensorRows
     noise: torch.Tensor
     decisions: Decisions
@@ -34,9 +34,9 @@ class _Recording:
 class GraphedSampling:
     """Replays recordings of `sample`, which must read only its arguments and weights that stay where they are."""
 
-    def __init__(self, sample: Sample, pool: Any) -> None:
+    def __init__(self, sample: Sample, recorder: Recorder) -> None:
         self._sample = sample
-        self._pool = pool
+        self._recorder = recorder
         self._met: set[tuple[int, ...]] = set()
         self._recordings: dict[tuple[int, ...], _Recording] = {}
 
@@ -56,19 +56,16 @@ class GraphedSampling:
 
     def _record(self, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
         own, own_noise = inputs.map(torch.clone), noise.clone()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            decisions = self._sample(own, own_noise)
+        graph, decisions = self._recorder.record(lambda: self._sample(own, own_noise))
         return _Recording(graph, own, own_noise, decisions)
 
-    @staticmethod
-    def _replay(recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+    def _replay(self, recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
         given = iter(inputs.tensors())
         recording.inputs.map(lambda own: own.copy_(next(given)))
         recording.noise.copy_(noise)
-        recording.graph.replay()
-        return recording.decisions.map(torch.clone)
+        with self._recorder.replaying():
+            recording.graph.replay()
+            return recording.decisions.map(torch.clone)
 
 
 def pad_batch(inputs: TensorRows, noise: torch.Tensor) -> tuple[TensorRows, torch.Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.policies.base import Policy
+from vlarl.recording import Recorder, graph_recorder
 from vlarl.rollout.engines.base import not_finite, refuse_sampling
 from vlarl.rollout.engines.cuda_graphs import GraphedSampling, Sample
 
@@ -26,10 +26,10 @@ class TorchEngine:
         self.batch_size = batch_size
         self.version = 0
         self._graphs: dict[Sampling, GraphedSampling] = {}
-        self._pool: Any = None  # None: passes are not recorded
+        self._recorder: Recorder | None = None  # None: passes are not recorded
         if cuda_graphs and device.type == "cuda":
             if policy.recordable:
-                self._pool = torch.cuda.graph_pool_handle()
+                self._recorder = graph_recorder(device)
             else:
                 policy.record_passes()
 
@@ -49,8 +49,8 @@ class TorchEngine:
     @torch.no_grad()
     def _generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:
         sample: Sample = partial(self.policy.sample, sampling=sampling)
-        if self._pool is not None:
-            sample = self._graphs.setdefault(sampling, GraphedSampling(sample, self._pool))
+        if self._recorder is not None:
+            sample = self._graphs.setdefault(sampling, GraphedSampling(sample, self._recorder))
         return sample(inputs.to(self.device), self.policy.noise(seeds, sampling).to(self.device))
 
     def weights_changed(self, version: int) -> None:
