@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vlarl.weights.buckets import unpacked
+from vlarl.weights.nccl_library import require_nccl
 from vlarl.weights.stream import WeightStream
 
 
@@ -161,6 +162,8 @@ class GpuWeightSender:
                 rank=rank,
             )
         )
+        if backend == "nccl" and rank == 0:
+            require_nccl()
         self._source = _StreamSource(dtype)
         self._client = _Client(engine, self._source)
         self._trainer = WeightTransferTrainerFactory.trainer_init(init, client=self._client, source=self._source)

@@ -138,6 +138,8 @@ class VllmEngine(WeightReceiver):
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Open the connection of the nccl and ipc backends."""
+        if "master_port" in init_info:  # nccl's ranks meet there
+            self._llm.collective_rpc("require_nccl")
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def prepare_loading(self, names: set[str]) -> None:

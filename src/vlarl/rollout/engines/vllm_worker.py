@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from vlarl.weights.nccl_library import require_nccl
 from vlarl.weights.vllm_adapters import AdapterWorker
 
 
@@ -22,3 +23,7 @@ class EngineWorker(AdapterWorker):
             return None if logits is None else logits.float() / temperature  # None: another worker gathers them
 
         model.compute_logits = divided
+
+    def require_nccl(self) -> None:
+        """VlarlError where weights that are sent by nccl would never arrive."""
+        require_nccl()
