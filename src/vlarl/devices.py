@@ -72,3 +72,10 @@ def free_cached_memory(device: torch.device) -> None:
     gc.collect()  # errors and their frames may refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says that the device's memory is too small."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None

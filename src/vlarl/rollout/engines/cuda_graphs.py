@@ -4,70 +4,117 @@ than to run. A pass of a known shape is recorded once and replayed as a whole.
     first time that a shape occurs    run without a graph, which also warms up the kernels
     second time                       recorded, then replayed
     from then on                      inputs copied into the recording's own, replayed, outputs copied out
+    released                          the memory is free for an update; recorded at once when the shape occurs again
 
 Batches are padded to a power of two and prompts to a multiple of eight, so that few shapes occur. Recordings share one
-memory pool, which stays allocated while they exist.
+memory pool, about as large as the largest pass, which stays allocated while they exist. Where memory is scarce they are
+also released before a new shape is run for the first time, which needs as much once more.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from vlarl.decisions import Decisions, TensorRows
+from vlarl.decisions import Decisions, Sampling, TensorRows
 
 Sample = Callable[[TensorRows, torch.Tensor], Decisions]
 """Inputs and noise on the device -> decisions."""
 
 
+class Recorder(Protocol):
+    """Records work on a GPU."""
+
+    def new_pool(self) -> Any:
+        """Memory for recordings, which is freed with the last of them."""
+        ...
+
+    def record(self, work: Callable[[], Decisions], pool: Any) -> tuple[Callable[[], None], Decisions]:
+        """What repeats the work, and the tensors that it then fills."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs."""
+
+    def new_pool(self) -> Any:
+        """A memory pool of CUDA graphs."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Decisions], pool: Any) -> tuple[Callable[[], None], Decisions]:
+        """The replay of the graph, and what it fills."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=pool):
+            decisions = work()
+        return graph.replay, decisions
+
+
 @dataclass(frozen=True)
 class _Recording:
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     inputs: TensorRows
     noise: torch.Tensor
     decisions: Decisions
 
 
-class GraphedSampling:
-    """Replays recordings of `sample`, which must read only its arguments and weights that stay where they are."""
+class Recordings:
+    """Recorded passes by the way of sampling and the shape of the inputs."""
 
-    def __init__(self, sample: Sample, pool: Any) -> None:
-        self._sample = sample
-        self._pool = pool
-        self._met: set[tuple[int, ...]] = set()
-        self._recordings: dict[tuple[int, ...], _Recording] = {}
+    def __init__(self, recorder: Recorder, exclusive: bool) -> None:
+        """`exclusive`: there is no memory for them beside the first pass of another shape."""
+        self.seconds = 0.0  # that recording has taken
+        self._recorder = recorder
+        self._exclusive = exclusive
+        self._pool = recorder.new_pool()
+        self._met: set[tuple[Sampling, tuple[int, ...]]] = set()
+        self._recorded: dict[tuple[Sampling, tuple[int, ...]], _Recording] = {}
 
-    def __call__(self, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
-        """The decisions of a batch on the device."""
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, sample: Sample, sampling: Sampling, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+        """The decisions of a batch on the device. `sample`, which samples in this way, must read only its arguments and
+        weights that stay where they are."""
         rows = len(inputs)
         inputs, noise = pad_batch(inputs, noise)
-        key = inputs.shape_key
+        key = (sampling, inputs.shape_key)
         if key not in self._met:
+            if self._exclusive:
+                self.release()
+            decisions = sample(inputs, noise)
             self._met.add(key)
-            decisions = self._sample(inputs, noise)
         else:
-            if key not in self._recordings:
-                self._recordings[key] = self._record(inputs, noise)
-            decisions = self._replay(self._recordings[key], inputs, noise)
+            if key not in self._recorded:
+                began = time.perf_counter()
+                self._recorded[key] = self._record(sample, inputs, noise)
+                self.seconds += time.perf_counter() - began
+            decisions = self._replay(self._recorded[key], inputs, noise)
         return decisions.rows(slice(0, rows))
 
-    def _record(self, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
+    def release(self) -> bool:
+        """Forget all recordings, whose memory PyTorch can then use; whether there were any."""
+        had = bool(self._recorded)
+        if had:
+            self._recorded.clear()
+            self._pool = self._recorder.new_pool()  # the old one may be used until it is empty, but not again
+        return had
+
+    def _record(self, sample: Sample, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
         own, own_noise = inputs.map(torch.clone), noise.clone()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            decisions = self._sample(own, own_noise)
-        return _Recording(graph, own, own_noise, decisions)
+        replay, decisions = self._recorder.record(lambda: sample(own, own_noise), self._pool)
+        return _Recording(replay, own, own_noise, decisions)
 
     @staticmethod
     def _replay(recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
         given = iter(inputs.tensors())
         recording.inputs.map(lambda own: own.copy_(next(given)))
         recording.noise.copy_(noise)
-        recording.graph.replay()
+        recording.replay()
         return recording.decisions.map(torch.clone)
 
 
