@@ -83,7 +83,7 @@ class Microbatches:
                 except torch.OutOfMemoryError as error:
                     if not self._may_halve:
                         raise out_of_memory("a pass over weights that several learners share", error) from None
-                    if piece is idle:  # whose result nobody looks at
+                    if piece is idle:  # whose result is not read
                         raise out_of_memory("a learner without decisions of its own", error) from None
                     lacking.append(NoMemory(str(error)))
             return lacking[0]
