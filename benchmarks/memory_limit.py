@@ -11,8 +11,8 @@ observations are random, 64 at a time. The cycle is
     rollout of all decisions ──► annotate, update ──► a short rollout and update: recordings are made again, and the
                                                       optimizer's state is there
 
-and the peaks are over all of it. With 4 bits there are a quarter of the decisions. --toy runs the same with tiny models on the CPU, in one process; its limits plan, and
-refuse nothing.
+and the peaks are over all of it. With 4 bits there are a quarter of the decisions. --toy runs the same with tiny models
+on the CPU, in one process; its limits plan, and refuse nothing.
 """
 
 from __future__ import annotations
