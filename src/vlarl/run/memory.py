@@ -70,7 +70,7 @@ def limit_memory(size_gb: float | None, device: torch.device) -> int:
             f"run.memory_gb = {size_gb:g}: {device} has {total / GIB:.1f} GiB; leave it out, or set it to the size of "
             "a smaller card."
         )
-    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device.index)  # which takes no `cuda` without an index
     return min(limit - reserved, free)
 
 

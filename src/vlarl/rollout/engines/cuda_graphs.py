@@ -47,10 +47,13 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Decisions], pool: Any) -> tuple[Callable[[], None], Decisions]:
         """The replay of the graph, and what it fills."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=pool):
-            decisions = work()
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                decisions = work()
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
         return graph.replay, decisions
 
 

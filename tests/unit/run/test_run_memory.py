@@ -1,18 +1,22 @@
 """The memory of a run's GPU: its limit, what is planned of a configuration, and what is refused."""
 
 import logging
+from contextlib import closing
 
 import pytest
 import torch
+from fakes.small_gpu import SmallGpu
 
 import vlarl.run.local
 from vlarl.config import load_config
 from vlarl.errors import UsageError
+from vlarl.loop import collect
 from vlarl.policies.openvla.memory import Sizes
 from vlarl.policies.tiny import init_tiny
 from vlarl.run import memory
 from vlarl.run.memory import card_bytes, fit_to_device, limit_memory, planned
 from vlarl.run.memory_plan import GIB
+from vlarl.run.open import open_run
 
 GPU = torch.device("cuda:0")
 MIB = 2**20
@@ -23,16 +27,22 @@ ADAPTED = {"lora.enabled": True, "policy.path": "builtin:tiny-oft", "env.num_env
 def card(monkeypatch):
     """A GPU of 80 GiB, of which 60 are free and 2 are this process's; it notes the limits that are set."""
     limits: list[float] = []
+
+    def limit(part, device):
+        assert device is None or isinstance(device, int), "PyTorch refuses a device without an index here"
+        limits.append(part)
+
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * GIB)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: limits.append(part))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limit)
     return limits
 
 
 def test_a_card_of_24_gb_has_23_gib_for_tensors(card):
     assert card_bytes(24) == 23 * GIB
-    assert limit_memory(24, GPU) == 21 * GIB, "a reward model has two of them"
-    assert card == [23 / 80], "what is refused is refused to all of the process"
+    for device in (GPU, torch.device("cuda")):
+        assert limit_memory(24, device) == 21 * GIB, "a reward model has two of them"
+    assert card == [23 / 80] * 2, "what is refused is refused to all of the process"
 
 
 def test_without_a_size_the_free_memory_is_planned_with_and_nothing_is_refused(card):
@@ -145,3 +155,25 @@ def test_a_run_here_uses_the_planned_sizes(tmp_path, monkeypatch):
         assert parts.pass_counts() == parts.engine.counts
     finally:
         parts.close()
+
+
+def test_passes_without_memory_are_counted_in_the_rollouts_row(tmp_path):
+    given = {
+        "policy.path": "init:tiny-oft",
+        "run.root": str(tmp_path),
+        "run.name": "quick",
+        "run.device": "cpu",
+        "env.task_ids": [0],
+        "env.num_envs": 2,
+        "rollout.num_groups": 1,
+        "optim.minibatches": 1,
+        "rollout.group_size": 2,
+        "env.max_steps": 4,
+        "logging.tensorboard": False,
+    }
+    parts, session = open_run(load_config("tabletop_grpo", given), None)
+    with closing(parts), session:
+        SmallGpu(parts.policy, 1, "sample")
+        metrics = [collect(parts, session, number, session.stopwatch()).metrics for number in (1, 2)]
+    assert metrics[0]["rollout/oom_retries"] == 1 and "time/recording" not in metrics[0]
+    assert "rollout/oom_retries" not in metrics[1], "passes stay smaller"
