@@ -39,6 +39,7 @@ from vlarl.config.schema import Config
 from vlarl.decisions import Decisions, TrainBatch
 from vlarl.errors import VlarlError
 from vlarl.policies.openvla.inputs import OpenVLAInputs
+from vlarl.recording import graph_recorder, release_recordings
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.sampling import rollout_sampling
 from vlarl.run.memory import fit_to_device, fitted, planned
@@ -132,8 +133,10 @@ def iteration(config: Config, plan: MemoryPlan, num_decisions: int, device: torc
     """The cycle of rollout and update, with the parts that run/local.py makes."""
     torch.manual_seed(0)
     policy: Any = load_trained_policy(config, None, device)
-    graphs, is_scarce = config.rollout.cuda_graphs, plan.recorded == "released"
-    engine = TorchEngine(policy, device, config.rollout.batch_size, graphs, is_scarce)
+    is_scarce = plan.recorded == "released"
+    if is_scarce and device.type == "cuda":
+        graph_recorder(device).scarce = True
+    engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     learner = Learner(policy, algorithm, config, device)
     after_loading = allocated(device)
@@ -145,12 +148,14 @@ def iteration(config: Config, plan: MemoryPlan, num_decisions: int, device: torc
     def cycle(rows: OpenVLAInputs) -> tuple[float, float, float, int]:
         decisions, rollout_s = clock.timed(lambda: decide(engine, rows, config))
         if is_scarce:
-            engine.release_recordings()
+            release_recordings(device)
         batch = as_batch(rows, decisions)
         annotations, annotate_s = clock.timed(lambda: learner.annotate(batch, 1))
         batch = annotations.onto(batch, config)
         result, update_s = clock.timed(lambda: learner.update(batch, 1, lambda done, of: None))
         engine.weights_changed(learner.version)
+        if is_scarce:
+            release_recordings(device)
         retries.append(int(result.metrics.get("oom_retries", 0)))
         return rollout_s, annotate_s, update_s, result.num_samples
 

@@ -1,9 +1,10 @@
-"""OpenVLA-7B's shape with random weights on one GPU: load, generate, LoRA update, merge. Prints a table, writes JSON.
+"""OpenVLA-7B's shape with random weights on one GPU: write, load, quantise, merge. Prints a table, writes JSON.
 
-    python benchmarks/openvla_7b.py FOLDER [--out results.json] [--stages write load rollout update quantized merge]
+    python benchmarks/openvla_7b.py FOLDER [--out results.json] [--stages write load quantized merge]
 
 FOLDER gets a checkpoint in the original layout (15 GB, sharded); an existing one is reused. The original's tokenizer is
-not needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here.
+not needed: prompts are 32 random ids, as long as LIBERO's. Every figure is measured here. Decisions and updates of this
+checkpoint are measured by `vlarl bench` (benchmarks/h200.py).
 """
 
 from __future__ import annotations
@@ -22,18 +23,16 @@ import torch
 
 from vlarl.algorithms import build_algorithm
 from vlarl.config.schema import Config, LoraConfig, ModelConfig
-from vlarl.decisions import Sampling, TrainBatch
+from vlarl.decisions import TrainBatch
 from vlarl.export.merge import merge
 from vlarl.policies.distribution import greedy
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.config import parse_config
 from vlarl.policies.openvla.decisions import token_decisions
-from vlarl.policies.openvla.decoders import embed_prefix
 from vlarl.policies.openvla.inputs import OpenVLAInputs
 from vlarl.policies.openvla.memory import estimate_lora_update, estimate_rollout
 from vlarl.policies.openvla.policy import OpenVLAPolicy
 from vlarl.policies.tiny_inputs import build_tiny_tokenizer
-from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.learner import Learner
 
 GIB = 2**30
@@ -125,59 +124,6 @@ def host_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rollout(folder: Path) -> dict[str, Any]:
-    """Decisions through the engine, without adapters and with them, as in training."""
-    results: dict[str, Any] = {}
-    for decoder, batches in (("autoregressive", (1, 16, 64)), ("parallel", (1, 8, 32))):
-        for rank in (None, LORA.rank):
-            policy = load_policy(folder, decoder=decoder, dtype="bfloat16", device="cuda").eval()  # type: ignore[arg-type]
-            if rank is not None:
-                policy.prepare_training(ModelConfig(dtype="bfloat16"), LORA, seed=0)
-            kind = f"{decoder}{'' if rank is None else ', adapters'}"
-            for batch in batches:
-                inputs, seeds = make_inputs(policy, batch).to("cpu"), list(range(batch))
-                for graphs in (False, True):
-                    engine = TorchEngine(policy, torch.device("cuda"), cuda_graphs=graphs)
-                    free()
-                    peak, seconds = measure(lambda e=engine, i=inputs, s=seeds: e.generate(i, Sampling(1.0), s))
-                    estimate = estimate_rollout(policy.config, batch, PROMPT_LENGTH, "bfloat16", lora_rank=rank).total
-                    how = "graph" if graphs else "eager"
-                    results[f"{kind}, batch {batch}, {how}"] = line(batch, seconds, peak, estimate)
-                    del engine
-            inputs = make_inputs(policy, batches[-1])
-            _, seconds = measure(lambda p=policy, i=inputs: first_states(p, i))
-            results[f"{kind}, prefill alone, batch {batches[-1]}"] = {"per_s": round(batches[-1] / seconds, 1)}
-            del policy
-            free()
-    return results
-
-
-@torch.no_grad()
-def first_states(policy: OpenVLAPolicy, inputs: OpenVLAInputs) -> torch.Tensor:
-    """The pass over images and prompt, without any token after it."""
-    return policy.decoder.first_state(policy.model, embed_prefix(policy.model, inputs, policy.proprio_projector))
-
-
-def update(folder: Path) -> dict[str, Any]:
-    """Samples a second through the learner: forward, backward, clip, AdamW."""
-    results: dict[str, Any] = {}
-    for checkpointing, sizes in ((True, (1, 8, 32)), (False, (1, 4, 8))):
-        for size in sizes:
-            policy = adapted(folder, "autoregressive", gradient_checkpointing=checkpointing)
-            learner = make_learner(policy, size)
-            rows = max(size, 8)
-            batch = make_batch(policy, rows)
-            peak, seconds = measure(lambda lr=learner, b=batch: lr.update(b, 1, lambda done, of: None), repeats=3)
-            estimate = estimate_lora_update(
-                policy.config, size, PROMPT_LENGTH, "bfloat16", rank=LORA.rank, gradient_checkpointing=checkpointing
-            ).total
-            kept = "recomputed" if checkpointing else "kept"
-            results[f"microbatch {size}, activations {kept}"] = line(rows, seconds, peak, estimate)
-            del policy, learner
-            free()
-    return results
-
-
 def quantized(folder: Path) -> dict[str, Any]:
     """The base in 4 and in 8 bits: memory, and speed of rollout and update."""
     results: dict[str, Any] = {}
@@ -243,14 +189,14 @@ def make_inputs(policy: OpenVLAPolicy, batch: int, device: str = "cuda") -> Open
     return OpenVLAInputs(ids, torch.ones_like(ids, dtype=torch.bool), pixels.to(torch.uint8), None).to(device)
 
 
-def make_learner(policy: OpenVLAPolicy, microbatch_size: int) -> Learner:
+def make_learner(policy: OpenVLAPolicy, microbatch_size: int, device: Any = "cuda", **optim: Any) -> Learner:
     config = Config().model_copy(
         update={
             "algorithm": Config().algorithm.model_copy(update={"epochs": 1, "old_logprobs": "engine"}),
-            "optim": Config().optim.model_copy(update={"microbatch_size": microbatch_size, "lr": 1e-5}),
+            "optim": Config().optim.model_copy(update={"microbatch_size": microbatch_size, "lr": 1e-5} | optim),
         }
     )
-    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device("cuda"))
+    return Learner(policy, build_algorithm(config.algorithm, 1.0), config, torch.device(device))
 
 
 def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
@@ -259,7 +205,7 @@ def make_batch(policy: OpenVLAPolicy, rows: int) -> TrainBatch:
     indices = torch.randint(0, 256, shape, generator=generator)
     logprobs = torch.full(shape, -5.5)
     return TrainBatch(
-        inputs=make_inputs(policy, rows).to("cpu"),
+        inputs=make_inputs(policy, rows, "cpu"),
         decisions=token_decisions(indices + policy.codec.first_id, logprobs, policy.action_dim),
         trajectory=torch.arange(rows),
         old_logprobs=logprobs,
@@ -302,8 +248,6 @@ def free() -> None:
 STAGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "write": write,
     "load": load,
-    "rollout": rollout,
-    "update": update,
     "quantized": quantized,
     "merge": merge_stage,
 }

@@ -145,30 +145,24 @@ class Peaks:
 
 def sync_here(folder: Path, case: Case, repeats: int) -> Row:
     """Learner and engine in this process."""
+    from vlarl.bench.sync import send
     from vlarl.distributed.engines import build_torch_engine, build_vllm_engine
     from vlarl.training.prepare import load_trained_policy
-    from vlarl.weights.buckets import bucket_message, buckets
     from vlarl.weights.stream import weights_to_send
 
     torch.set_num_threads(1)
     config = run_config(folder, case)
-    engine: Any = build_vllm_engine(config) if case.engine == "vllm" else build_torch_engine(config, on_gpu=False)
+    on_vllm = case.engine == "vllm"
+    engine: Any = build_vllm_engine(config, sleeps=False) if on_vllm else build_torch_engine(config, on_gpu=False)
     weights = weights_to_send(load_trained_policy(config, None, torch.device("cpu")))
     peaks = Peaks([os.getpid()])
     seconds: list[float] = []
-    sizes: list[int] = []
     for version in range(1, repeats + 1):
         with peaks.watched():
             begin = time.perf_counter()
-            engine.start_sync(weights.shapes, version)
-            sizes = []
-            for payload in buckets(weights, case.bucket_mb * MB):
-                sizes.append(len(payload))
-                engine.update_weights(bucket_message(payload, checksum=False))
-                del payload  # not kept while the next one is filled
-            engine.finish_sync(version)
+            sent = send(engine, weights, case.bucket_mb * MB, version)
             seconds.append(time.perf_counter() - begin)
-    return _row(case, sum(sizes) / MB, len(sizes), min(seconds), peaks.grown[0], peaks.grown[0], 0.0)
+    return _row(case, sent.num_bytes / MB, sent.num_buckets, min(seconds), peaks.grown[0], peaks.grown[0], 0.0)
 
 
 def sync_by_ray(folder: Path, case: Case, repeats: int, sent_mb: float, num_buckets: int) -> Row:

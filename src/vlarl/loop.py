@@ -292,6 +292,7 @@ def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> d
         session.start_update()
         total = session.schedule.total_iterations(session.state)
         result = parts.learner.update(batch, iteration, session.progress.update, total)
+        parts.make_way()
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         session.refuse_update()
         raise VlarlError(

@@ -12,7 +12,7 @@ import vlarl
 
 PACKAGE = Path(vlarl.__file__).parent
 
-BASE = {"types", "errors", "json_files", "deadline", "devices", "solutions", "config"}
+BASE = {"types", "errors", "json_files", "deadline", "devices", "recording", "solutions", "config"}
 PARTS = BASE | {
     "algorithms",
     "decisions",
@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"decisions"},  # for its annotations alone: decisions load torch
     "deadline": {"errors"},
     "devices": {"errors", "config"},
+    "recording": set(),
     "interrupt": {"errors"},
     "json_files": set(),
     "solutions": set(),
@@ -52,9 +53,10 @@ ALLOWED: dict[str, set[str]] = {
     "run": PARTS | {"interrupt", "callbacks", "distributed", "data"},
     "distributed": PARTS | {"data"},
     "evaluation": PARTS | {"interrupt", "run", "data"},
+    "bench": PARTS,
     "export": BASE | {"policies", "observability", "evaluation"},
     "loop": PARTS | {"interrupt", "run", "evaluation", "callbacks", "export"},
-    "cli": PARTS | {"run", "evaluation", "loop", "data", "export"},
+    "cli": PARTS | {"bench", "run", "evaluation", "loop", "data", "export"},
     "python_messages": {"config", "errors", "cli"},
     "api": PARTS | {"run", "evaluation", "loop", "data", "callbacks", "cli", "python_messages"},
     "__main__": {"cli"},

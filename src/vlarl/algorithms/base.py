@@ -15,6 +15,9 @@ from vlarl.decisions import TrainBatch
 from vlarl.policies.base import Evaluation, Level
 from vlarl.types import FloatArray, Trajectory, group_members
 
+Factor = float | torch.Tensor
+"""A factor in the loss: a number, or a scalar on the device, which a recorded pass reads again in each replay."""
+
 
 @dataclass(frozen=True)
 class AlgorithmContext:
@@ -117,7 +120,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(
-        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: Factor, kl_coef: Factor, train_policy: bool
     ) -> Loss:
         """The loss of one microbatch: `value_weight` is what a value counts in its minibatch, as `batch.weights` is for
         tokens; `train_policy` is False while only the critic warms up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vlarl.algorithms.advantages import trajectory_gae
-from vlarl.algorithms.base import Algorithm, Loss
+from vlarl.algorithms.base import Algorithm, Factor, Loss
 from vlarl.algorithms.losses import value_loss
 from vlarl.algorithms.surrogate import policy_loss
 from vlarl.config.schema import AlgorithmConfig
@@ -45,7 +45,7 @@ class PPO(Algorithm):
         ]
 
     def loss(
-        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: Factor, kl_coef: Factor, train_policy: bool
     ) -> Loss:
         """The policy's loss plus the value loss; while the critic warms up, the value loss alone."""
         if evaluation.values is None or batch.old_values is None or batch.returns is None or batch.value_mask is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlarl.algorithms.base import Algorithm, AlgorithmContext, Loss
+from vlarl.algorithms.base import Algorithm, AlgorithmContext, Factor, Loss
 from vlarl.algorithms.kl import ESTIMATORS, k3
 from vlarl.algorithms.losses import (
     bounded_exp,
@@ -81,7 +81,7 @@ def clipped_gradient(
 OBJECTIVES: dict[PolicyLoss, Objective] = {"clip": clipped_ratio, "cpg": clipped_gradient}
 
 
-def policy_loss(evaluation: Evaluation, batch: TrainBatch, context: AlgorithmContext, kl_coef: float) -> Loss:
+def policy_loss(evaluation: Evaluation, batch: TrainBatch, context: AlgorithmContext, kl_coef: Factor) -> Loss:
     """The surrogate minus the entropy bonus, plus the optional terms: over executed elements, by their weights."""
     options, mask, weights = context.options, batch.mask, batch.weights
     if weights is None:
@@ -116,7 +116,7 @@ class CriticFree(Algorithm):
     """An algorithm whose loss is only the policy's."""
 
     def loss(
-        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: float, kl_coef: float, train_policy: bool
+        self, evaluation: Evaluation, batch: TrainBatch, *, value_weight: Factor, kl_coef: Factor, train_policy: bool
     ) -> Loss:
         """The surrogate and the terms that the options add to it."""
         return policy_loss(evaluation, batch, self.context, kl_coef)

@@ -69,7 +69,7 @@ def _env(arguments: list[str]) -> int:
 
 
 def _bench(arguments: list[str]) -> int:
-    from vlarl.cli.tools import bench
+    from vlarl.cli.bench import bench
 
     return bench(arguments)
 
@@ -87,7 +87,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    from vlarl.cli.tools import report
+    from vlarl.cli.report import report
 
     return report(arguments)
 
@@ -110,7 +110,7 @@ COMMANDS: dict[str, Command] = {
     "push": Command(_push, "RUN|CHECKPOINT ORG/NAME", "upload a checkpoint with a model card to the Hugging Face hub"),
     "env": Command(_env, "list | tasks | check", "list suites and tasks; check an environment"),
     "data": Command(_data, "inspect | convert | record", "inspect, convert or record demonstrations"),
-    "bench": Command(_bench, "env", "measure the speed of a part on this machine"),
+    "bench": Command(_bench, "env|rollout|update|sync|iteration", "measure the speed of a part on this machine"),
     "doctor": Command(
         _doctor, "[RUN|CHECKPOINT]", "check this machine, or a checkpoint and its memory; say what is missing"
     ),

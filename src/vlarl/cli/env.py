@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vlarl.cli import arguments as args
-from vlarl.config.known import BUILTIN_IMAGE_SIZE, GYM, KNOWN_SUITES, PROMPTS, SUITES, is_prompts
+from vlarl.config.known import GYM, KNOWN_SUITES, PROMPTS, SUITES, TABLETOP_IMAGE_SIZE, is_prompts
 from vlarl.config.problems import unknown
 from vlarl.config.schema import Config
 from vlarl.config.source.flags import parse_flags
@@ -144,7 +144,7 @@ def _subject(config: Config) -> Iterator[Subject]:
     facts = suite_facts(config.env, config.gym)
     reward: RewardMode = "dense" if facts is not None and facts.has_dense_reward else "sparse"
     is_tabletop = config.env.suite.startswith("tabletop_")
-    size = config.env.image_size or (BUILTIN_IMAGE_SIZE if is_tabletop else IMAGE_SIZE)
+    size = config.env.image_size or (TABLETOP_IMAGE_SIZE if is_tabletop else IMAGE_SIZE)
     if facts is not None and not facts.in_processes:
         num_views = len(config.gym.images if config.env.suite == GYM else cameras_of(config.env))
         shape = (0, 1, 1, 3) if is_prompts(config.env.suite) else (num_views, size, size, 3)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from vlarl.cli import INTERRUPTED
 from vlarl.cli import arguments as args
-from vlarl.config.known import BUILTIN_HOMES, KNOWN_SUITES, is_prompts
+from vlarl.config.known import BUILTINS, KNOWN_SUITES, is_prompts
 from vlarl.config.paths import brief
 from vlarl.config.problems import ConfigError, Problem
 from vlarl.config.run_checkpoints import LocatedCheckpoint, as_hub_id, locate_checkpoint, refuse_unknown
@@ -275,7 +275,7 @@ def _saving(given: argparse.Namespace) -> Saving:
 def _refuse_fresh(checkpoint: str) -> None:
     kind, _, size = checkpoint.partition(":")
     if kind == "init":
-        remedy = f"did you mean builtin:{size}?" if size in BUILTIN_HOMES else "name a checkpoint that was trained"
+        remedy = f"did you mean builtin:{size}?" if size in BUILTINS else "name a checkpoint that was trained"
         raise UsageError(f"{checkpoint}: fresh weights, which are untrained; {remedy}")
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BATCHED_ENVS, BUILTIN_CHUNKS, SUITES, is_prompts
+from vlarl.config.known import BATCHED_ENVS, BUILTINS, SUITES, is_prompts
 from vlarl.config.schema import AlgorithmConfig, Config, KlConfig, OptimConfig
 from vlarl.config.suites import num_configured_tasks, suite_facts
 
@@ -199,7 +199,8 @@ def derive(config: Config) -> Derived:
     facts = suite_facts(config.env, config.gym)
     assert facts is not None, "a checked configuration names a suite that exists"
     num_tasks = num_configured_tasks(config.env, config.gym) or facts.num_tasks
-    chunk = config.policy.chunk_length or BUILTIN_CHUNKS.get(config.policy.path.removeprefix("builtin:"))
+    builtin = BUILTINS.get(config.policy.path.removeprefix("builtin:"))
+    chunk = config.policy.chunk_length or (builtin.chunk_length if builtin else None)
     chunk = 1 if is_prompts(config.env.suite) else chunk  # a text is one decision
     runs, steps_each = (episodes, facts.max_steps) if num_steps is None else (num_slots(config), num_steps)
     decisions = runs * math.ceil(steps_each / chunk) if runs and steps_each and chunk else None

@@ -76,26 +76,58 @@ def is_prompts(suite: str) -> bool:
     return suite == PROMPTS or suite in _PROMPTS
 
 
-BUILTIN_HOMES = {"tiny-oft": "tabletop_", "tiny-openvla": "tabletop_", "tiny-qwen2.5-vl": "prompts_"}
-"""Checkpoints that ship with vlarl, `builtin:<name>`, and the beginning of the suites that each was trained on."""
+@dataclass(frozen=True)
+class BuiltinFacts:
+    """What is known of a checkpoint that ships with vlarl, without loading it."""
 
-BUILTIN_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive"}
-"""How those of OpenVLA decode."""
+    home: str  # how the names of the suites begin that it was trained on
+    decoder: str | None = None  # of OpenVLA
+    chunk_length: int | None = None  # actions that it predicts at once
+    num_views: int = 1
+    is_flow: bool = False
 
-FRESH_NAMES = (*BUILTIN_DECODERS, "tiny-smolvla")
+
+BUILTINS = {
+    "tiny-oft": BuiltinFacts("tabletop_", "parallel", 4),
+    "tiny-openvla": BuiltinFacts("tabletop_", "autoregressive", 1),
+    "tiny-smolvla": BuiltinFacts("tabletop_", None, 4, is_flow=True),
+    "tiny-qwen2.5-vl": BuiltinFacts("prompts_"),
+}
+"""Checkpoints `builtin:<name>`."""
+
+FRESH_DECODERS = {"tiny-oft": "parallel", "tiny-openvla": "autoregressive", "small-oft": "parallel"}
+"""How OpenVLA policies decode that `init:<name>` gives fresh weights."""
+
+FRESH_FLOWS = ("tiny-smolvla",)
+"""Flow policies that it gives fresh weights."""
+
+FRESH_NAMES = (*FRESH_DECODERS, *FRESH_FLOWS)
 """Policies of robots that `init:<name>` gives fresh weights."""
 
-FRESH_FLOWS = ("init:tiny-smolvla",)
-"""Those that are flow policies."""
 
-BUILTIN_CHUNKS = {"tiny-oft": 4, "tiny-openvla": 1}
-"""Actions that each predicts at once."""
+def decoder_of(path: str) -> str | None:
+    """How a built-in or fresh OpenVLA decodes; None for any other policy."""
+    kind, _, name = path.partition(":")
+    if kind == "init":
+        return FRESH_DECODERS.get(name)
+    return BUILTINS[name].decoder if kind == "builtin" and name in BUILTINS else None
 
-BUILTIN_IMAGE_SIZE = 56
-"""Side length in pixels of the images that those of robots read."""
 
-BUILTIN_CAMERAS = 1
-"""Views that they read."""
+def is_known_flow(path: str) -> bool:
+    """Whether a built-in or fresh policy is a flow policy."""
+    kind, _, name = path.partition(":")
+    return name in FRESH_FLOWS if kind == "init" else name in BUILTINS and BUILTINS[name].is_flow
+
+
+def views_of(path: str) -> int | None:
+    """How many views a built-in policy reads, or a fresh one by default; None for any other policy."""
+    kind, _, name = path.partition(":")
+    facts = BUILTINS.get(name) if kind == "builtin" else None
+    return facts.num_views if facts else 1 if kind in ("builtin", "init") else None
+
+
+TABLETOP_IMAGE_SIZE = 56
+"""Side length in pixels of the images that built-in policies of the tabletop read."""
 
 TEXT_REWARDS = ("exact_match", "number_match", "choice", "format", "length", "overlong")
 """Rewards that score a text."""

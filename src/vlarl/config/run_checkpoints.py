@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_HOMES, FRESH_FLOWS, FRESH_NAMES
+from vlarl.config.known import BUILTINS, FRESH_NAMES, is_known_flow
 from vlarl.config.paths import brief, expanded
 from vlarl.config.problems import Problem, nearest, shown, unknown
 from vlarl.config.resume_command import resume_command
@@ -39,7 +39,7 @@ HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.AS
 
 ACCEPTED = (
     "a run's name or folder, a checkpoint folder, such as runs/<name>/checkpoints/final, a hub id, such as "
-    "openvla/openvla-7b or openvla/openvla-7b@main, or one of " + ", ".join(f"builtin:{name}" for name in BUILTIN_HOMES)
+    "openvla/openvla-7b or openvla/openvla-7b@main, or one of " + ", ".join(f"builtin:{name}" for name in BUILTINS)
 )
 """What is accepted wherever a checkpoint is expected."""
 
@@ -97,10 +97,10 @@ def misspelt_builtin(name: str) -> str | None:
     """The message for a misspelt name of a built-in policy; None for all other names, and if it is a folder."""
     kind, has_kind, size = name.partition(":")
     if has_kind:
-        known = [f"{kind}:{size}" for size in (FRESH_NAMES if kind == "init" else BUILTIN_HOMES)]
+        known = [f"{kind}:{size}" for size in (FRESH_NAMES if kind == "init" else BUILTINS)]
         return unknown("built-in policy", name, known) if kind in ("builtin", "init") and name not in known else None
     is_path = "/" in name or local_folder(name) is not None
-    match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTIN_HOMES, cutoff=0.65)
+    match = None if is_path else nearest(name.lower().replace("_", "-"), BUILTINS, cutoff=0.65)
     return f"no folder or run of that name; did you mean builtin:{match}?" if match else None
 
 
@@ -181,7 +181,7 @@ def is_flow(name: str) -> bool | None:
     """Whether a checkpoint is a flow policy: by its config.json, or by its name on the hub. None: that is not known
     before a download."""
     if name.startswith(("builtin:", "init:")):
-        return name in FRESH_FLOWS
+        return is_known_flow(name)
     folder = local_folder(name)
     if folder is None:
         return True if as_hub_id(name) and "smolvla" in _model_words(name) else None

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vlarl.config.finetune import DemoConfig
-from vlarl.config.known import BUILTIN_HOMES, GYM, SUITES
+from vlarl.config.known import BUILTINS, GYM, SUITES
 from vlarl.config.metaworld_tasks import METAWORLD_TASKS
 from vlarl.config.schema import Config, EnvConfig, GymConfig
 from vlarl.config.source.yaml_file import read_document
@@ -209,7 +209,7 @@ def training_data_of(checkpoint: str | Path) -> TrainingData | None:
 def local_folder(checkpoint: str) -> Path | None:
     """The folder of a built-in checkpoint or of one on this machine; None for any other name."""
     kind, _, name = checkpoint.partition(":")
-    if kind == "builtin" and name in BUILTIN_HOMES:
+    if kind == "builtin" and name in BUILTINS:
         return Path(str(files("vlarl") / "policies" / "builtin" / name))
     folder = Path(checkpoint).expanduser()
     return folder if folder.is_dir() else None

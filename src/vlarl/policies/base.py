@@ -17,6 +17,7 @@ from vlarl.config.training_data import TrainingData
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters
+from vlarl.policies.bench_model import BenchModel
 from vlarl.policies.weight_files import MAX_SHARD_BYTES
 from vlarl.types import Action, Observation, Prompt
 
@@ -195,6 +196,12 @@ class Policy(nn.Module, ABC):
         """Whether `sample` may be recorded as a CUDA graph: no shape and no branch of it depends on the input."""
         return True
 
+    @property
+    def records_updates(self) -> bool:
+        """Whether `evaluate` with its backward pass may be recorded as a CUDA graph: nothing in them waits for the
+        device or is random, and no shape depends on the values of the inputs."""
+        return False
+
     def record_passes(self) -> None:
         """Called once on a GPU where `sample` as a whole can't be recorded, but CUDA graphs are wanted."""
 
@@ -264,6 +271,12 @@ class Policy(nn.Module, ABC):
     def vllm_model(self, model_class: Literal["vlarl", "vllm"]) -> VllmModel:
         """How vLLM runs the model; UsageError if it can't."""
         raise UsageError(f"{type(self).__name__} does not run in vLLM: use the torch engine (vllm.num_engines 0).")
+
+    def bench_model(self) -> BenchModel:
+        """The policy as `vlarl bench` measures it; UsageError for a policy that it does not know how to measure."""
+        raise UsageError(
+            f"vlarl bench does not measure {type(self).__name__}: name a checkpoint of OpenVLA or OpenVLA-OFT."
+        )
 
     @abstractmethod
     def freeze(self, part: Literal["vision", "backbone"]) -> None:

@@ -34,12 +34,19 @@ class FreshSizes:
         return {name: value for name, value in vars(self).items() if name != "use_proprio" and value is not None}
 
 
-def _openvla(decoder: DecoderName) -> Callable[[int, FreshSizes, bool], SupervisedPolicy]:
+def _openvla(decoder: DecoderName, small: bool = False) -> Callable[[int, FreshSizes, bool], SupervisedPolicy]:
     def build(seed: int, sizes: FreshSizes, has_statistics: bool) -> SupervisedPolicy:
-        from vlarl.policies.tiny import init_tiny  # imported here: it loads the model
+        from vlarl.policies.tiny import SMALL, TINY, init_tiny  # imported here: it loads the model
 
         statistics: Mapping[str, Any] | None = None if has_statistics else {}
-        return init_tiny(decoder, seed, use_proprio=sizes.use_proprio, norm_stats=statistics, **sizes.given)
+        return init_tiny(
+            decoder,
+            seed,
+            use_proprio=sizes.use_proprio,
+            norm_stats=statistics,
+            widths=SMALL if small else TINY,
+            **sizes.given,
+        )
 
     return build
 
@@ -58,6 +65,7 @@ def _smolvla(seed: int, sizes: FreshSizes, has_statistics: bool) -> SupervisedPo
 FRESH: dict[str, Callable[[int, FreshSizes, bool], SupervisedPolicy]] = {
     "init:tiny-oft": _openvla("parallel"),
     "init:tiny-openvla": _openvla("autoregressive"),
+    "init:small-oft": _openvla("parallel", small=True),
     "init:tiny-smolvla": _smolvla,
 }
 """By name: makes the model from a seed and sizes, with statistics that leave values as they are, or with none."""

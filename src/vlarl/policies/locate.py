@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vlarl.config.known import BUILTIN_HOMES
+from vlarl.config.known import BUILTINS
 from vlarl.config.run_checkpoints import (
     as_hub_id,
     checkpoint_here,
@@ -25,7 +25,7 @@ from vlarl.config.run_checkpoints import (
 from vlarl.config.training_data import FILE_NAME, TrainingData, read_training_data
 from vlarl.errors import UsageError
 
-BUILTIN = {f"builtin:{name}": name for name in BUILTIN_HOMES}
+BUILTIN = {f"builtin:{name}": name for name in BUILTINS}
 """Checkpoints that ship with vlarl, and their folders in the package."""
 
 # The files of a checkpoint. Neither pickled weights nor the repository's code is ever downloaded.

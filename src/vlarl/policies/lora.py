@@ -43,6 +43,19 @@ class Operands(NamedTuple):
     wide: torch.Tensor | None  # [out, in + width] weight and out, where they are in the same memory
 
 
+class _SaveFirst(torch.autograd.Function):
+    """x, saved before the product that reads it: a layer that is recomputed stops there, without its last product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
 class _AddLora(torch.autograd.Function):
     """x W' + b + dropped A' B' scale with W frozen; `dropped` is x after dropout, if any.
 
@@ -51,7 +64,8 @@ class _AddLora(torch.autograd.Function):
     before it adds.) So one product of [x, low] with [W, B] adds it before anything is rounded. In float32 nothing is
     lost, and with two products a fresh adapter leaves every bit unchanged.
 
-    The gradients of A and B go to the float32 originals.
+    The gradients of A and B go to the float32 originals. With `saver`, the node of `_SaveFirst` that has x, nothing is
+    saved where a recomputation would look for it: what is kept besides is as wide as the rank, or a weight.
     """
 
     @staticmethod
@@ -63,10 +77,15 @@ class _AddLora(torch.autograd.Function):
         out: torch.Tensor,  # [out, rank] float32, likewise
         scale: float,
         operands: Operands,
+        saver: Any,
     ) -> torch.Tensor:
         weight, bias, into_copy, out_copy, wide = operands
         low = (dropped @ into_copy.t()).mul_(scale)
-        ctx.save_for_backward(dropped, low, weight, into_copy, out_copy)  # not `wide`: FSDP drops what it gathered
+        ctx.saver = saver
+        if saver is None:
+            ctx.save_for_backward(dropped, low, weight, into_copy, out_copy)  # not `wide`: FSDP drops what it gathered
+        else:
+            ctx.kept = low, weight, into_copy, out_copy
         ctx.scale, ctx.rank, ctx.separate = scale, into.shape[0], dropped is not x
         if x.dtype == torch.float32:
             return F.linear(x, weight, bias).addmm_(low, out_copy.t())
@@ -74,7 +93,10 @@ class _AddLora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dropped, low, weight, into, out = ctx.saved_tensors
+        if ctx.saver is None:
+            dropped, low, weight, into, out = ctx.saved_tensors
+        else:
+            dropped, (low, weight, into, out) = ctx.saver.saved_tensors[0], ctx.kept
         grad = grads[0]
         grad_low = (grad @ out).mul_(ctx.scale)
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
@@ -85,7 +107,7 @@ class _AddLora(torch.autograd.Function):
             grad_x.addmm_(grad_low, into)
         grad_into = (grad_low.t() @ dropped)[: ctx.rank].float()
         grad_out = (grad.t() @ low)[:, : ctx.rank].float()
-        return grad_x, grad_dropped, grad_into, grad_out, None, None
+        return grad_x, grad_dropped, grad_into, grad_out, None, None, None
 
 
 class _CachedOperands:
@@ -97,6 +119,11 @@ class _CachedOperands:
         self.out = torch.empty(0)
         self.wide: torch.Tensor | None = None
 
+    def fits(self, weight: torch.Tensor, into: torch.Tensor) -> bool:
+        """Whether new values of the adapter can be written to the copies."""
+        here = self.into.device == into.device and self.into.shape[0] - into.shape[0] == -into.shape[0] % WIDTH_STEP
+        return here and (self.wide is None or _same_memory(self.wide, weight, self.into.dtype))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _CachedOperands:
         return _CachedOperands()
 
@@ -104,6 +131,8 @@ class _CachedOperands:
 class LoraLinear(PeftLinear):
     """peft's layer, computed in fewer steps and rounded once: adapters stay float32, products are in the type of the
     computation."""
+
+    ends_recomputed = False  # the last product of a layer that is recomputed in the backward pass, which needs only x
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The frozen layer's output plus the adapter's."""
@@ -120,8 +149,12 @@ class LoraLinear(PeftLinear):
         """The output of layer and adapter, computed in this type."""
         name = self.active_adapters[0]
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
+        operands, saver = self.operands(dtype), None
+        if self.ends_recomputed and operands.wide is not None and torch.is_grad_enabled():
+            flat = _SaveFirst.apply(flat)  # type: ignore[no-untyped-call]
+            saver = flat.grad_fn
         dropped = self.lora_dropout[name](flat)
-        given = (*self._adapter(), self.scaling[name], self.operands(dtype))
+        given = (*self._adapter(), self.scaling[name], operands, saver if dropped is flat else None)
         result: torch.Tensor = _AddLora.apply(flat, dropped, *given)  # type: ignore[no-untyped-call]
         return result.view(*x.shape[:-1], -1)
 
@@ -155,7 +188,7 @@ class LoraLinear(PeftLinear):
             weight = frozen.weight.detach()
             if weight.is_cuda:
                 torch.cuda.empty_cache()  # or the narrow weights' memory stays reserved: nothing else is of their size
-        versions = (into._version, out._version, into.data_ptr(), out.data_ptr(), dtype)
+        versions = _versions(into, out, dtype)
         if known.versions != versions:
             known.into = _updated(known.into, F.pad(into, (0, 0, 0, padding)).to(dtype))
             known.out = _updated(known.out, F.pad(out, (0, padding)).to(dtype))
@@ -185,12 +218,29 @@ def _updated(kept: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
     return kept.copy_(fresh)
 
 
+def _versions(into: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> object:
+    """What changes with an adapter's values or their place."""
+    return into._version, out._version, into.data_ptr(), out.data_ptr(), dtype
+
+
+@torch.no_grad()
 def refresh_operands(model: nn.Module) -> None:
-    """Update the adapters' cached operands, however the adapters were changed."""
+    """Update the adapters' cached operands, however the adapters were changed: all in a few kernels, in place."""
+    pairs: tuple[list[tuple[torch.Tensor, torch.Tensor]], ...] = [], []  # copies of A, and of B, columns of the weight
     for module in model.modules():
-        if isinstance(module, LoraLinear) and (known := module.__dict__.get("_cached_operands")) is not None:
-            known.versions = None
-            module.operands(known.into.dtype)
+        if not isinstance(module, LoraLinear) or (known := module.__dict__.get("_cached_operands")) is None:
+            continue
+        known.versions, dtype = None, known.into.dtype
+        into, out = (part.detach() for part in module._adapter())
+        if known.fits(module._frozen().weight, into):
+            pairs[0].append((known.into[: into.shape[0]], into))
+            pairs[1].append((known.out[:, : into.shape[0]], out))
+            known.versions = _versions(into, out, dtype)
+        else:
+            module.operands(dtype)
+    for part in pairs:
+        if part:
+            torch._foreach_copy_([copy for copy, _ in part], [value for _, value in part])
 
 
 def add_fresh(model: nn.Module, lora: LoraConfig, linears: Sequence[str], base: str, seed: int) -> None:

@@ -1,12 +1,14 @@
-"""The built-in tiny model: OpenVLA's architecture at about 4 M parameters, with its own small tokenizer.
+"""The built-in models: OpenVLA's architecture at about 4 or 6 M parameters, with its own small tokenizer.
 
-Most parameters sit in the vision towers, which see 16 tokens an image, so that a forward pass stays near 200 MFLOP.
+Most parameters sit in the vision towers. The tiny model sees 16 tokens an image, so that a forward pass stays near
+200 MFLOP; the small one is for simulators, whose objects need images of twice the side.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +32,22 @@ NUM_ACTION_BINS = 256  # their ids follow those of text; then come the padding r
 PAD_TO_MULTIPLE_OF = 64
 
 
+@dataclass(frozen=True)
+class Widths:
+    """How wide and deep the two vision towers and the language model are; all heads are 32 wide."""
+
+    tower: int
+    tower_layers: int
+    hidden: int
+    intermediate: int
+    layers: int
+
+
+TINY = Widths(tower=128, tower_layers=5, hidden=160, intermediate=352, layers=3)
+SMALL = Widths(tower=160, tower_layers=5, hidden=192, intermediate=448, layers=4)
+HEAD_WIDTH = 32
+
+
 def tiny_config(
     decoder: DecoderName = "parallel",
     chunk_length: int | None = None,
@@ -43,12 +61,18 @@ def tiny_config(
     proprio_low: Sequence[float] = (-1.0,) * PROPRIO_DIM,
     proprio_high: Sequence[float] = (1.0,) * PROPRIO_DIM,
     norm_stats: Mapping[str, Mapping[str, Any]] | None = None,
+    widths: Widths = TINY,
 ) -> OpenVLAConfig:
     """The configuration of the built-in model; proprio bounds are those of its robot.
 
     `norm_stats` are more statistics by key, for robots and suites other than the tabletop.
     """
     vocab_size = TEXT_VOCAB_SIZE + NUM_ACTION_BINS + PAD_TO_MULTIPLE_OF
+    tower = {
+        "embed_dim": widths.tower,
+        "depth": widths.tower_layers,
+        "num_heads": widths.tower // HEAD_WIDTH,
+    }
     raw: dict[str, Any] = {
         "model_type": "openvla",
         "architectures": ["OpenVLAForActionPrediction"],
@@ -57,8 +81,8 @@ def tiny_config(
         "use_fused_vision_backbone": True,
         "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
         "timm_model_kwargs": [
-            {"embed_dim": 128, "depth": 5, "num_heads": 4, "reg_tokens": 1},
-            {"embed_dim": 128, "depth": 5, "num_heads": 4, "mlp_ratio": 4.0},
+            tower | {"reg_tokens": 1},
+            tower | {"mlp_ratio": 4.0},
         ],
         "image_sizes": [image_size, image_size],
         "image_resize_strategy": "resize-naive",
@@ -68,11 +92,11 @@ def tiny_config(
         "text_config": {
             "model_type": "llama",
             "vocab_size": vocab_size,
-            "hidden_size": 160,
-            "intermediate_size": 352,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 5,
+            "hidden_size": widths.hidden,
+            "intermediate_size": widths.intermediate,
+            "num_hidden_layers": widths.layers,
+            "num_attention_heads": widths.hidden // HEAD_WIDTH,
+            "num_key_value_heads": widths.hidden // HEAD_WIDTH,
             "max_position_embeddings": 512,
             "bos_token_id": 1,
             "eos_token_id": 2,

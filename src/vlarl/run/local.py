@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from vlarl.config.schema import Config
 from vlarl.data.imitation import build_ptx
 from vlarl.devices import choose_device
 from vlarl.envs.build import build_pool
+from vlarl.recording import graph_recorder, release_recordings
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
@@ -48,7 +50,9 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
         log_training_warning(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     is_scarce = plan is not None and plan.recorded == "released"
-    engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs, is_scarce)
+    if is_scarce and device.type == "cuda":
+        graph_recorder(device).scarce = True
+    engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
     with ExitStack() as stack:
@@ -81,7 +85,7 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
             close=pool.close,
             segments=build_segments(config, collector, sampler),
             pass_counts=lambda: engine.counts,
-            make_way=engine.release_recordings if is_scarce else lambda: False,
+            make_way=partial(release_recordings, device) if is_scarce else lambda: False,
         )
         stack.pop_all()
     return parts

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from vlarl.config.known import BUILTIN_HOMES, is_prompts
+from vlarl.config.known import BUILTINS, is_prompts
 from vlarl.config.schema import Config
 from vlarl.errors import UsageError
 from vlarl.policies.family import Description, MemoryEstimate
@@ -106,7 +106,8 @@ def plan_for(config: Config, description: Description, rank: int, limit: int) ->
         gradient_checkpointing=config.policy.gradient_checkpointing,
         batch_size=config.rollout.batch_size,
         by_tokens=optim.microbatch_tokens is not None,
-        recorded=_is_recorded(config),
+        recorded=config.rollout.cuda_graphs and _is_recordable(config),
+        recorded_update=optim.cuda_graphs and _is_recordable(config) and config.policy.quantize is None,
     )
     quantize = config.policy.quantize
     plan = plan_memory(limit, estimates_of(config, description, rank, quantize), wanted)
@@ -151,11 +152,10 @@ def _advice(config: Config, plan: MemoryPlan, with_4_bits: MemoryPlan | None) ->
     return (*remedies, "use a larger GPU")
 
 
-def _is_recorded(config: Config) -> bool:
+def _is_recordable(config: Config) -> bool:
     """Whether recordings of passes stay: those of texts end with their batch, others can't be made."""
     policy = config.policy
-    can_be = policy.quantize != 8 and policy.attention != "flash_attention_2" and not is_prompts(config.env.suite)
-    return config.rollout.cuda_graphs and can_be
+    return policy.quantize != 8 and policy.attention != "flash_attention_2" and not is_prompts(config.env.suite)
 
 
 def decisions_at_once(config: Config) -> int:
@@ -178,7 +178,7 @@ def described_path(path: str, num_images: int | None) -> str:
     if path not in FRESH:
         return path
     size = path.removeprefix("init:")
-    return f"builtin:{size}" if size in BUILTIN_HOMES else str(fresh_checkpoint(path, None, num_images, None))
+    return f"builtin:{size}" if size in BUILTINS else str(fresh_checkpoint(path, None, num_images, None))
 
 
 def _rank(config: Config, description: Description) -> int | None:

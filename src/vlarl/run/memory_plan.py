@@ -3,7 +3,8 @@
     limit  =  what tensors may take, the CUDA context already subtracted
     kept   =  weights, adapters, gradients, optimizer state and copies of adapters; SLACK
     update =  kept + MARGIN x what a microbatch keeps for its backward pass
-    rollout = kept + MARGIN x what a pass of decisions needs; recordings keep as much once more
+    rollout = kept + MARGIN x what a pass of decisions needs
+    recordings keep as much as the largest of the passes that are recorded, which share a pool
 
 The update is planned first: the largest microbatch that fits, with recomputed layers only where the passes would be too
 small without. Then the largest pass of decisions. Recordings (CUDA graphs) stay where they fit beside both.
@@ -52,6 +53,7 @@ class Wanted:
     batch_size: int | None = None
     by_tokens: bool = False  # microbatches are measured in tokens: their size is not planned
     recorded: bool = True
+    recorded_update: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class MemoryPlan:
     kept: int  # between passes
     update: int  # at the peak of an update
     rollout: int  # at the peak of a rollout
-    recordings: int  # of recorded passes, beside an update
+    recordings: int  # of recorded passes, beside one that is not recorded yet
     microbatch_size: int | None  # None: measured in tokens, as configured
     gradient_checkpointing: bool
     batch_size: int | None  # None: all that wait
@@ -86,8 +88,8 @@ class MemoryPlan:
             batch = f"of at most {counted(self.batch_size, 'decision')}"
         said = {
             "none": "",
-            "kept": f"; CUDA graphs keep {_size(self.recordings)} during updates",
-            "released": "; CUDA graphs are released for every update and made again",
+            "kept": f"; CUDA graphs keep {_size(self.recordings)}",
+            "released": "; CUDA graphs are released around every update and made again",
         }
         return [
             f"memory for tensors: {_size(self.limit)}; weights, adapters and optimizer state take {_size(self.kept)}",
@@ -117,8 +119,10 @@ def plan_memory(limit: int, estimates: Estimates, wanted: Wanted) -> MemoryPlan:
     if wanted.batch_size is None and kept + of_pass(batch) > limit:
         batch = _largest(_power_of_two(batch) // 2, lambda size: kept + of_pass(size) <= limit) or 1
     update, recordings = of_update(microbatch, recompute), of_pass(batch) if wanted.recorded else 0
+    if wanted.recorded_update:
+        recordings = max(recordings, update - kept)  # all share one pool
     recorded: Recorded = "none"
-    if wanted.recorded:
+    if recordings:
         recorded = "kept" if max(update, kept + of_pass(batch)) + recordings <= limit else "released"
     return MemoryPlan(
         limit=limit,

@@ -60,7 +60,7 @@ class Parts:
     readable: Callable[[Sequence[Trajectory]], list[Trajectory]] = list  # those whose inputs are still there
     segments: Segments | None = None  # of rollouts of a fixed length; None: rollouts are whole episodes
     pass_counts: Callable[[], PassCounts] = PassCounts  # what the engine's passes have taken so far, where it is here
-    make_way: Callable[[], bool] = lambda: False  # called before an update, which may need the engine's memory
+    make_way: Callable[[], bool] = lambda: False  # called around updates, which may need the memory of rollouts
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,20 @@ class TooLargeError(Exception):
 class Microbatches:
     """How large the microbatches are, and what happens when they are too large."""
 
-    def __init__(self, optim: OptimConfig, ranks: Ranks, device: torch.device, sharded: bool) -> None:
+    def __init__(
+        self,
+        optim: OptimConfig,
+        ranks: Ranks,
+        device: torch.device,
+        sharded: bool,
+        make_way: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`make_way` releases recordings of passes, which are made again, and says whether there were any."""
         self.optim = optim  # with the size as it is now
         self._retries = 0
         self._ranks = ranks
         self._device = device
+        self._make_way = make_way if ranks.world_size == 1 else lambda: False  # others have none
         self._may_halve = not sharded or ranks.world_size == 1
 
     def attempt(self, work: Callable[[], Result]) -> Result:
@@ -64,10 +73,12 @@ class Microbatches:
             try:
                 return work()
             except TooLargeError as error:
-                self.optim = self._halved(error)
+                found = TooLargeError(error.reason, error.largest)
             except torch.OutOfMemoryError as error:  # between the passes
                 raise out_of_memory("the update", error) from error
-            free_cached_memory(self._device)  # after the error, whose traceback holds tensors
+            if not self._make_way():  # after the error, whose traceback holds tensors
+                self.optim = self._halved(found)
+                free_cached_memory(self._device)
             self._retries += 1
 
     def distribute(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlarl.algorithms.base import Algorithm
+from vlarl.algorithms.base import Algorithm, Factor
 from vlarl.algorithms.kl import build_kl_controller
 from vlarl.algorithms.losses import high_entropy_tokens
 from vlarl.config.derive import total_iterations, updates_in
@@ -29,6 +29,7 @@ from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Evaluation, Policy
+from vlarl.recording import release_recordings
 from vlarl.rollout.tasks import derive_seed
 from vlarl.training.annotate import Annotations, Needs
 from vlarl.training.batch import (
@@ -51,19 +52,19 @@ from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.prepare import refuse_unsupported
 from vlarl.training.ptx import Ptx
 from vlarl.training.ranks import Ranks, SingleRank
+from vlarl.training.recorded import recorded_passes
 from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
 from vlarl.training.update_metrics import (
     MetricSums,
+    PassSums,
     critic_metrics,
     imitation_sums,
     importance_sums,
     is_finite,
     mean_of,
-    metric_sums,
     mismatch,
     note,
-    token_sums,
 )
 from vlarl.types import UpdateResult
 
@@ -95,7 +96,8 @@ class Learner:
         self.ranks = ranks
         self.ptx = ptx
         self.sharded = sharding.mode != "none"
-        self.microbatches = Microbatches(config.optim, ranks, device, self.sharded)
+        make_way = partial(release_recordings, device)
+        self.microbatches = Microbatches(config.optim, ranks, device, self.sharded, make_way)
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
         remove_dropout(policy)
@@ -113,7 +115,9 @@ class Learner:
         valuing = [p for name, p in policy.named_parameters() if name.startswith(CRITIC)]
         valuing = valuing if self.critic is None else list(self.critic.parameters())
         self.critic_optimizer = build_adamw(valuing, config.critic.lr, 0.0, betas) if valuing else None
+        self._modules = [module for network in self._networks() for module in network.modules()]
         policy.eval()
+        self.recorded = recorded_passes(self._pass, self._networks(), config.optim, device, ranks, sharding)
 
     @property
     def kl_coef(self) -> float:
@@ -335,6 +339,8 @@ class Learner:
         def fetch_and_work(micro: torch.Tensor) -> Result:
             part = batch.rows(micro) if len(micro) else uncounted(batch.rows(rows[:1]))
             part = (part.pinned() if self.device.type == "cuda" else part).to(self.device)
+            if self.recorded is not None:  # in annotations, too: kernels round differently for different shapes
+                part = replace(part, inputs=part.inputs.rounded_up())
             if (following := next(upcoming, None)) is not None:
                 batch.inputs.prefetch(following)
             return work(part)
@@ -362,30 +368,29 @@ class Learner:
     ) -> list[MetricSums]:
         """Gradients of one minibatch, microbatch by microbatch; returns what all of them came to, on every rank."""
         for optimizer in self.optimizers():
-            optimizer.zero_grad(set_to_none=True)
-        weight = value_weight(batch, rows)
-
-        def learn(part: TrainBatch) -> MetricSums:
-            evaluation = self._evaluate(part, train_policy)
-            loss = self.algorithm.loss(
-                evaluation, part, value_weight=weight, kl_coef=self.kl.coef, train_policy=train_policy
-            )
-            torch.autograd.backward(loss.total)
-            sums = metric_sums(loss, part, first).plus(token_sums(evaluation))
-            if part.old_logprobs is None:  # no pass was made before this one
-                sums = sums.plus(mismatch(part, evaluation.logprobs.detach()))
-            return sums
-
+            optimizer.zero_grad(set_to_none=self.recorded is None)  # recordings add to gradients where they are
+        if self.recorded is not None:
+            self.recorded.begin(value_weight(batch, rows), self.kl.coef)
+        run = self.recorded or partial(self._pass, value_weight=value_weight(batch, rows), kl_coef=self.kl.coef)
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
         try:
-            sums = [sums for _, sums in self._each_microbatch(batch, rows, learn)]
-            if self.ptx is not None and imitated is not None:
-                sums += self._imitate(imitated, self.ptx.coef)
+            passes = self._each_microbatch(batch, rows, lambda part: run(part, train_policy))
+            also = [] if self.ptx is None or imitated is None else self._imitate(imitated, self.ptx.coef)
         finally:
             self._train_mode(False)
+        sums = [one.read(first) for _, one in passes] + also  # from here on the device is waited for
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
+
+    def _pass(self, part: TrainBatch, train_policy: bool, value_weight: Factor, kl_coef: Factor) -> PassSums:
+        """Forward and backward of one microbatch, which adds to the gradients. Nothing here waits for the device."""
+        evaluation = self._evaluate(part, train_policy)
+        loss = self.algorithm.loss(
+            evaluation, part, value_weight=value_weight, kl_coef=kl_coef, train_policy=train_policy
+        )
+        torch.autograd.backward(loss.total)
+        return PassSums.of(loss, part, evaluation)
 
     def _imitate(self, batch: TrainBatch, coef: float) -> list[MetricSums]:
         """Gradients of the supervised loss on samples of the second dataset, added to those of the minibatch."""
@@ -417,8 +422,9 @@ class Learner:
         return replace(evaluation, values=self.critic.values(part.inputs, part.decisions))
 
     def _train_mode(self, enabled: bool) -> None:
-        for network in self._networks():
-            network.train(enabled)
+        """As `train` does; it would walk through thousands of modules in every minibatch, while the device waits."""
+        for module in self._modules:
+            module.__dict__["training"] = enabled
 
     def _networks(self) -> list[Policy]:
         """What is trained: the policy, and the critic where it is a network of its own."""

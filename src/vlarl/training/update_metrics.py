@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from vlarl.algorithms.kl import k3
 from vlarl.algorithms.losses import masked_sum
 from vlarl.decisions import TrainBatch
 from vlarl.observability.metrics import WeightedMeans
-from vlarl.policies.base import Evaluation
+from vlarl.policies.base import Evaluation, TokenCount
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,47 @@ class MetricSums:
     maxima: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0  # the microbatch's part of the loss
 
-    def plus(self, other: MetricSums) -> MetricSums:
-        """These and other metrics of the same microbatch."""
-        return MetricSums(self.sums | other.sums, self.maxima | other.maxima, self.loss)
+
+@dataclass(frozen=True)
+class PassSums:
+    """The sums of one pass, still on its device: reading them waits for the pass.
+
+    Of two tokens in one decision: `kinds` (loss, ""), (tokens, ""), (token, entropy), `values` 0.5, 2.0, 7.3.
+    """
+
+    kinds: tuple[tuple[str, str], ...]  # (loss | tokens | token | decision | maximum | error, metric) of each value
+    values: torch.Tensor  # [M] float64
+    num_decisions: int
+    computed: TokenCount | None  # of the pass; None where all rows have as many tokens
+
+    @classmethod
+    def of(cls, loss: Loss, part: TrainBatch, evaluation: Evaluation) -> PassSums:
+        """What a microbatch's loss and the policy's evaluation say."""
+        found = {("loss", ""): loss.total, ("tokens", ""): part.mask.sum()}
+        found |= {("token", name): total for name, total in loss.token_sums.items()}
+        found |= {("decision", name): total for name, total in loss.decision_sums.items()}
+        found |= {("maximum", "ratio_max"): loss.maxima["ratio_max"]}
+        found |= {("error", "ratio_first_minibatch_error"): loss.maxima["ratio_error"]}
+        if part.old_logprobs is None:  # no pass was made before this one
+            kl, gap = _divergence(part, evaluation.logprobs.detach())
+            found |= {("token", "engine_mismatch_kl"): kl, ("maximum", "engine_logprob_error"): gap}
+        values = torch.stack([value.detach().double() for value in found.values()])
+        return cls(tuple(found), values, len(part), evaluation.tokens)
+
+    def read(self, first: bool) -> MetricSums:
+        """The sums on the host; `first`: nothing has moved yet, so the ratio must be 1."""
+        values = dict(zip(self.kinds, self.values.tolist(), strict=True))
+        counts = {"token": int(values["tokens", ""]), "decision": self.num_decisions}
+        sums = {name: (value, counts[kind]) for (kind, name), value in values.items() if kind in counts}
+        if self.computed is not None:
+            sums["packing_efficiency"] = (float(self.computed.read), self.computed.computed)
+        shown = ("maximum", "error") if first else ("maximum",)
+        maxima = {name: value for (kind, name), value in values.items() if kind in shown}
+        return MetricSums(sums, maxima, values["loss", ""])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Other ranks have other devices."""
+        return self.__dict__ | {"values": self.values.cpu()}
 
 
 def note(metrics: WeightedMeans, sums: Iterable[MetricSums]) -> None:
@@ -52,31 +91,17 @@ def mean_of(sums: Sequence[MetricSums], name: str) -> float:
     return float(sum(totals) / max(sum(counts), 1))
 
 
-def metric_sums(loss: Loss, part: TrainBatch, first: bool) -> MetricSums:
-    """What a microbatch's loss says; `first`: nothing has moved yet, so the ratio must be 1."""
-    num_tokens, num_decisions = int(part.mask.sum()), len(part)
-    sums = {name: (float(total), num_tokens) for name, total in loss.token_sums.items()}
-    sums |= {name: (float(total), num_decisions) for name, total in loss.decision_sums.items()}
-    maxima = {"ratio_max": float(loss.maxima["ratio_max"])}
-    if first:
-        maxima["ratio_first_minibatch_error"] = float(loss.maxima["ratio_error"])
-    return MetricSums(sums, maxima, float(loss.total.detach()))
-
-
 def mismatch(part: TrainBatch, learner_logprobs: torch.Tensor) -> MetricSums:
     """How far the engine's log-probs are from the learner's: KL(engine || learner)."""
+    kl, gap = _divergence(part, learner_logprobs)
+    return MetricSums({"engine_mismatch_kl": (float(kl), int(part.mask.sum()))}, {"engine_logprob_error": float(gap)})
+
+
+def _divergence(part: TrainBatch, learner_logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of KL(engine || learner) over the elements, and the largest difference of log-probs."""
     engine_logprobs = part.decisions.engine_logprobs
     gap = torch.where(part.mask, learner_logprobs - engine_logprobs, 0.0)
-    kl = masked_sum(k3(engine_logprobs, learner_logprobs), part.mask)
-    return MetricSums(
-        {"engine_mismatch_kl": (float(kl), int(part.mask.sum()))}, {"engine_logprob_error": float(gap.abs().max())}
-    )
-
-
-def token_sums(evaluation: Evaluation) -> MetricSums:
-    """Which fraction of the tokens that a pass computed was not padding; nothing where rows don't differ in length."""
-    tokens = evaluation.tokens
-    return MetricSums({} if tokens is None else {"packing_efficiency": (float(tokens.read), tokens.computed)})
+    return masked_sum(k3(engine_logprobs, learner_logprobs), part.mask), gap.abs().max()
 
 
 def importance_sums(weights: torch.Tensor, mask: torch.Tensor, cap: float) -> MetricSums:

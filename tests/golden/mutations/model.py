@@ -231,7 +231,7 @@ LAYOUT = [
         "OFT: embeddings of the action slots are zero",
         oft(golden.check_oft_tokens),
         ParallelDecoder,
-        "_action_part",
+        "action_part",
         placeholders_embedded,
     ),
     Mutation(

@@ -1,7 +1,8 @@
 """Passes of the torch engine for which memory is too small, and recordings that make way: with a recorder that needs no
 GPU."""
 
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fakes.small_gpu import SmallGpu
 from vlarl.decisions import Sampling
 from vlarl.errors import VlarlError
 from vlarl.policies.tiny import init_tiny
+from vlarl.recording import Recorder
 from vlarl.rollout.engines.cuda_graphs import Recordings
 from vlarl.rollout.engines.torch import PassCounts, TorchEngine
 
@@ -17,28 +19,34 @@ CPU = torch.device("cpu")
 SEEDS = list(range(40, 49))
 
 
-@dataclass
-class CpuRecorder:
+class CpuRecorder(Recorder):
     """Repeats the work itself, into the tensors of its first result; counts what a GPU would do."""
 
-    pools: int = 0
-    recorded: list[tuple[int, int]] = field(default_factory=list)  # pool and rows
-    replayed: int = 0
+    def __init__(self):
+        super().__init__()
+        self.pools = 1
+        self.recorded: list[tuple[int, int]] = []  # pool and rows
+        self.replayed = 0
 
-    def new_pool(self):
+    def renew(self):
         self.pools += 1
-        return self.pools
 
-    def record(self, work, pool):
+    def warm(self, work):
+        return work()
+
+    def record(self, work):
         decisions = work().map(torch.clone)
-        self.recorded.append((pool, len(decisions)))
+        self.recorded.append((self.pools, len(decisions)))
 
         def replay():
             self.replayed += 1
             found = iter(work().tensors())
             decisions.map(lambda own: own.copy_(next(found)))
 
-        return replay, decisions
+        return SimpleNamespace(replay=replay), decisions
+
+    def replaying(self):
+        return nullcontext()
 
 
 @pytest.fixture
@@ -53,7 +61,8 @@ def inputs(policy, observation):
 
 def recording(policy, exclusive=False):
     engine, recorder = TorchEngine(policy, CPU), CpuRecorder()
-    engine._recordings = Recordings(recorder, exclusive)
+    recorder.scarce = exclusive
+    engine._recordings = Recordings(recorder)
     return engine, recorder
 
 
@@ -103,9 +112,9 @@ def test_an_error_of_a_recording_that_followed_lack_of_memory_counts_as_that(pol
     engine, recorder = recording(policy)
     plain, record = TorchEngine(policy, CPU, batch_size=4).generate(inputs, Sampling(1.0), SEEDS), recorder.record
 
-    def failing(work, pool):
+    def failing(work):
         if len(decisions := work()) <= 4:
-            return record(work, pool)
+            return record(work)
         try:
             raise torch.OutOfMemoryError(f"no memory for {len(decisions)}")
         finally:
@@ -170,3 +179,15 @@ def test_recordings_make_way_before_passes_become_smaller(policy, inputs):
     policy.sample = full
     engine.generate(inputs, Sampling(1.0), SEEDS)
     assert failures == [16] and engine.batch_size is None and engine.counts.oom_retries == 1
+
+
+def test_all_that_keep_recordings_drop_them(policy, inputs):
+    """The pool is the same for rollouts and updates: one recording that is left would keep all of it."""
+    engine, recorder = recording(policy)
+    other = TorchEngine(policy, CPU)
+    other._recordings = Recordings(recorder)
+    for each in (engine, other, engine, other):
+        each.generate(inputs, Sampling(1.0), SEEDS)
+    assert len(engine._recordings) == len(other._recordings) == 1
+    assert other.release_recordings() and recorder.pools == 2
+    assert len(engine._recordings) == len(other._recordings) == 0

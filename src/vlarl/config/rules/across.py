@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import kl_estimator, length_in_words, policy_loss_of, total_iterations
-from vlarl.config.finetune import FinetuneConfig, FinetunePolicyConfig
+from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import (
-    BUILTIN_DECODERS,
     GROUP_METHODS,
+    decoder_of,
 )
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.distributed import check_distributed, check_ranks
@@ -48,12 +48,6 @@ def check(config: Config | FinetuneConfig) -> list[Problem]:
     return [problem for rule in TRAIN_RULES for problem in rule(config)]
 
 
-def _builtin_size(policy: PolicyConfig | FinetunePolicyConfig) -> str | None:
-    """The size that a `builtin:` or `init:` path names; None for a folder."""
-    kind, _, size = policy.path.partition(":")
-    return size if kind in ("builtin", "init") else None
-
-
 def _policy_name(config: Config | FinetuneConfig) -> Problems:
     if message := misspelt_builtin(config.policy.path):
         yield Problem(f"policy.path = {shown(config.policy.path)}", message, ("policy.path",))
@@ -61,12 +55,13 @@ def _policy_name(config: Config | FinetuneConfig) -> Problems:
 
 def _decoder(config: Config | FinetuneConfig) -> Problems:
     policy = config.policy
-    own = BUILTIN_DECODERS.get(_builtin_size(policy) or "")
+    own = decoder_of(policy.path)
     decoder = own
     if isinstance(policy, PolicyConfig) and policy.decoder != "auto":
         decoder = policy.decoder
     if own and decoder != own:
-        other = next(f"{policy.path.partition(':')[0]}:{size}" for size, d in BUILTIN_DECODERS.items() if d != own)
+        kind = policy.path.partition(":")[0]
+        other = f"{kind}:tiny-oft" if own == "autoregressive" else f"{kind}:tiny-openvla"
         subject = f"policy.decoder = '{decoder}' with policy.path = '{policy.path}'"
         remedy = f"this policy decodes {own}; set policy.decoder to {own} or policy.path to {other}"
         yield Problem(subject, remedy, ("policy.decoder", "policy.path"))
@@ -89,7 +84,8 @@ def _device(config: Config | FinetuneConfig) -> Problems:
 def _trained_weights(config: Config | FinetuneConfig) -> Problems:
     """Weights that can't be trained in the precision in which they are stored."""
     policy, adapted = config.policy, config.lora.enabled or config.lora.adapter is not None
-    builtin = _builtin_size(policy) is not None  # any other path may be an adapter, which is known after loading
+    # Any other path may be an adapter, which is known after loading.
+    builtin = policy.path.startswith(("builtin:", "init:"))
     if policy.quantize is not None and builtin and not adapted:
         remedy = "quantised weights can't be trained; set lora.enabled, or policy.quantize to null"
         yield Problem(f"policy.quantize = {policy.quantize}", remedy, ("policy.quantize", "lora.enabled"))

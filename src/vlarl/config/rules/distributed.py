@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vlarl.config.derive import num_engines, world_size
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BATCHED_ENVS, BUILTIN_DECODERS, is_prompts
+from vlarl.config.known import BATCHED_ENVS, decoder_of, is_prompts
 from vlarl.config.problems import Problem, shown
 from vlarl.config.schema import Config
 from vlarl.config.suites import suite_facts
@@ -130,12 +130,12 @@ def _vllm_policy(config: Config) -> Problems:
     policy, engines = config.policy, "vllm.num_engines"
     if config.vllm.num_engines == 0:
         return
-    kind, _, size = policy.path.partition(":")
+    kind = policy.path.partition(":")[0]
     is_builtin = kind in ("builtin", "init")
     remedy = "policies that decode in parallel can't run in vLLM; use the torch engines: vllm.num_engines 0"
     if policy.decoder == "parallel":
         yield _clash(config, remedy, "policy.decoder", engines)
-    elif is_builtin and BUILTIN_DECODERS.get(size) == "parallel":
+    elif decoder_of(policy.path) == "parallel":
         yield _clash(config, f"{remedy}, or {kind}:tiny-openvla", "policy.path", engines)
     elif (policy.chunk_length or 1) > 1:
         yield _clash(config, remedy, "policy.chunk_length", engines)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlarl.config.finetune import FinetuneConfig
-from vlarl.config.known import BUILTIN_HOMES, CHECKPOINT_SERIES, GYM, KNOWN_SUITES, PROMPTS
+from vlarl.config.known import BUILTINS, CHECKPOINT_SERIES, GYM, KNOWN_SUITES, PROMPTS
 from vlarl.config.problems import Problem, shown
 from vlarl.config.rules.effects_table import FINETUNE, TRAIN, Condition
 from vlarl.config.schema import Config
@@ -75,7 +75,7 @@ def _foreign_weights(config: Config, document: Document, flags: Flags) -> Iterat
     home = next((own for series in CHECKPOINT_SERIES.values() for own, name in series.items() if name == path), None)
     kind, _, name = path.partition(":")
     if kind == "builtin":
-        home = BUILTIN_HOMES.get(name)
+        home = BUILTINS[name].home if name in BUILTINS else None
     is_foreign = home is not None and suite in KNOWN_SUITES and not suite.startswith(home)
     if suite == GYM and config.gym.env is None:  # which is refused already
         return

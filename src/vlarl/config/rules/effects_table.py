@@ -96,6 +96,12 @@ def _on_gpus(config: AnyConfig) -> bool:
     return config.run.device != "cpu"
 
 
+def _may_record_updates(c: Config) -> bool:
+    ranks = c.distributed
+    alone = ranks.backend == "local" or (ranks.sharding == "none" and sum(ranks.learners_per_node) == 1)
+    return alone and not is_prompts(c.env.suite) and is_flow(c.policy.path) is not True and c.policy.quantize is None
+
+
 def _weights_importance(config: Config) -> bool:
     """Whether tokens are weighted, as in `training/importance.py`."""
     algorithm = config.algorithm
@@ -435,6 +441,12 @@ TRAIN: tuple[Condition[Config], ...] = (
         ("optim.microbatch_tokens",),
         lambda c: c.optim.microbatch_tokens is None,
         "with optim.microbatch_tokens, which limits a pass by its tokens",
+    ),
+    Condition(
+        ("optim.cuda_graphs",),
+        ("env.suite", "policy.path", "policy.quantize", "distributed.sharding", "distributed.learners_per_node"),
+        _may_record_updates,
+        "on updates that are not recorded: those of texts, flow policies, quantised models and several learners",
     ),
     Condition(("kl.*",), ("kl.coef",), lambda c: c.kl.coef > 0, "without kl.coef above 0"),
     Condition(("kl.horizon",), ("kl.target",), lambda c: c.kl.target is not None, "without kl.target"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vlarl.config.callables import is_given
-from vlarl.config.known import BUILTIN_CAMERAS, GYM, KNOWN_SUITES, PROMPTS, TEXT_REWARDS, SuiteFacts, is_prompts
+from vlarl.config.known import GYM, KNOWN_SUITES, PROMPTS, TEXT_REWARDS, SuiteFacts, is_prompts, views_of
 from vlarl.config.problems import Problem, as_module, shown, unknown
 from vlarl.config.schema import Config, EnvConfig
 from vlarl.config.suites import each_suite, suite_facts, suites_of
@@ -110,8 +110,7 @@ def check_cameras(config: Config) -> Problems:
     if env.cameras is None:
         return
     subject = f"env.cameras = {shown(env.cameras)}"
-    kind, _, _ = config.policy.path.partition(":")
-    wanted = config.policy.num_images or (BUILTIN_CAMERAS if kind in ("builtin", "init") else None)
+    wanted = config.policy.num_images or views_of(config.policy.path)
     if len(set(env.cameras)) < len(env.cameras):
         yield Problem(subject, "a view is given twice; name each once", ("env.cameras",))
     elif env.cameras[:1] != ("agent",):

@@ -202,7 +202,7 @@ class ParallelDecoder:
         tail = self.num_tokens + 1
         hidden = run_layers(
             model.language_model,
-            torch.cat([prefix.embeds, *self._action_part(model, prefix.embeds)], dim=1),
+            torch.cat([prefix.embeds, *self.action_part(model, prefix.embeds)], dim=1),
             prefix.positions(0, columns + tail),
             seen=prefix.key_mask(tail),
             causal=False,
@@ -210,7 +210,7 @@ class ParallelDecoder:
         )
         return model.finish(hidden)
 
-    def _action_part(self, model: OpenVLAModel, like: torch.Tensor) -> list[torch.Tensor]:
+    def action_part(self, model: OpenVLAModel, like: torch.Tensor) -> list[torch.Tensor]:
         """Slots and stop token, [B, T, H] each. OFT's slots are zeros that differ in their positions only; learned ones
         (padding rows of the embedding, otherwise unused) save a small model from learning to tell them apart."""
         config, batch = model.config, like.shape[0]

@@ -2,7 +2,7 @@
 
 The loop over the layers is ours because the library's own forward does not support what the decoders need:
 bidirectional attention, positions that skip padding in the middle, states before the final norm. The layers, their
-parameters and their hooks (gradient checkpointing, LoRA, FSDP) remain the library's.
+parameters and their hooks (LoRA, FSDP) remain the library's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from vlarl.policies.openvla.attention import AttentionMask, AttentionName, check_attention, prepare
 from vlarl.policies.openvla.config import language_config
+from vlarl.policies.openvla.recompute import recomputed
 
 
 def build_language_model(text: Mapping[str, Any], attention: AttentionName = "sdpa") -> nn.Module:
@@ -92,10 +93,16 @@ def run_layers(
     hidden = embeds
     attend = prepare(model.attention, attention_mask, embeds.device)
     for layer in body:
-        hidden = layer(hidden, angles=angles, attend=attend, read=slice(0, size), cache=cache)
+        hidden = _run_layer(layer, hidden, angles=angles, attend=attend, read=slice(0, size), cache=cache)
     if read != slice(0, size):
         attend = prepare(model.attention, attention_mask.narrowed(read), embeds.device)
-    return cast(torch.Tensor, last(hidden, angles=angles, attend=attend, read=read, cache=cache))
+    return _run_layer(last, hidden, angles=angles, attend=attend, read=read, cache=cache)
+
+
+def _run_layer(layer: Any, hidden: torch.Tensor, **others: Any) -> torch.Tensor:
+    if layer.recompute and layer.training and others["cache"] is None:  # a cache is written once
+        return recomputed(layer, hidden, **others)
+    return cast(torch.Tensor, layer(hidden, **others))
 
 
 def _check_window(config: Any, size: int) -> None:

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vlarl.policies.openvla.attention import Attend
 from vlarl.policies.openvla.heads import TiedHead
@@ -111,16 +110,22 @@ class SelfAttention(nn.Module):
         return out
 
 
-class DecoderLayer(GradientCheckpointingLayer):
+class DecoderLayer(nn.Module):
     """A layer of the library with the same parameters, and `read`: the columns whose states are computed."""
 
     def __init__(self, library: Any, eps: float) -> None:
         super().__init__()
+        self.recompute = False  # in the backward pass instead of saving activations
         width = library.input_layernorm.weight.shape[0]
         self.self_attn = SelfAttention(library.self_attn)
         self.mlp: nn.Module = library.mlp
         self.input_layernorm = RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
+
+    @property
+    def last_product(self) -> Any:
+        """The linear layer whose output nothing but a sum reads."""
+        return cast(Any, self.mlp).down_proj
 
     def forward(
         self,

@@ -70,14 +70,23 @@ class OpenVLAModel(nn.Module):
         """Where it computes; sharded weights may be stored elsewhere."""
         return self.vision_backbone.featurizer.pixel_mean.device
 
-    def checkpoint_layers(self, enabled: bool) -> None:
-        """Recompute every layer and vision block in the backward pass instead of saving its activations."""
-        for tower in self.vision_backbone.towers:
-            tower.recompute = enabled
-        if enabled:
-            self._language.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self._language.gradient_checkpointing_disable()
+    @property
+    def recomputable(self) -> list[Any]:
+        """The vision blocks and the layers, in the order of a pass."""
+        blocks = [block for tower in self.vision_backbone.towers for block in tower.blocks[:-1]]
+        return [*blocks, *self._language.model.layers]
+
+    def checkpoint_layers(self, enabled: bool, kept: int = 0) -> None:
+        """Recompute every layer and vision block in the backward pass instead of saving its activations, but for the
+        last `kept` ones.
+
+        The last ones, since their activations are free again when the first layers are recomputed; and a vision
+        block's activations take more memory for the arithmetic that they save.
+        """
+        layers = self.recomputable
+        for index, layer in enumerate(layers):
+            layer.recompute = enabled and index < len(layers) - kept
+            layer.last_product.ends_recomputed = layer.recompute  # what an adapter's layer looks at
 
     def embed_images(self, pixels: torch.Tensor, language: torch.Tensor | None = None) -> torch.Tensor:
         """uint8 [B, I, 3, H, W], or normalised floats as the vision backbone takes -> [B, I*P, H] image tokens.

@@ -20,6 +20,7 @@ from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.errors import UsageError
 from vlarl.policies import adapters, checksums, distribution
 from vlarl.policies.base import Evaluation, Level, VllmModel
+from vlarl.policies.bench_model import BenchModel
 from vlarl.policies.checkpoint_json import write_json
 from vlarl.policies.openvla import supervised
 from vlarl.policies.openvla.actions import Normalizer, UniformActionCodec
@@ -87,6 +88,7 @@ class OpenVLAPolicy(SupervisedPolicy):
         self.value_head: ValueHead | None = None
         self.l1_head: L1ActionHead | None = None
         self.codec = UniformActionCodec(config.vocab_size, config.num_action_bins, config.action_dim)
+        self._bin_values: torch.Tensor | None = None
         self.normalizer = Normalizer(config, unnorm_key)
         self.processor = Processor(config, tokenizer, self.normalizer, images)
         self.decoder = DECODERS[config.decoder](config.num_action_tokens)
@@ -194,10 +196,13 @@ class OpenVLAPolicy(SupervisedPolicy):
         return token_decisions(ids, torch.zeros(ids.shape), self.action_dim)
 
     def bin_values(self) -> torch.Tensor:
-        """[num_bins] the normalised value of each action bin, on the model's device."""
-        ids = np.arange(self.codec.first_id, self.codec.first_id + self.codec.num_bins)
-        values = self.codec.decode(np.repeat(ids[:, None], self.action_dim, axis=1))[:, 0, 0]
-        return torch.from_numpy(values.copy()).to(self.device)
+        """[num_bins] the normalised value of each action bin, on the model's device; kept there, since a copy from the
+        host can't be recorded."""
+        if self._bin_values is None or self._bin_values.device != self.device:
+            ids = np.arange(self.codec.first_id, self.codec.first_id + self.codec.num_bins)
+            values = self.codec.decode(np.repeat(ids[:, None], self.action_dim, axis=1))[:, 0, 0]
+            self._bin_values = torch.from_numpy(values.copy()).to(self.device)
+        return self._bin_values
 
     @torch.no_grad()
     def decode(self, inputs: OpenVLAInputs, choose: Chooser) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,6 +360,12 @@ class OpenVLAPolicy(SupervisedPolicy):
         return not eight_bits and cast(Any, self.model.language_model).attention != "flash_attention_2"
 
     @property
+    def records_updates(self) -> bool:
+        """Not with quantised layers, which unpack their weights in every pass, nor with a critic on another device."""
+        packed = any(getattr(self.model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        return self.recordable and not packed and self.heads_device.type == self.device.type
+
+    @property
     def fsdp_units(self) -> tuple[type[nn.Module], ...]:
         """Layers, towers and heads. The embedding, the last norm and the language model's head are used outside its own
         forward, so they stay with the root."""
@@ -382,6 +393,12 @@ class OpenVLAPolicy(SupervisedPolicy):
         from vlarl.policies.openvla.vllm.serving import OpenVLAInVllm
 
         return OpenVLAInVllm(self, model_class)
+
+    def bench_model(self) -> BenchModel:
+        """Random inputs, counts of work and the peer."""
+        from vlarl.policies.openvla.bench import OpenVLABench
+
+        return OpenVLABench(self)
 
     def _add_adapter(self, lora: LoraConfig, seed: int) -> None:
         """Freeze everything and train low-rank adapters instead: fresh ones, or those of `lora.adapter`."""

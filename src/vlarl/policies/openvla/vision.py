@@ -6,13 +6,13 @@ never computed and take no gradient.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from vlarl.policies.openvla.recompute import recomputed
 from vlarl.policies.openvla.towers import Activation, TowerConfig
 
 
@@ -94,6 +94,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
+        self.recompute = False  # in the backward pass instead of saving activations
         dim = config.embed_dim
         self.norm1 = nn.LayerNorm(dim, eps=config.norm_eps)
         self.attn = Attention(dim, config.num_heads)
@@ -103,6 +104,11 @@ class Block(nn.Module):
         self.ls2 = LayerScale(dim) if config.layer_scale else PlainResidual()
         self.scale = nn.Linear(film_dim, dim) if film_dim else None
         self.shift = nn.Linear(film_dim, dim) if film_dim else None
+
+    @property
+    def last_product(self) -> Any:
+        """The linear layer whose output nothing but a sum reads."""
+        return self.mlp.fc2
 
     def forward(self, x: torch.Tensor, language: torch.Tensor | None) -> torch.Tensor:
         """[N, T, W] -> [N, T, W]; with FiLM, language [N, H] is the mean embedding of each image's prompt."""
@@ -136,7 +142,6 @@ class VisionTower(nn.Module):
     def __init__(self, config: TowerConfig, film_dim: int | None = None) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False  # recompute blocks in the backward pass instead of saving activations
         dim = config.embed_dim
         self.patch_embed = PatchEmbed(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if config.class_token else None
@@ -168,10 +173,7 @@ class VisionTower(nn.Module):
             patches = self.normalize(patches)
         x = self._embed(patches.to(self.pos_embed.dtype))
         for block in self.blocks[:-1]:
-            if self.recompute and self.training:
-                x = cast(torch.Tensor, checkpoint(block, x, language, use_reentrant=False))
-            else:
-                x = block(x, language)
+            x = recomputed(block, x, language) if block.recompute and block.training else block(x, language)
         features: torch.Tensor = x[:, x.shape[1] - self.config.num_patches :]
         return features
 

@@ -7,8 +7,7 @@ than to run. A pass of a known shape is recorded once and replayed as a whole.
     released                          the memory is free for an update; recorded at once when the shape occurs again
 
 Batches are padded to a power of two and prompts to a multiple of eight, so that few shapes occur. Recordings share one
-memory pool, about as large as the largest pass, which stays allocated while they exist. Where memory is scarce they are
-also released before a new shape is run for the first time, which needs as much once more.
+memory pool (`vlarl/recording.py`), about as large as the largest pass, which stays allocated while they exist.
 """
 
 from __future__ import annotations
@@ -16,50 +15,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from vlarl.decisions import Decisions, Sampling, TensorRows
+from vlarl.recording import Recorder, Replay
 
 Sample = Callable[[TensorRows, torch.Tensor], Decisions]
 """Inputs and noise on the device -> decisions."""
 
 
-class Recorder(Protocol):
-    """Records work on a GPU."""
-
-    def new_pool(self) -> Any:
-        """Memory for recordings, which is freed with the last of them."""
-        ...
-
-    def record(self, work: Callable[[], Decisions], pool: Any) -> tuple[Callable[[], None], Decisions]:
-        """What repeats the work, and the tensors that it then fills."""
-        ...
-
-
-class CudaRecorder:
-    """Records CUDA graphs."""
-
-    def new_pool(self) -> Any:
-        """A memory pool of CUDA graphs."""
-        return torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], Decisions], pool: Any) -> tuple[Callable[[], None], Decisions]:
-        """The replay of the graph, and what it fills."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, pool=pool):
-                decisions = work()
-        finally:
-            torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream in place
-        return graph.replay, decisions
-
-
 @dataclass(frozen=True)
 class _Recording:
-    replay: Callable[[], None]
+    graph: Replay
     inputs: TensorRows
     noise: torch.Tensor
     decisions: Decisions
@@ -68,14 +36,12 @@ class _Recording:
 class Recordings:
     """Recorded passes by the way of sampling and the shape of the inputs."""
 
-    def __init__(self, recorder: Recorder, exclusive: bool) -> None:
-        """`exclusive`: there is no memory for them beside the first pass of another shape."""
+    def __init__(self, recorder: Recorder) -> None:
         self.seconds = 0.0  # that recording has taken
         self._recorder = recorder
-        self._exclusive = exclusive
-        self._pool = recorder.new_pool()
         self._met: set[tuple[Sampling, tuple[int, ...]]] = set()
         self._recorded: dict[tuple[Sampling, tuple[int, ...]], _Recording] = {}
+        recorder.add(self)
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -87,8 +53,7 @@ class Recordings:
         inputs, noise = pad_batch(inputs, noise)
         key = (sampling, inputs.shape_key)
         if key not in self._met:
-            if self._exclusive:
-                self.release()
+            self._recorder.before_first_pass()
             decisions = sample(inputs, noise)
             self._met.add(key)
         else:
@@ -99,26 +64,28 @@ class Recordings:
             decisions = self._replay(self._recorded[key], inputs, noise)
         return decisions.rows(slice(0, rows))
 
-    def release(self) -> bool:
-        """Forget all recordings, whose memory PyTorch can then use; whether there were any."""
+    def forget(self) -> bool:
+        """Drop all recordings; whether there were any."""
         had = bool(self._recorded)
-        if had:
-            self._recorded.clear()
-            self._pool = self._recorder.new_pool()  # the old one may be used until it is empty, but not again
+        self._recorded.clear()
         return had
+
+    def release(self) -> bool:
+        """Free the memory of all recordings on this device; whether there were any."""
+        return self._recorder.release()
 
     def _record(self, sample: Sample, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
         own, own_noise = inputs.map(torch.clone), noise.clone()
-        replay, decisions = self._recorder.record(lambda: sample(own, own_noise), self._pool)
-        return _Recording(replay, own, own_noise, decisions)
+        graph, decisions = self._recorder.record(lambda: sample(own, own_noise))
+        return _Recording(graph, own, own_noise, decisions)
 
-    @staticmethod
-    def _replay(recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+    def _replay(self, recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
         given = iter(inputs.tensors())
         recording.inputs.map(lambda own: own.copy_(next(given)))
         recording.noise.copy_(noise)
-        recording.replay()
-        return recording.decisions.map(torch.clone)
+        with self._recorder.replaying():
+            recording.graph.replay()
+            return recording.decisions.map(torch.clone)
 
 
 def pad_batch(inputs: TensorRows, noise: torch.Tensor) -> tuple[TensorRows, torch.Tensor]:

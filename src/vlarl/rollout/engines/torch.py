@@ -16,8 +16,9 @@ import torch
 from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.devices import free_cached_memory, is_out_of_memory, out_of_memory
 from vlarl.policies.base import Policy
+from vlarl.recording import graph_recorder
 from vlarl.rollout.engines.base import not_finite, refuse_sampling
-from vlarl.rollout.engines.cuda_graphs import CudaRecorder, Recordings, Sample
+from vlarl.rollout.engines.cuda_graphs import Recordings, Sample
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,8 @@ class TorchEngine:
         device: torch.device,
         batch_size: int | None = None,
         cuda_graphs: bool = True,
-        scarce_memory: bool = False,
     ) -> None:
-        """`batch_size` limits the rows of one pass, None runs all at once; `cuda_graphs` replays passes on a GPU. With
-        `scarce_memory` there is none for recordings beside anything else."""
+        """`batch_size` limits the rows of one pass, None runs all at once; `cuda_graphs` replays passes on a GPU."""
         self.policy = policy
         self.device = device
         self.batch_size = batch_size
@@ -57,7 +56,7 @@ class TorchEngine:
         self._recordings: Recordings | None = None  # None: passes are not recorded
         if cuda_graphs and device.type == "cuda":
             if policy.recordable:
-                self._recordings = Recordings(CudaRecorder(), scarce_memory)
+                self._recordings = Recordings(graph_recorder(device))
             else:
                 policy.record_passes()
 
@@ -106,12 +105,7 @@ class TorchEngine:
 
     def release_recordings(self) -> bool:
         """Free the memory of recorded passes, which are recorded again when they are needed; whether there were any."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # none of them may be running
-        if self._recordings is None or not self._recordings.release():
-            return False
-        free_cached_memory(self.device)
-        return True
+        return self._recordings is not None and self._recordings.release()
 
     @torch.no_grad()
     def _generate(self, inputs: TensorRows, sampling: Sampling, seeds: Sequence[int]) -> Decisions:

@@ -99,6 +99,8 @@ OWN_PROMPTS = {"env.suite": "prompts", "prompts.path": ["t"], "policy.path": "in
         ({"env.retries": 5}, "with environments inside the trainer's process"),
         ({"policy.heads_device": "cpu"}, "without a critic"),
         ({"policy.base": "x"}, "without an adapter as policy.path"),
+        ({"policy.path": "init:tiny-smolvla", "optim.cuda_graphs": False}, "on updates that are not recorded"),
+        ({"policy.quantize": 4, "lora.enabled": True, "optim.cuda_graphs": False}, "on updates that are not recorded"),
         ({"reward.source": "rules", "reward.idle_tolerance": 0.1}, "without reward.idle_penalty above 0"),
     ],
 )
@@ -153,6 +155,7 @@ def test_so_it_is_for_finetune(overrides, words):
     [
         ("vla_rl", {"lora.rank": 8}),
         (None, {"env.lockstep": True, "rollout.cuda_graphs": False, "run.device": "cpu"}),  # holds anyway
+        (None, {"optim.cuda_graphs": False}),
         ("tabletop_ppo", {"critic.lr": 1e-5, "algorithm.gamma": 0.9, "policy.heads_device": "cpu"}),
         (None, {"kl.coef": 0.1, "kl.target": 0.01, "kl.horizon": 5}),
         (None, {"lora.rank": Config().lora.rank}),  # its default: as good as left out

@@ -4,13 +4,13 @@ import pytest
 
 from vlarl.config import Config, ConfigError, FinetuneConfig, load_config
 from vlarl.config.known import (
-    BUILTIN_CHUNKS,
-    BUILTIN_DECODERS,
-    BUILTIN_IMAGE_SIZE,
+    BUILTINS,
     KNOWN_SUITES,
     SUITES,
+    TABLETOP_IMAGE_SIZE,
 )
 from vlarl.config.rules.across import check
+from vlarl.policies.load import load_policy
 
 SIZES = {"run.iterations": 20, "rollout.num_groups": 24, "rollout.group_size": 8}
 
@@ -159,10 +159,12 @@ def test_the_suites_are_those_of_the_environment():
         assert set(spec.train_states).isdisjoint(spec.eval_states)
 
 
-@pytest.mark.parametrize("size", BUILTIN_DECODERS)
-def test_the_builtin_sizes_are_those_of_the_policies(size):
-    from vlarl.policies.tiny import init_tiny
-
-    policy = init_tiny(BUILTIN_DECODERS[size])
-    assert policy.chunk_length == BUILTIN_CHUNKS[size]
-    assert policy.image_size == BUILTIN_IMAGE_SIZE
+@pytest.mark.parametrize("name", [name for name, facts in BUILTINS.items() if facts.chunk_length])
+def test_the_builtin_sizes_are_those_of_the_policies(name):
+    policy, facts = load_policy(f"builtin:{name}"), BUILTINS[name]
+    assert policy.num_steps == facts.chunk_length
+    assert policy.num_images == facts.num_views
+    if facts.decoder:
+        assert policy.config.decoder == facts.decoder
+    if facts.home == "tabletop_":
+        assert policy.image_size == TABLETOP_IMAGE_SIZE
