@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from openvla_7b import GIB, LORA, RAW, adapted, free, make_batch, make_learner, write
 
+from vlarl.config.derive import microbatch_size
 from vlarl.decisions import TrainBatch
 from vlarl.policies.lora import LoraLinear
 from vlarl.policies.openvla.config import parse_config
@@ -149,7 +150,7 @@ def measured(policy: OpenVLAPolicy, case: str, repeats: int) -> dict[str, Any]:
         run = pass_of(learner, part, rows)
         learner._train_mode(True)
         began = time.perf_counter()
-        run(on_device(learner, part.rows(rows[: learner.config.optim.microbatch_size])))
+        run(on_device(learner, part.rows(rows[: microbatch_size(learner.config.optim)])))
         host.append(time.perf_counter() - began)
         learner._train_mode(False)
         wait(policy)

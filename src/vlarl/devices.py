@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
 
 from vlarl.config.words import counted
-from vlarl.errors import UsageError
+from vlarl.errors import UsageError, VlarlError
 
 
 def usable_device(option: str, wanted: str) -> torch.device:
@@ -50,3 +51,31 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return usable_device("run.device", wanted)
+
+
+REMEDIES = (
+    "Make the model smaller: policy.quantize 4 for a base in 4 bits (with lora.enabled; presets *_16gb), "
+    "policy.gradient_checkpointing true, a lower lora.rank, policy.freeze vision, fewer or smaller images "
+    "(policy.num_images, another checkpoint); or stop other programs on the GPU, or use a larger one. "
+    "`vlarl doctor --model M --memory 24` estimates what fits."
+)
+
+
+def out_of_memory(doing: str, reason: object) -> VlarlError:
+    """The error that ends a run for which the GPU's memory is too small; `reason` is torch's own error or its text."""
+    first = str(reason).split("\n", 1)[0].split(". If reserved", 1)[0].rstrip(".")
+    return VlarlError(f"{doing} ran out of memory: {first}. {REMEDIES}")
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give memory that torch keeps for later back to the GPU, as after a pass that did not fit."""
+    gc.collect()  # errors and their frames may refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says that the device's memory is too small."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__context__
+    return error is not None

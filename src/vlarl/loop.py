@@ -162,13 +162,13 @@ def rollouts_ahead(parts: Parts, session: Session) -> RolloutSource:
 def collect(parts: Parts, session: Session, iteration: int, watch: Stopwatch) -> Rollout:
     """The iteration's experience: whole episodes of groups, or a segment of a fixed length in each slot."""
     pool = parts.collector.pool
-    busy_before = pool.busy_s
+    busy_before, counts_before = pool.busy_s, parts.pass_counts()
     if parts.segments is not None:
         rollout = collect_segments(parts, parts.segments, session, iteration, watch)
     else:
         rollout = collect_groups(parts, session, iteration, watch)
     busy = busy_metrics(busy_before, pool.busy_s, watch.seconds["rollout"], pool.num_envs)
-    return replace(rollout, metrics={**rollout.metrics, **busy})
+    return replace(rollout, metrics={**rollout.metrics, **busy, **parts.pass_counts().since(counts_before)})
 
 
 def collect_groups(parts: Parts, session: Session, iteration: int, watch: Stopwatch) -> Rollout:
@@ -287,10 +287,12 @@ def improve(parts: Parts, session: Session, gathered: Sequence[Trajectory]) -> d
         session.progress.note(f"iteration {iteration}: no group has episodes that differ: nothing to learn from")
         return {"train/kept_trajectories": 0.0} | lost
     with session.timed("update"):
+        parts.make_way()
         batch = estimated_batch(parts, session.config, trajectories, iteration)
         session.start_update()
         total = session.schedule.total_iterations(session.state)
         result = parts.learner.update(batch, iteration, session.progress.update, total)
+        parts.make_way()
     if result.num_optimizer_steps == 0 and result.num_skipped_steps > 0:
         session.refuse_update()
         raise VlarlError(

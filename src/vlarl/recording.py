@@ -6,16 +6,21 @@
 
 All recordings of a device share one pool: what a pass needs only while it runs is used by the others in their turn.
 Nothing else may be replayed between a replay and the reading of its results, which is what `replaying` guards.
+
+The pool is as large as the largest pass, and stays allocated. Where memory is scarce, all recordings are released:
+around an update, and before a pass that is run for the first time, which needs as much once more. They are made again
+when they are needed.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -30,34 +35,72 @@ class Replay(Protocol):
         ...
 
 
-class Recorder(Protocol):
+class Owner(Protocol):
+    """Keeps recordings."""
+
+    def forget(self) -> bool:
+        """Drop all recordings; whether there were any."""
+        ...
+
+
+class Recorder(ABC):
     """Records passes; the one below does so on a GPU, a test's own anywhere."""
 
+    def __init__(self) -> None:
+        self.scarce = False  # whether there is no memory for recordings beside other passes
+        self._owners: WeakSet[Owner] = WeakSet()
+
+    def add(self, owner: Owner) -> None:
+        """Let an object know when its recordings have to be dropped."""
+        self._owners.add(owner)
+
+    def release(self) -> bool:
+        """Free the memory of all recordings; whether there were any."""
+        had = any([owner.forget() for owner in self._owners])  # a list: all of them
+        if had:
+            self.renew()
+        return had
+
+    def before_first_pass(self) -> None:
+        """Called before a pass is run that was not recorded yet."""
+        if self.scarce:
+            self.release()
+
+    def renew(self) -> None:  # noqa: B027 - nothing to do without a GPU
+        """Called when all recordings are gone: give back their memory."""
+
+    @abstractmethod
     def warm(self, work: Callable[[], Result]) -> Result:
         """Run a pass that is going to be recorded."""
-        ...
 
+    @abstractmethod
     def record(self, work: Callable[[], Result]) -> tuple[Replay, Result]:
         """A recording of the pass and its results, which have values after each replay only."""
-        ...
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    @abstractmethod
+    def replaying(self) -> AbstractContextManager[None]:
         """Around a replay and the reading of its results."""
-        ...
 
 
-class GraphRecorder:
+class GraphRecorder(Recorder):
     """Records passes on one GPU."""
 
     def __init__(self, index: int) -> None:
+        super().__init__()
         self._device = torch.device("cuda", index)
         # One for all: memory of a pool belongs to a stream.
         self._stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
         self._lock = threading.RLock()
-        # A pool is gone with its last recording, and its handle can't be used again: one recording outlives all others.
-        self._keeper, self._kept = self.record(lambda: torch.zeros(1, device=self._device))
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin another pool: one is gone with its last recording, and its handle can't be used again."""
+        with self._lock:
+            torch.cuda.synchronize(self._device)  # no recording may be running
+            self._keeper = self._kept = None
+            self._pool = torch.cuda.graph_pool_handle()
+            # One recording outlives all others. Recording begins by giving back cached memory, that of the old pool too
+            self._keeper, self._kept = self.record(lambda: torch.zeros(1, device=self._device))
 
     def warm(self, work: Callable[[], Result]) -> Result:
         """Run a pass that is going to be recorded."""
@@ -86,11 +129,18 @@ class GraphRecorder:
             yield
 
 
+RECORDERS: dict[int, GraphRecorder] = {}
+"""By the index of their GPU."""
+
+
 def graph_recorder(device: torch.device) -> GraphRecorder:
     """The recorder of a GPU, the same for everything in this process."""
-    return _recorder(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in RECORDERS:
+        RECORDERS[index] = GraphRecorder(index)
+    return RECORDERS[index]
 
 
-@cache
-def _recorder(index: int) -> GraphRecorder:
-    return GraphRecorder(index)
+def release_recordings(device: torch.device) -> bool:
+    """Free the memory of all recordings on a device; whether there were any."""
+    return bool(RECORDERS) and device.type == "cuda" and graph_recorder(device).release()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.small_gpu import SmallGpu
 from rank_cases import (
     LEARNING,
     Case,
@@ -16,11 +17,13 @@ from rank_cases import (
     Outcome,
     build,
     drift,
+    experience,
     in_ranks,
     metric_gap,
     otherwise_rounded,
     run,
     small_policy,
+    update,
 )
 
 from vlarl.errors import UsageError, VlarlError
@@ -85,10 +88,24 @@ def work_of_two(ranks: Ranks, folder: Path, bases: Path, alone: Path) -> dict[st
         results[name] = run(case, bases, ranks, save_to=folder / name if name in SAVED else None)
     for name in SAVED:
         results[f"{name}, resumed"] = run(CASES[name], bases, ranks, resume=alone / name / "step_000001")
+    results["short of memory"] = [_short_of_memory(ranks, bases, size) for size in (3, 1)]
     results["failure"] = _failure(ranks)
     results["refusals"] = _refusals(ranks, bases)
     results["distribute"] = distribute("abc", "idle", str.upper, ranks), ranks.any(ranks.rank == 1), ranks.any(False)
     return results
+
+
+def _short_of_memory(
+    ranks: Ranks, bases: Path, microbatch_size: int
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """An update of ranks of which the second has memory for two decisions: its metrics, and the weights after it."""
+    sections = {"algorithm": ONCE, "optim": {**LEARNING, "microbatch_size": microbatch_size}}
+    case, outcome = Case("autoregressive", sections, NONE), Outcome()
+    learner, _ = build(case, bases, ranks)
+    if ranks.rank == 1:
+        SmallGpu(learner.policy, 2)
+    update(learner, experience(bases, case.decoder), 1, case, outcome)
+    return outcome.metrics[0], {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
 
 
 def _failure(ranks: Ranks) -> str:
@@ -300,3 +317,12 @@ def test_four_ranks_in_two_groups_learn_the_same_and_go_on_from_two(alone, four,
     assert sum(rank["grpo"].num_local for rank in results) == 2 * total
     exported = dict(load_policy(folder / "grpo" / "final").named_parameters())
     assert furthest({n: p.detach() for n, p in exported.items()}, results[0]["grpo"].weights) == 0.0
+
+
+def test_ranks_halve_their_microbatches_together_when_one_of_them_runs_out_of_memory(two):
+    """Of three decisions to one: the same, on both, as with microbatches of one from the beginning."""
+    for results in two[0]:
+        (halved, found), (undisturbed, expected) = results["short of memory"]
+        assert halved.pop("oom_retries") == 1 and "oom_retries" not in undisturbed
+        assert halved == undisturbed
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())

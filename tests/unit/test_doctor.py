@@ -411,3 +411,36 @@ def test_help_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert "--microbatch-size N" in done.stdout
     assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_a_plan_for_a_card_names_the_sizes_of_passes(capsys):
+    model = ("--model", "builtin:tiny-oft")
+    text = say(capsys, *model, "--memory", 24)
+    plan = text.partition(
+        "\nOn a card of 24 GB (--run.memory_gb 24), where no preset or option sets the sizes of passes:\n"
+    )
+    lines = plan[2].splitlines()
+    assert lines[0].startswith("memory for tensors: 23.0 GiB; weights, adapters and optimizer state take ")
+    assert lines[1].startswith("update: microbatches of 128, layers not recomputed: ")
+    assert lines[2].startswith("rollout: passes of all decisions that wait: ") and len(lines) == 3
+    assert "On a card" not in say(capsys, *model)
+    found = json.loads(say(capsys, *model, "--memory", 24, "--json"))["plan"]
+    assert found["limit"] == 23 * 2**30 and found["fits"] and found["microbatch_size"] == 128
+    assert found["kept"] < found["update"] < found["limit"] and found["recorded"] == "kept"
+
+
+def test_a_plan_leaves_out_what_a_preset_sets_and_keeps_what_is_given(capsys, monkeypatch):
+    monkeypatch.setattr(run_checkpoints, "SMALL_BYTES", 1)
+    model = ("--model", GOLDEN / "openvla-tiny", "--memory", 24, "--json")
+    found = json.loads(say(capsys, *model))["plan"]
+    assert (found["microbatch_size"], found["gradient_checkpointing"]) == (128, False), "the preset has 8, recomputed"
+    assert json.loads(say(capsys, *model, "--microbatch-size", 3))["plan"]["microbatch_size"] == 3
+
+
+def test_a_plan_that_does_not_fit_says_what_to_change(capsys):
+    lines = say(capsys, "--model", "builtin:tiny-oft", "--memory", 1.2).splitlines()
+    assert lines[-1].startswith(
+        "by estimate that does not fit: set policy.quantize 4 for a base in 4 bits (extra quant; "
+    )
+    assert lines[-1].endswith(", or use a larger GPU")
+    assert "0.5' must be a number of GB above 1" in failed(capsys, "--model", "builtin:tiny-oft", "--memory", 0.5)

@@ -81,7 +81,15 @@ class FakeSession:
 def parts_of(policy, config: Config) -> SimpleNamespace:
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
     learner = WatchedLearner(policy, algorithm, config, torch.device("cpu"))
-    return SimpleNamespace(policy=policy, algorithm=algorithm, learner=learner, readable=list)
+    called: list[int] = []
+    return SimpleNamespace(
+        policy=policy,
+        algorithm=algorithm,
+        learner=learner,
+        readable=list,
+        called=called,
+        make_way=lambda: called.append(len(getattr(learner, "batches", []))),
+    )
 
 
 def rewarded(episode: Trajectory, value: float) -> Trajectory:
@@ -149,6 +157,7 @@ def test_a_kl_in_the_reward_reaches_the_update(strayed, tiny):
     kl = penalties(tiny, start, episode)
     metrics = improve(parts, FakeSession(config), [episode])
     (batch,) = parts.learner.batches
+    assert parts.called == [0, 1], "recordings make way before the update, and after it"
     followed = np.cumsum((1.0 - 0.25 * kl)[::-1])[::-1]
     np.testing.assert_allclose(by_step(batch.advantages, episode, tiny.action_dim), followed, atol=1e-4)
     assert metrics["train/kl_coef"] == 0.25

@@ -70,6 +70,17 @@ def non_negative(text: str) -> int:
     return _integer(text, 0)
 
 
+def gigabytes(text: str) -> float:
+    """The size of a card: a number above the 1 GB that CUDA takes of it."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of GB above 1")
+    return value
+
+
 def temperature(text: str) -> float:
     """A number, zero or above."""
     try:

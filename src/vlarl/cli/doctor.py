@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlarl.cli import arguments as args
 from vlarl.cli.installation import Check, Gpu, check_installation, find_gpus
-from vlarl.config.known import BUILTINS
+from vlarl.config.derive import microbatch_size
 from vlarl.config.paths import brief
 from vlarl.config.run_checkpoints import locate_checkpoint, refuse_unknown
 from vlarl.config.schema import Config
@@ -35,6 +35,7 @@ NOTES = (
     "training run    the update, or the rollout with adapters, gradients and optimizer, whichever is larger",
     "cards           ok if it fits beside 1 GiB for CUDA itself; for a GPU of this machine, by its free memory",
 )
+ON_A_CARD = "On a card of {0} GB (--run.memory_gb {0}), where no preset or option sets the sizes of passes:"
 COLUMNS = {  # key -> title, and its second line
     "rollout": ("rollout", ""),
     "update_checkpointed": ("LoRA update", "checkpointed"),
@@ -67,6 +68,8 @@ def doctor(arguments: Sequence[str]) -> int:
     add(
         "--decoder", choices=("autoregressive", "parallel"), help="how actions are decoded; by default the checkpoint's"
     )
+    fits = "also say which sizes of passes `vlarl train` would choose on a card of so many GB, such as 24"
+    add("--memory", type=args.gigabytes, metavar="GB", help=fits)
     add("--json", action="store_true", help="print the same facts as JSON")
     given = parser.parse_args(arguments)
     if given.model is not None and given.named is not None:
@@ -100,11 +103,12 @@ def _describe_model(given: Any) -> int:
     from huggingface_hub.errors import StrictDataclassError
 
     from vlarl.policies.load import describe_checkpoint
+    from vlarl.run.memory import card_bytes, decisions_at_once, described_path, plan_for
 
     options = _train_options(given)
     config = load_config(None, options | {"lora.enabled": True})
     try:
-        model = _described(model_path(given.model), config.policy.num_images)
+        model = described_path(model_path(given.model), config.policy.num_images)
         decoder = config.policy.decoder
         description = describe_checkpoint(model, None if decoder == "auto" else decoder, config.policy.num_images)
         if model != given.model:
@@ -113,27 +117,22 @@ def _describe_model(given: Any) -> int:
         reason = " ".join(str(error).split())
         raise UsageError(f"the policy {given.model} can't be described: {reason}") from error
     rank = description.adapter.rank if description.adapter else config.lora.rank
-    batch_size = _rollout_batch(config)
+    batch_size = config.rollout.batch_size or decisions_at_once(config)
     estimates, needs = _estimate(config, description, batch_size, rank)
     capacities = _capacities(find_gpus())
+    plan = None
+    if given.memory is not None:
+        plan = plan_for(_without_sizes(config, options), description, rank, card_bytes(given.memory))
     if given.json:
-        print(json.dumps(_as_json(description, estimates, needs, capacities), indent=2))
+        planned = {} if plan is None else {"plan": plan.to_json()}
+        print(json.dumps(_as_json(description, estimates, needs, capacities) | planned, indent=2))
     else:
-        sizes = [f"batch {batch_size}", *[f"microbatch {config.optim.microbatch_size}"] * 2]
+        sizes = [f"batch {batch_size}", *[f"microbatch {microbatch_size(config.optim)}"] * 2]
         table = _memory_lines(sizes, estimates, needs, capacities)
         title = _title(options, config, description, rank)
+        table += [] if plan is None else ["", ON_A_CARD.format(f"{given.memory:g}"), *plan.lines()]
         print(printable("\n".join([*_facts_lines(description, config.policy.num_images), "", *title, "", *table])))
     return 1 if description.problems else 0
-
-
-def _described(model: str, num_images: int | None) -> str:
-    """Where the sizes of a model are read: those of a fresh one are a built-in's, where there is one."""
-    from vlarl.policies.fresh import FRESH, fresh_checkpoint
-
-    if model not in FRESH:
-        return model
-    size = model.removeprefix("init:")
-    return f"builtin:{size}" if size in BUILTINS else str(fresh_checkpoint(model, None, num_images, None))
 
 
 def _train_options(given: Any) -> dict[str, Any]:
@@ -151,14 +150,13 @@ def _train_options(given: Any) -> dict[str, Any]:
     return {path: value for path, value in options.items() if value is not None}
 
 
-def _rollout_batch(config: Config) -> int:
-    """Observations in a forward pass of a rollout: as configured, or one per environment."""
-    from vlarl.run.parts import num_envs
-
-    slots = num_envs(config.env, config.gym)
-    if config.rollout.num_steps is None:
-        slots = min(slots, config.rollout.num_groups * config.rollout.group_size)
-    return config.rollout.batch_size or slots
+def _without_sizes(config: Config, given: dict[str, Any]) -> Config:
+    """The configuration without the sizes of passes that its preset sets, of which only given ones stay."""
+    sizes = ("optim.microbatch_size", "policy.gradient_checkpointing", "rollout.batch_size")
+    changed = {}
+    for section, _, name in (path.partition(".") for path in sizes if path not in given):
+        changed[section] = getattr(config, section).model_copy(update={name: None})
+    return config.model_copy(update=changed)
 
 
 def _title(options: dict[str, Any], config: Config, description: Description, rank: int) -> list[str]:
@@ -181,12 +179,12 @@ def _estimate(
     trained: Config, description: Description, batch_size: int, rank: int
 ) -> tuple[dict[str, MemoryEstimate], dict[str, int]]:
     """Memory by column, and the bytes that a card needs: for rollouts alone, or for training (rollouts and updates)."""
-    dtype, quantize, microbatch_size = trained.policy.dtype, trained.policy.quantize, trained.optim.microbatch_size
+    dtype, quantize = trained.policy.dtype, trained.policy.quantize
     rollout = description.estimate_rollout(batch_size, dtype, quantize)
     # Adapters of a quantised base are trained in float32, so rollouts between updates are float32, too.
     between = description.estimate_rollout(batch_size, "float32", quantize) if quantize else rollout
     updates = [
-        description.estimate_lora_update(microbatch_size, dtype, rank, recompute, quantize)
+        description.estimate_lora_update(microbatch_size(trained.optim), dtype, rank, recompute, quantize)
         for recompute in (True, False)
     ]
     needs = [rollout.total, *(max(update.total, between.total + update.lasting) for update in updates)]

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.config.known import BATCHED_ENVS, BUILTINS, SUITES, is_prompts
-from vlarl.config.schema import AlgorithmConfig, Config, KlConfig
+from vlarl.config.schema import AlgorithmConfig, Config, KlConfig, OptimConfig
 from vlarl.config.suites import num_configured_tasks, suite_facts
 
 
@@ -122,6 +122,14 @@ def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
     return algorithm.clip_low or low, algorithm.clip_high or high
 
 
+LARGEST_MICROBATCH = 128
+
+
+def microbatch_size(optim: OptimConfig) -> int:
+    """Decisions in one pass of an update: as configured, or the default."""
+    return optim.microbatch_size or LARGEST_MICROBATCH
+
+
 PolicyLoss = Literal["clip", "cpg"]
 
 
@@ -213,7 +221,7 @@ def derive(config: Config) -> Derived:
         episodes_per_update=per_update,
         episodes_per_minibatch=per_minibatch,
         episodes_per_minibatch_and_rank=per_minibatch / world_size(config) if per_minibatch and on_cluster else None,
-        decisions_per_microbatch_max=config.optim.microbatch_size if config.optim.microbatch_tokens is None else None,
+        decisions_per_microbatch_max=microbatch_size(config.optim) if config.optim.microbatch_tokens is None else None,
         tokens_per_microbatch_max=config.optim.microbatch_tokens,
         optimizer_steps_per_update=steps,
         total_iterations=iterations,

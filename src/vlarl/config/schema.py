@@ -77,6 +77,11 @@ class RunConfig(RunFolderConfig):
     total_env_steps: PositiveInt | None = None
     """Length of training in environment steps: the run ends with the iteration that reaches it. Set without
     run.iterations, it replaces a preset's run.iterations; with both, the run ends at whichever is reached first."""
+    memory_gb: Annotated[float, Field(gt=1, le=10_000)] | None = None
+    """On a GPU: GB of the card that the run has to fit on, such as 24. Tensors get 1 GB less, which the driver and CUDA
+    need, and not more, so that a larger GPU behaves like that card. By default the memory that is free when the run
+    starts. With adapters, optim.microbatch_size, policy.gradient_checkpointing and rollout.batch_size are chosen to fit
+    where they are not set; `vlarl doctor --model M --memory 24` shows how."""
 
 
 class EnvConfig(Section):
@@ -248,8 +253,9 @@ class ModelConfig(Section):
     quantized."""
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     """Attention kernels: PyTorch's own, the flash-attn package's, or plain matrix products."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass instead of keeping its activations. By default not; `vlarl train` with
+    adapters on one GPU does so where its memory is too small."""
     freeze: Literal["none", "vision", "backbone"] = "none"
     """Freeze the vision towers (vision), or everything except the heads (backbone)."""
     train_backbone: bool = False
@@ -328,7 +334,8 @@ class RolloutConfig(TextConfig):
     top_k: NonNegativeInt = 0
     """Prompts: sample from this many of the likeliest tokens; 0 samples from all. Log-probs are those of all tokens."""
     batch_size: PositiveInt | None = None
-    """Decisions generated in one forward pass, which only affects memory; by default all that wait."""
+    """Decisions generated in one forward pass, which only affects memory. By default all that wait; with adapters on
+    one GPU, as many of them as its memory holds."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Group methods: collect this many times num_groups at once, and train on the first num_groups that have a learning
     signal."""
@@ -340,8 +347,8 @@ class RolloutConfig(TextConfig):
     """Group methods: only groups whose success rate lies strictly between these have a learning signal, such as 0.1 and
     0.9; by default all groups whose returns differ."""
     cuda_graphs: bool = True
-    """On a GPU, record the kernels of a forward pass once and replay them: faster, but the recorded graphs keep some
-    memory."""
+    """On a GPU, record the kernels of a forward pass once and replay them: faster, but the recorded graphs keep about
+    the memory of a pass. Where that is too much, they are released around every update and recorded again."""
     save: SaveFormat = "none"
     """Save training episodes of robots as a dataset of each suite in the run's folder, `data/SUITE`: every step, with
     the images of all views. `vlarl finetune --demos.path` reads it."""
@@ -597,8 +604,9 @@ class OptimConfig(Section):
     """Gradients are clipped to this norm."""
     minibatches: Many = 1
     """Optimizer steps per epoch: the decisions of an update are split into this many minibatches."""
-    microbatch_size: PositiveInt = 128
-    """Decisions in one forward and backward pass, which only affects memory; 1 processes them one by one."""
+    microbatch_size: PositiveInt | None = None
+    """Decisions in one forward and backward pass, which only affects memory; 1 processes them one by one. By default
+    128; with adapters on one GPU, as many of them as its memory holds."""
     microbatch_tokens: PositiveInt | None = None
     """Tokens of prompts and texts, padding included, in one forward and backward pass, in place of microbatch_size; a
     longer decision has a pass of its own. null: as microbatch_size says."""

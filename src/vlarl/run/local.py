@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +13,14 @@ from vlarl.config.schema import Config
 from vlarl.data.imitation import build_ptx
 from vlarl.devices import choose_device
 from vlarl.envs.build import build_pool
+from vlarl.recording import graph_recorder, release_recordings
 from vlarl.rewards import build_reward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.rollout.sampling import check_sampling, rollout_sampling
 from vlarl.rollout.tasks import evaluations_of
 from vlarl.rollout.usable import usable_spec
+from vlarl.run.memory import fit_to_device
 from vlarl.run.parts import (
     Parts,
     build_sampler,
@@ -40,11 +43,15 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
     device = choose_device(config.run.device)
     torch.manual_seed(config.run.seed)
     reward = build_reward(config.reward, reward_context(config, device))
+    config, plan = fit_to_device(config, device)
     policy = load_trained_policy(config, policy_folder(checkpoint) if checkpoint else None, device)
     check_sampling(policy, rollout_sampling(config.rollout), config.prompts.max_tokens or 0)
     if checkpoint is None:
         log_training_warning(config)
     algorithm = build_algorithm(config.algorithm, config.rollout.temperature, config.kl)
+    is_scarce = plan is not None and plan.recorded == "released"
+    if is_scarce and device.type == "cuda":
+        graph_recorder(device).scarce = True
     engine = TorchEngine(policy, device, config.rollout.batch_size, config.rollout.cuda_graphs)
     # Rendered at the size that the policy reads, nothing has to be resized in between.
     image_size = config.env.image_size or policy.image_size
@@ -77,6 +84,8 @@ def launch_here(config: Config, checkpoint: Path | None = None) -> Parts:
             ),
             close=pool.close,
             segments=build_segments(config, collector, sampler),
+            pass_counts=lambda: engine.counts,
+            make_way=partial(release_recordings, device) if is_scarce else lambda: False,
         )
         stack.pop_all()
     return parts

@@ -29,6 +29,7 @@ from vlarl.rewards.safe import SafeReward
 from vlarl.rollout.collector import Collector
 from vlarl.rollout.curriculum import read_curriculum
 from vlarl.rollout.engines.base import Engine
+from vlarl.rollout.engines.torch import PassCounts
 from vlarl.rollout.epochs import build_task_sampler
 from vlarl.rollout.segments import Segments
 from vlarl.rollout.steps import NO_RECORDING, RecordingPlan
@@ -58,6 +59,8 @@ class Parts:
     close: Callable[[], None]  # ends everything that was started
     readable: Callable[[Sequence[Trajectory]], list[Trajectory]] = list  # those whose inputs are still there
     segments: Segments | None = None  # of rollouts of a fixed length; None: rollouts are whole episodes
+    pass_counts: Callable[[], PassCounts] = PassCounts  # what the engine's passes have taken so far, where it is here
+    make_way: Callable[[], bool] = lambda: False  # called around updates, which may need the memory of rollouts
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from vlarl.algorithms.advantages import executed
 from vlarl.algorithms.aggregate import token_weights
 from vlarl.algorithms.base import Estimate
+from vlarl.config.derive import microbatch_size
 from vlarl.config.schema import OptimConfig
 from vlarl.decisions import Decisions, PickedRows, TensorRows, TrainBatch
 from vlarl.policies.base import Level
@@ -90,7 +91,7 @@ def microbatches(rows: torch.Tensor, optim: OptimConfig, lengths: torch.Tensor |
     if optim.sort_by_length and lengths is not None:
         rows = rows[torch.argsort(lengths[rows].sum(dim=1), stable=True)]
     if optim.microbatch_tokens is None:
-        return torch.split(rows, optim.microbatch_size)
+        return torch.split(rows, microbatch_size(optim))
     assert lengths is not None, "a budget of tokens needs rows that say how long they are"
     return torch.split(rows, sizes_within(lengths[rows], optim.microbatch_tokens, packed=optim.packing))
 

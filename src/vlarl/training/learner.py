@@ -29,6 +29,7 @@ from vlarl.config.schema import Config
 from vlarl.decisions import TensorRows, TrainBatch
 from vlarl.observability.metrics import WeightedMeans
 from vlarl.policies.base import Evaluation, Policy
+from vlarl.recording import release_recordings
 from vlarl.rollout.tasks import derive_seed
 from vlarl.training.annotate import Annotations, Needs
 from vlarl.training.batch import (
@@ -45,11 +46,12 @@ from vlarl.training.critic import build_critic
 from vlarl.training.dropout import remove_dropout
 from vlarl.training.ema import WeightAverage
 from vlarl.training.fsdp import Sharding, clip_gradients, shard, sum_gradients
+from vlarl.training.halving import Microbatches, explained
 from vlarl.training.importance import corrects, importance_weights
 from vlarl.training.optim import build_adamw, lr_factor, set_lr
 from vlarl.training.prepare import refuse_unsupported
 from vlarl.training.ptx import Ptx
-from vlarl.training.ranks import Ranks, SingleRank, distribute
+from vlarl.training.ranks import Ranks, SingleRank
 from vlarl.training.recorded import recorded_passes
 from vlarl.training.reference import reference_at_start, reference_here
 from vlarl.training.swap import CRITIC
@@ -94,6 +96,8 @@ class Learner:
         self.ranks = ranks
         self.ptx = ptx
         self.sharded = sharding.mode != "none"
+        make_way = partial(release_recordings, device)
+        self.microbatches = Microbatches(config.optim, ranks, device, self.sharded, make_way)
         self.version = 0  # grows with every update; engines carry the version they sample with
         self.policy_updates = 0  # the schedule's clock, which a critic warm-up leaves alone
         remove_dropout(policy)
@@ -158,13 +162,16 @@ class Learner:
             evaluation = self.policy.evaluate(part.inputs, part.decisions, temperature)
             return Annotations(ref_logprobs=evaluation.logprobs.float().cpu())
 
-        found = self._each_row(batch, first_epoch, own) if needs.logprobs or needs.values else Annotations()
+        attempt = self.microbatches.attempt
+        found = Annotations()
+        if needs.logprobs or needs.values:
+            found = attempt(lambda: self._each_row(batch, first_epoch, own))
         if self.reference is not None:
             with self.reference.in_place():
-                reference = self._each_row(batch, first_epoch, of_reference)
+                reference = attempt(lambda: self._each_row(batch, first_epoch, of_reference))
             found = replace(found, ref_logprobs=reference.ref_logprobs)
         if needs.values and last is not None:
-            found = replace(found, last_values=self._last_values(last))
+            found = replace(found, last_values=attempt(lambda: self._last_values(last)))
         return found
 
     def _each_row(
@@ -178,12 +185,12 @@ class Learner:
     def _last_values(self, last: TensorRows) -> torch.Tensor:
         """[M, V] the critic's values of observations that no decision follows."""
         network = self.critic or self.policy
-        pieces = microbatches(torch.arange(len(last)), self.config.optim, row_lengths(last))
+        pieces = microbatches(torch.arange(len(last)), self.microbatches.optim, row_lengths(last))
 
         def values(rows: torch.Tensor) -> torch.Tensor:
             return network.values(last.rows(rows).to(self.device)).float().cpu()
 
-        found = torch.cat(distribute(pieces, pieces[0][:1], values, self.ranks))
+        found = torch.cat(self.microbatches.distribute(pieces, pieces[0][:1], values))
         return found[torch.argsort(torch.cat(list(pieces)))]
 
     def reference_at_start(self) -> None:
@@ -227,8 +234,7 @@ class Learner:
         num_steps = num_skipped = num_samples = 0
         stopped_early = False
         for rows in schedule:
-            minibatch = self._minibatch(batch, rows, moved)
-            sums = self._accumulate(minibatch, rows, train_policy, first=num_steps == 0)
+            sums = self._gradients(batch, rows, moved, train_policy, first=num_steps == 0)
             num_samples += len(rows)
             valid = is_finite(sums)
             limit = algorithm.max_approx_kl
@@ -236,7 +242,9 @@ class Learner:
             if stopped_early:
                 note(metrics, sums)
                 break
-            if valid and self._step(train_policy, metrics):
+            with explained("the optimizer's step"):
+                stepped = valid and self._step(train_policy, metrics)
+            if stepped:
                 note(metrics, sums)  # those of a refused minibatch would make every mean NaN, and drive the KL's
                 num_steps += 1
                 moved = moved or train_policy
@@ -246,7 +254,7 @@ class Learner:
         if num_steps or not num_skipped:  # an update whose steps were all refused did not happen
             self.version += 1
             self.policy_updates += train_policy
-        results = metrics.reduce() | {"lr": lr} | critic_metrics(batch)
+        results = metrics.reduce() | {"lr": lr} | critic_metrics(batch) | self.microbatches.take_retries()
         if self.reference is not None:
             results["kl_coef"] = self.kl.coef
         if "kl_ref" in results:
@@ -271,7 +279,7 @@ class Learner:
     def own_rows(self, batch: TrainBatch, iteration: int) -> torch.Tensor:
         """The rows that this rank evaluates in an update, before which it annotates them."""
         lengths = row_lengths(batch.inputs, batch.decisions.sample)
-        pieces = [microbatches(rows, self.config.optim, lengths) for rows in self._schedule(batch, iteration)]
+        pieces = [microbatches(rows, self.microbatches.optim, lengths) for rows in self._schedule(batch, iteration)]
         own = [rows for each in pieces for rows in each[self.ranks.rank :: self.ranks.world_size]]
         return torch.cat(own) if own else torch.arange(0)
 
@@ -325,7 +333,7 @@ class Learner:
         self, batch: TrainBatch, rows: torch.Tensor, work: Callable[[TrainBatch], Result]
     ) -> list[tuple[torch.Tensor, Result]]:
         """The rows of each microbatch, and what `work` makes of its decisions, on whichever rank's device they were."""
-        pieces = microbatches(rows, self.config.optim, row_lengths(batch.inputs, batch.decisions.sample))
+        pieces = microbatches(rows, self.microbatches.optim, row_lengths(batch.inputs, batch.decisions.sample))
         upcoming = iter(pieces[self.ranks.rank :: self.ranks.world_size][1:])  # after each of this rank's own
 
         def fetch_and_work(micro: torch.Tensor) -> Result:
@@ -337,9 +345,27 @@ class Learner:
                 batch.inputs.prefetch(following)
             return work(part)
 
-        return list(zip(pieces, distribute(pieces, rows[:0], fetch_and_work, self.ranks), strict=True))
+        return list(zip(pieces, self.microbatches.distribute(pieces, rows[:0], fetch_and_work), strict=True))
 
-    def _accumulate(self, batch: TrainBatch, rows: torch.Tensor, train_policy: bool, first: bool) -> list[MetricSums]:
+    def _gradients(
+        self, batch: TrainBatch, rows: torch.Tensor, moved: bool, train_policy: bool, first: bool
+    ) -> list[MetricSums]:
+        """Gradients of the minibatch of these rows, from their beginning again where memory ran out."""
+        imitated = self.ptx.next_batch() if self.ptx is not None and train_policy else None
+
+        def work() -> list[MetricSums]:
+            return self._accumulate(self._minibatch(batch, rows, moved), rows, train_policy, first, imitated)
+
+        return self.microbatches.attempt(work)
+
+    def _accumulate(
+        self,
+        batch: TrainBatch,
+        rows: torch.Tensor,
+        train_policy: bool,
+        first: bool,
+        imitated: TrainBatch | None = None,
+    ) -> list[MetricSums]:
         """Gradients of one minibatch, microbatch by microbatch; returns what all of them came to, on every rank."""
         for optimizer in self.optimizers():
             optimizer.zero_grad(set_to_none=self.recorded is None)  # recordings add to gradients where they are
@@ -347,10 +373,12 @@ class Learner:
             self.recorded.begin(value_weight(batch, rows), self.kl.coef)
         run = self.recorded or partial(self._pass, value_weight=value_weight(batch, rows), kl_coef=self.kl.coef)
         self._train_mode(True)  # here alone: recomputed layers belong to passes that a backward follows
-        passes = self._each_microbatch(batch, rows, lambda part: run(part, train_policy))
-        imitated = self._imitate(self.ptx) if self.ptx is not None and train_policy else []
-        self._train_mode(False)
-        sums = [one.read(first) for _, one in passes] + imitated  # from here on the device is waited for
+        try:
+            passes = self._each_microbatch(batch, rows, lambda part: run(part, train_policy))
+            also = [] if self.ptx is None or imitated is None else self._imitate(imitated, self.ptx.coef)
+        finally:
+            self._train_mode(False)
+        sums = [one.read(first) for _, one in passes] + also  # from here on the device is waited for
         if not self.sharded:
             sum_gradients((p for optimizer in self.optimizers() for p in _parameters(optimizer)), self.ranks)
         return sums
@@ -364,15 +392,13 @@ class Learner:
         torch.autograd.backward(loss.total)
         return PassSums.of(loss, part, evaluation)
 
-    def _imitate(self, ptx: Ptx) -> list[MetricSums]:
-        """Gradients of the supervised loss on the next samples of the second dataset, added to those of the minibatch;
-        each token counts the same."""
-        batch = ptx.next_batch()
+    def _imitate(self, batch: TrainBatch, coef: float) -> list[MetricSums]:
+        """Gradients of the supervised loss on samples of the second dataset, added to those of the minibatch."""
         rows = torch.arange(len(batch))
 
         def learn(part: TrainBatch) -> MetricSums:
             logprobs = torch.where(part.mask, self.policy.evaluate(part.inputs, part.decisions, 1.0).logprobs, 0.0)
-            loss = -(_present(part.weights) * logprobs).sum() * ptx.coef
+            loss = -(_present(part.weights) * logprobs).sum() * coef
             torch.autograd.backward(loss)
             return imitation_sums(logprobs.detach(), part.mask, float(loss.detach()))
 

@@ -24,6 +24,7 @@ import torch
 from vlarl.algorithms.base import Factor
 from vlarl.config.schema import OptimConfig
 from vlarl.decisions import TrainBatch
+from vlarl.devices import is_out_of_memory
 from vlarl.policies.base import Policy
 from vlarl.recording import Recorder, Replay, graph_recorder
 from vlarl.training.fsdp import Sharding
@@ -60,6 +61,13 @@ class RecordedPasses:
         self._recordings: dict[object, _Recording] = {}
         self._addresses: list[int] = []
         self._possible = True
+        recorder.add(self)
+
+    def forget(self) -> bool:
+        """Drop all recordings; whether there were any."""
+        had = bool(self._recordings)
+        self._recordings.clear()
+        return had
 
     def begin(self, value_weight: float, kl_coef: float) -> None:
         """Before the passes of a minibatch, whose loss has these factors."""
@@ -77,6 +85,8 @@ class RecordedPasses:
         key = (train_policy, *(f.name for f in fields(part) if getattr(part, f.name) is not None), part.shape_key)
         if key not in self._recordings:
             if not self._possible or self._met[key] < WARM_UPS or len(self._recordings) == MAX_RECORDINGS:
+                if self._met[key] == 0:
+                    self._recorder.before_first_pass()
                 self._met[key] += 1
                 return self._recorder.warm(lambda: self._run(part, train_policy))
             recording = self._record(part, train_policy)
@@ -96,6 +106,8 @@ class RecordedPasses:
         try:
             graph, sums = self._recorder.record(lambda: self._run(own, train_policy))
         except RuntimeError as error:
+            if is_out_of_memory(error):  # smaller ones may be
+                raise
             self._possible = False
             reason = str(error).splitlines()[0]
             log.warning("the update is not recorded as a CUDA graph, and slower with small microbatches: %s", reason)

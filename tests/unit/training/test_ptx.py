@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_the_cross_entropy_which_finetune_minimises(
         learner.policy.to(dtype)
         rows = torch.arange(len(batch))
         with in_float64() if dtype == torch.float64 else nullcontext():
-            learner._accumulate(learner._minibatch(batch, rows, moved=False), rows, True, True)
+            learner._gradients(batch, rows, False, True, True)
         return gradients_of(learner.policy)
 
     def imitated(dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from vlarl.decisions import Sampling, TrainBatch
 from vlarl.policies.load import load_policy
 from vlarl.policies.openvla.decisions import token_decisions
 from vlarl.policies.tiny import init_tiny
+from vlarl.recording import Recorder
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.fsdp import Sharding
 from vlarl.training.learner import Learner
@@ -38,10 +39,11 @@ class Played:
         self.sums.values.copy_(self.work().values)
 
 
-class PlayedRecorder:
+class PlayedRecorder(Recorder):
     """Recording leaves gradients and values as they were; what is recorded reads the recording's own tensors."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__()
         self.parameters, self.played, self.warmed = parameters, [], 0
 
     def warm(self, work):
@@ -265,3 +267,47 @@ def test_on_a_gpu_a_pass_that_waits_for_the_device_is_not_recorded(act, learner_
     assert "is not recorded as a CUDA graph" in caplog.text
     assert all(result.num_skipped == 0 for result in results)
     assert torch.ones(1, device="cuda").item() == 1.0
+
+
+def test_recordings_make_way_before_a_microbatch_is_halved_and_are_made_again(act, learner_batch, configure, build):
+    learner = build(
+        init_tiny("autoregressive", seed=3), configure(optim={"microbatch_size": 2}, algorithm={"epochs": 1})
+    )
+    batch, recorder = prompted_alike(learner_batch(learner, act(learner.policy, lengths=(4,)))), record(learner)
+    learner.microbatches._make_way = recorder.release
+    for _ in range(2):
+        annotated_update(learner, batch, 1)
+    assert len(recorder.played) == 1 and learner.recorded._recordings
+    evaluate, failures = learner.policy.evaluate, []
+
+    def full(*args, **options):
+        if not failures:
+            failures.append(len(learner.recorded._recordings))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(*args, **options)
+
+    learner.policy.evaluate = full
+    result = annotated_update(learner, batch, 1)
+    assert failures == [1] and learner.microbatches.optim.microbatch_size == 2
+    assert result.metrics["oom_retries"] == 1 and len(recorder.played) == 2
+
+
+def test_a_recording_that_does_not_fit_makes_the_microbatch_smaller(act, learner_batch, configure, build):
+    """It is not taken for a pass that can't be recorded."""
+    learner = build(
+        init_tiny("autoregressive", seed=3), configure(optim={"microbatch_size": 2}, algorithm={"epochs": 1})
+    )
+    batch, recorder = prompted_alike(learner_batch(learner, act(learner.policy, lengths=(4,)))), record(learner)
+    learner.microbatches._make_way = recorder.release
+    recording = recorder.record
+
+    def too_large(work):
+        sums = recording(work)
+        if learner.microbatches.optim.microbatch_size == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sums
+
+    recorder.record = too_large
+    for _ in range(3):
+        annotated_update(learner, batch, 1)
+    assert learner.microbatches.optim.microbatch_size == 1 and learner.recorded._recordings

@@ -425,6 +425,18 @@ TRAIN: tuple[Condition[Config], ...] = (
         "on the models of robots, without a suite of prompts in env.suite",
     ),
     Condition(
+        ("run.memory_gb",),
+        ("run.device",),
+        _on_gpus,
+        "on a CPU (run.device), whose memory is not limited",
+    ),
+    Condition(
+        ("run.memory_gb",),
+        ("distributed.backend",),
+        lambda c: c.distributed.backend == "local",
+        "with distributed.backend ray, whose learners take optim.microbatch_size as it is",
+    ),
+    Condition(
         ("optim.microbatch_size",),
         ("optim.microbatch_tokens",),
         lambda c: c.optim.microbatch_tokens is None,

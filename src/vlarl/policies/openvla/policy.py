@@ -318,7 +318,7 @@ class OpenVLAPolicy(SupervisedPolicy):
             self.l1_head.requires_grad_(False)
         self.adapt(settings, lora, seed)
         self._refuse_rounded_updates()
-        self.model.checkpoint_layers(settings.gradient_checkpointing)
+        self.model.checkpoint_layers(bool(settings.gradient_checkpointing))
 
     def adapt(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze parts and add adapters as configured."""

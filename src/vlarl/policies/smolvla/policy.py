@@ -212,7 +212,7 @@ class SmolVLAPolicy(SupervisedPolicy):
                 "policy.train_backbone with policy.dtype = 'bfloat16': small updates of weights that are trained would "
                 "be rounded away; set lora.enabled, or policy.dtype to float32."
             )
-        self.model.checkpointing = settings.gradient_checkpointing
+        self.model.checkpointing = bool(settings.gradient_checkpointing)
 
     def adapt(self, settings: ModelConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze parts and add adapters as configured."""

@@ -4,19 +4,21 @@ than to run. A pass of a known shape is recorded once and replayed as a whole.
     first time that a shape occurs    run without a graph, which also warms up the kernels
     second time                       recorded, then replayed
     from then on                      inputs copied into the recording's own, replayed, outputs copied out
+    released                          the memory is free for an update; recorded at once when the shape occurs again
 
 Batches are padded to a power of two and prompts to a multiple of eight, so that few shapes occur. Recordings share one
-memory pool (`vlarl/recording.py`), which stays allocated.
+memory pool (`vlarl/recording.py`), about as large as the largest pass, which stays allocated while they exist.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from vlarl.decisions import Decisions, TensorRows
+from vlarl.decisions import Decisions, Sampling, TensorRows
 from vlarl.recording import Recorder, Replay
 
 Sample = Callable[[TensorRows, torch.Tensor], Decisions]
@@ -31,32 +33,50 @@ class _Recording:
     decisions: Decisions
 
 
-class GraphedSampling:
-    """Replays recordings of `sample`, which must read only its arguments and weights that stay where they are."""
+class Recordings:
+    """Recorded passes by the way of sampling and the shape of the inputs."""
 
-    def __init__(self, sample: Sample, recorder: Recorder) -> None:
-        self._sample = sample
+    def __init__(self, recorder: Recorder) -> None:
+        self.seconds = 0.0  # that recording has taken
         self._recorder = recorder
-        self._met: set[tuple[int, ...]] = set()
-        self._recordings: dict[tuple[int, ...], _Recording] = {}
+        self._met: set[tuple[Sampling, tuple[int, ...]]] = set()
+        self._recorded: dict[tuple[Sampling, tuple[int, ...]], _Recording] = {}
+        recorder.add(self)
 
-    def __call__(self, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
-        """The decisions of a batch on the device."""
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, sample: Sample, sampling: Sampling, inputs: TensorRows, noise: torch.Tensor) -> Decisions:
+        """The decisions of a batch on the device. `sample`, which samples in this way, must read only its arguments and
+        weights that stay where they are."""
         rows = len(inputs)
         inputs, noise = pad_batch(inputs, noise)
-        key = inputs.shape_key
+        key = (sampling, inputs.shape_key)
         if key not in self._met:
+            self._recorder.before_first_pass()
+            decisions = sample(inputs, noise)
             self._met.add(key)
-            decisions = self._sample(inputs, noise)
         else:
-            if key not in self._recordings:
-                self._recordings[key] = self._record(inputs, noise)
-            decisions = self._replay(self._recordings[key], inputs, noise)
+            if key not in self._recorded:
+                began = time.perf_counter()
+                self._recorded[key] = self._record(sample, inputs, noise)
+                self.seconds += time.perf_counter() - began
+            decisions = self._replay(self._recorded[key], inputs, noise)
         return decisions.rows(slice(0, rows))
 
-    def _record(self, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
+    def forget(self) -> bool:
+        """Drop all recordings; whether there were any."""
+        had = bool(self._recorded)
+        self._recorded.clear()
+        return had
+
+    def release(self) -> bool:
+        """Free the memory of all recordings on this device; whether there were any."""
+        return self._recorder.release()
+
+    def _record(self, sample: Sample, inputs: TensorRows, noise: torch.Tensor) -> _Recording:
         own, own_noise = inputs.map(torch.clone), noise.clone()
-        graph, decisions = self._recorder.record(lambda: self._sample(own, own_noise))
+        graph, decisions = self._recorder.record(lambda: sample(own, own_noise))
         return _Recording(graph, own, own_noise, decisions)
 
     def _replay(self, recording: _Recording, inputs: TensorRows, noise: torch.Tensor) -> Decisions:

@@ -100,7 +100,7 @@ def test_not_all_of_many_mistakes_are_listed(tmp_path):
         ("lora.rank", "1e30", "must be an integer > 0 and <= 10000"),
         ("lora.rank", "9" * 4000, "must be an integer > 0 and <= 10000"),
         ("run.iterations", "1e30", "must be an integer > 0 or null, and 1000000000000 at most"),
-        ("optim.microbatch_size", "9" * 30, "must be an integer > 0, and 1000000000000 at most"),
+        ("optim.microbatch_size", "9" * 30, "must be an integer > 0 or null, and 1000000000000 at most"),
         ("optim.lr", "9" * 400, "must be a number >= 0"),
         ("rollout.temperature", "1e999", "must be a number > 0"),
         ("policy.chunk_length", "1000000", "must be an integer > 0 and <= 1024 or null"),
