@@ -13,16 +13,6 @@ IMITATING = {"ptx.path": "experts", "ptx.coef": 0.1, "ptx.batch_size": 5, "ptx.e
 RAY = {"distributed.backend": "ray", "logging.trace": True}
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    """A cluster that the program has started itself: runs use it and leave it running."""
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 def configured(root, name, **changes):
     return load_config("tabletop_grpo", {**SMALL, **IMITATING, "run.root": str(root), "run.name": name, **changes})
 

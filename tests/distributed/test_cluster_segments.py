@@ -25,7 +25,7 @@ def configured(root, name, **changes):
     return load_config("tabletop_ppo", {**small, **SEGMENTS, "run.root": str(root), "run.name": name, **changes})
 
 
-def test_segments_over_ray_are_those_of_one_process_and_resume_there(tmp_path):
+def test_segments_over_ray_are_those_of_one_process_and_resume_there(ray_here, tmp_path):
     """Three iterations here; there two, and after a resume the third."""
     train(configured(tmp_path, "here"))
     train(configured(tmp_path, "there", **RAY, **{"run.iterations": 2}))
