@@ -15,6 +15,7 @@ from vlarl.loop import train
 pytestmark = pytest.mark.usefixtures("ray_here")
 LONGER = SMALL | {"run.iterations": 4, "checkpoint.interval": 2, "optim.minibatches": 2, "rollout.num_groups": 2}
 RAY = {"distributed.backend": "ray", "distributed.restarts": 1, "distributed.timeout_s": 60.0}
+RAY |= {"distributed.num_env_workers": 1}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

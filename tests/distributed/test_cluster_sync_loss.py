@@ -25,6 +25,7 @@ from vlarl.training.prepare import load_trained_policy
 pytestmark = pytest.mark.usefixtures("ray_here")
 CPU = torch.device("cpu")
 RAY = {"distributed.backend": "ray", "distributed.sync_bucket_mb": 1, "distributed.timeout_s": 60.0}
+RAY |= {"distributed.num_env_workers": 1}
 
 
 def test_the_run_equals_the_undisturbed_one(tmp_path, monkeypatch):

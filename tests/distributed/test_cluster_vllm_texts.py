@@ -35,6 +35,7 @@ TRAINING = {name: value for name, value in SMALL.items() if not name.startswith(
     "distributed.learners_per_node": (2,),
     "distributed.sharding": "full",
     "distributed.sync_checksum": True,
+    "distributed.num_env_workers": 1,
     "vllm.num_engines": 1,
     "vllm.enforce_eager": True,
     "vllm.max_num_seqs": 16,
