@@ -17,6 +17,7 @@ from vlarl.loop import train
 
 RAY = {"run.iterations": 2, "distributed.backend": "ray", "distributed.address": "auto", "distributed.timeout_s": 60.0}
 RETRIED = "rollout/retried_episodes"
+ONE_WORKER = {"distributed.num_env_workers": 1}
 THREE_WORKERS = {"distributed.num_env_workers": 3}  # of environments: the learner and two more workers on the head
 
 
@@ -99,7 +100,7 @@ def test_a_learner_of_a_machine_that_is_lost_is_started_on_another(machines, tmp
         nodes.update(bundles())
         cluster.lose(second)
 
-    train(configured(tmp_path, "lost", **RAY), callbacks=After(1, lose))
+    train(configured(tmp_path, "lost", **RAY, **ONE_WORKER), callbacks=After(1, lose))
     assert nodes["learner 0"] != cluster.head
     log = check_equal(tmp_path / "lost", calm)
     assert "the learners are started again from the newest checkpoint (restart 1 of 2)" in log
@@ -109,8 +110,7 @@ def test_two_runs_train_on_one_cluster_at_the_same_time(machines, tmp_path, calm
     """Each takes its machine's worth of cores: a learner, an engine and a worker of environments."""
     cluster = machines(3)
     cluster.add(3)
-    joined = SMALL | {"run.iterations": 2, "distributed.address": cluster.raylets.address}
-    joined |= {"distributed.num_env_workers": 1}
+    joined = SMALL | ONE_WORKER | {"run.iterations": 2, "distributed.address": cluster.raylets.address}
     runs = [ClusterRun(tmp_path, name, "tabletop_grpo", *flags(joined)) for name in ("one", "other")]
     wait_for(lambda: ray.available_resources().get("CPU", 0.0) == 0.0, 240)
     assert [run.end() for run in runs if run.process.poll() is not None] == [], "both are there at the same time"
