@@ -36,9 +36,8 @@ def test_the_same_episodes_are_saved(ray_here, tmp_path):
 def test_rollouts_ahead_of_the_update_save_the_episodes_that_are_reported(ray_here, tmp_path):
     """An episode may end before the iteration that it counts in begins."""
     ahead = {"distributed.asynchronous": True, "distributed.max_staleness": 1, "env.lockstep": False}
-    ahead |= {"distributed.num_env_workers": 1}
     every = {"run.iterations": 2, "rollout.save_every": 1, "rollout.save_filter": "all", "rollout.videos": 1}
-    train(configured(tmp_path, "run", **RAY, **ahead, **every))
+    train(configured(tmp_path, "run", **RAY | ahead | every | {"distributed.num_env_workers": 1}))
     lines = (tmp_path / "run" / "episodes.jsonl").read_text().splitlines()
     reported = [row["episode_id"] for row in map(json.loads, lines) if row["phase"] == "rollout"]
     (suite,) = (tmp_path / "run" / "data").iterdir()
