@@ -12,6 +12,7 @@ import torch
 from fakes.decisions import rows_of, transition
 from fakes.libero_assets import libero_assets  # noqa: F401 - a fixture
 from fakes.suite import (  # noqa: F401 - hooks
+    pytest_collection,
     pytest_collection_modifyitems,
     pytest_configure,
     pytest_terminal_summary,

@@ -42,14 +42,7 @@ from vlarl.weights.sender import EngineLostError, WeightSender
 from vlarl.weights.stream import weights_to_send
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(60, func_only=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_here():
-    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+pytestmark = [pytest.mark.timeout(60, func_only=True), pytest.mark.usefixtures("ray_here")]
 
 
 # Deadlines

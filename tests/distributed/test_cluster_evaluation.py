@@ -2,19 +2,9 @@
 
 import json
 
-import pytest
 from fakes.cluster_runs import wait_for
 
 from vlarl.cli import main
-
-
-@pytest.fixture(scope="module")
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
 
 
 def evaluated(folder, *arguments: str) -> dict:

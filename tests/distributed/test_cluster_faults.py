@@ -16,6 +16,7 @@ from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
 ENV_LIMIT_S, LIMIT_S = 8, 20
+ONE_ENV_WORKER = {"distributed.num_env_workers": 1}  # where more would show nothing else, to save time
 ONE_OF_EACH = SMALL | {
     "run.iterations": 4,
     "distributed.num_reward_workers": 1,
@@ -30,7 +31,12 @@ SLACK_S = 120  # for a worker to start and for the run to end, on a busy machine
 def killed(tmp_path_factory):
     """A run whose driver is killed, started first: two of Ray's own agents keep running for a minute after the driver is
     gone, and the last test looks for them."""
-    run = ClusterRun(tmp_path_factory.mktemp("run"), "killed", "tabletop_grpo", *flags(SMALL | {"run.iterations": 50}))
+    run = ClusterRun(
+        tmp_path_factory.mktemp("run"),
+        "killed",
+        "tabletop_grpo",
+        *flags(SMALL | ONE_ENV_WORKER | {"run.iterations": 50}),
+    )
     run.wait_rows(1)
     run.process.kill()
     run.end()
@@ -84,6 +90,7 @@ def test_the_run_continues_unchanged_until_a_learner_dies(tmp_path):
 def two_ranks_resume_until_one_hangs(root: Path, resume: list[str]) -> None:
     """The command in the message resumes the run of one rank, with the metrics of an undisturbed run."""
     ranks = ["--distributed.learners_per_node", "2", "--distributed.sharding", "full", "--run.iterations", "50"]
+    ranks += flags(ONE_ENV_WORKER)
     run = ClusterRun(root, "shaken", *resume, *ranks)
     iteration = run.num_rows()
     run.wait_rows(iteration + 1)
@@ -111,16 +118,20 @@ def two_ranks_resume_until_one_hangs(root: Path, resume: list[str]) -> None:
 
 def test_a_full_object_store_ends_the_run_with_the_remedy(tmp_path):
     """Of images, which are kept for a reward that reads them."""
-    options = SMALL | {
-        "reward.source": "fakes.image_reward:brightness",
-        "algorithm.name": "ppo",
-        "rollout.num_groups": 16,
-        "rollout.group_size": 1,
-        "optim.minibatches": 4,
-        "env.image_size": 640,
-        "distributed.object_store_mb": 80,
-        "distributed.timeout_s": 60,
-    }
+    options = (
+        SMALL
+        | ONE_ENV_WORKER
+        | {
+            "reward.source": "fakes.image_reward:brightness",
+            "algorithm.name": "ppo",
+            "rollout.num_groups": 16,
+            "rollout.group_size": 1,
+            "optim.minibatches": 4,
+            "env.image_size": 640,
+            "distributed.object_store_mb": 80,
+            "distributed.timeout_s": 60,
+        }
+    )
     full_disk = {"RAY_local_fs_capacity_threshold": "0.001"}  # Ray believes that it can't spill
     run = ClusterRun(tmp_path, "full", "tabletop_ppo", *flags(options), variables=full_disk)
     code, output = run.end()

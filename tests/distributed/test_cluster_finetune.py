@@ -15,16 +15,8 @@ from vlarl.cli import main
 from vlarl.config.finetune import FinetuneConfig
 from vlarl.distributed.finetune import FinetuneRank, RankTrainers
 
+pytestmark = pytest.mark.usefixtures("ray_here")
 TIMED = ("time", "perf/")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
 
 
 def flags(root: Path, name: str) -> list[str]:

@@ -17,6 +17,7 @@ from vlarl.loop import train
 
 RAY = {"run.iterations": 2, "distributed.backend": "ray", "distributed.address": "auto", "distributed.timeout_s": 60.0}
 RETRIED = "rollout/retried_episodes"
+ONE_WORKER = {"distributed.num_env_workers": 1}
 THREE_WORKERS = {"distributed.num_env_workers": 3}  # of environments: the learner and two more workers on the head
 
 
@@ -99,18 +100,17 @@ def test_a_learner_of_a_machine_that_is_lost_is_started_on_another(machines, tmp
         nodes.update(bundles())
         cluster.lose(second)
 
-    train(configured(tmp_path, "lost", **RAY), callbacks=After(1, lose))
+    train(configured(tmp_path, "lost", **RAY, **ONE_WORKER), callbacks=After(1, lose))
     assert nodes["learner 0"] != cluster.head
     log = check_equal(tmp_path / "lost", calm)
     assert "the learners are started again from the newest checkpoint (restart 1 of 2)" in log
 
 
-@pytest.mark.slow
 def test_two_runs_train_on_one_cluster_at_the_same_time(machines, tmp_path, calm):
-    """Each takes its machine's worth of cores: a learner, an engine and two workers of environments."""
-    cluster = machines(4)
-    cluster.add(4)
-    joined = SMALL | {"run.iterations": 2, "distributed.address": cluster.raylets.address}
+    """Each takes its machine's worth of cores: a learner, an engine and a worker of environments."""
+    cluster = machines(3)
+    cluster.add(3)
+    joined = SMALL | ONE_WORKER | {"run.iterations": 2, "distributed.address": cluster.raylets.address}
     runs = [ClusterRun(tmp_path, name, "tabletop_grpo", *flags(joined)) for name in ("one", "other")]
     wait_for(lambda: ray.available_resources().get("CPU", 0.0) == 0.0, 240)
     assert [run.end() for run in runs if run.process.poll() is not None] == [], "both are there at the same time"
@@ -118,37 +118,28 @@ def test_two_runs_train_on_one_cluster_at_the_same_time(machines, tmp_path, calm
         code, output = run.end()
         assert code == 0, output
         check_equal(run.folder, calm)
-    wait_for(lambda: ray.available_resources().get("CPU") == 8.0, 30)
+    wait_for(lambda: ray.available_resources().get("CPU") == 6.0, 30)
 
 
-def test_environments_behind_a_network_that_is_cut_are_started_elsewhere(tmp_path, calm):
-    with network("vlarl16") as (prefix, here, there), closing(Machines(3, address=here)) as cluster:
-        cluster.add_within(prefix, 2, address=there)
+def test_environments_behind_a_slow_network_are_not_lost_until_it_is_cut_and_are_started_elsewhere_then(tmp_path, calm):
+    """50 ms there and back, as between distant data centres: none of the timeouts take it for a loss, and the metrics of
+    the evaluation and the iteration before the cut are the same, too."""
+    delay = 0.025  # in either direction
+    with network("vlarl16", delay) as (prefix, here, there), closing(Machines(3, address=here)) as cluster:
+        second = cluster.add_within(prefix, 2, address=there)
         nodes: dict[str, str] = {}
+        run = tmp_path / "lost"
 
         def separate() -> None:
             nodes.update(bundles())
+            assert "it is run again" not in (run / "logs" / "train.log").read_text()
+            assert round_trip_s(prefix, here) >= 2 * delay
             cut("vlarl16")
             cluster.add(2)
 
         train(configured(tmp_path, "lost", **RAY, **THREE_WORKERS), callbacks=After(1, separate))
-        lost = {name for name, node in nodes.items() if node != cluster.head}
-        assert any(name.startswith("environments") for name in lost)
-        assert "it is run again: environments" in check_equal(tmp_path / "lost", calm)
-
-
-@pytest.mark.slow
-def test_environments_behind_a_slow_network_give_the_same_metrics(tmp_path, calm):
-    """50 ms there and back, as between distant data centres; none of the timeouts take it for a loss."""
-    delay = 0.025  # in either direction
-    with network("vlarl16d", delay) as (prefix, here, there), closing(Machines(3, address=here)) as cluster:
-        second = cluster.add_within(prefix, 2, address=there)
-        nodes: dict[str, str] = {}
-        train(configured(tmp_path, "slow", **RAY, **THREE_WORKERS), callbacks=After(1, lambda: nodes.update(bundles())))
         assert any(name.startswith("environments") and node == second for name, node in nodes.items())
-        log = check_equal(tmp_path / "slow", calm)
-        assert "it is run again" not in log
-        assert round_trip_s(prefix, here) >= 2 * delay
+        assert "it is run again: environments" in check_equal(run, calm)
 
 
 def test_a_run_whose_folder_is_not_shared_is_refused_by_the_name_of_the_machine(machines, tmp_path):

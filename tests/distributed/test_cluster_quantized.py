@@ -45,15 +45,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_engine_follows_the_learner_after_an_update(folder, ray_here, tmp_path, bits):
     paths = {"policy.path": str(folder), "policy.quantize": bits, "run.root": str(tmp_path), "run.name": "there"}

@@ -12,17 +12,10 @@ from safetensors.torch import load_file
 from vlarl.config.source.load import load_config
 from vlarl.loop import train
 
+pytestmark = pytest.mark.usefixtures("ray_here")
 LONGER = SMALL | {"run.iterations": 4, "checkpoint.interval": 2, "optim.minibatches": 2, "rollout.num_groups": 2}
 RAY = {"distributed.backend": "ray", "distributed.restarts": 1, "distributed.timeout_s": 60.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+RAY |= {"distributed.num_env_workers": 1}
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

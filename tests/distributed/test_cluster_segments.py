@@ -25,11 +25,11 @@ def configured(root, name, **changes):
     return load_config("tabletop_ppo", {**small, **SEGMENTS, "run.root": str(root), "run.name": name, **changes})
 
 
-def test_segments_over_ray_are_those_of_one_process_and_resume_there(tmp_path):
-    """Three iterations here; there two, and after a resume the third."""
+def test_segments_over_ray_are_those_of_one_process_and_resume_there(ray_here, tmp_path):
+    """Three iterations here; there two, and after a resume the third, with one worker of environments."""
     train(configured(tmp_path, "here"))
     train(configured(tmp_path, "there", **RAY, **{"run.iterations": 2}))
-    train(configured(tmp_path, "there", **RAY), resume=tmp_path / "there")
+    train(configured(tmp_path, "there", **RAY | {"distributed.num_env_workers": 1}), resume=tmp_path / "there")
     ours, theirs = rows(tmp_path / "there")[1:], rows(tmp_path / "here")[1:]
     assert_equal_rows(
         *([{k: v for k, v in row.items() if not k.startswith("val/")} for row in r] for r in (ours, theirs))

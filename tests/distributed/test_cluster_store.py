@@ -13,15 +13,6 @@ from vlarl.loop import train
 MUCH = {"optim.rollouts_per_update": 10**9, "run.iterations": 10**9}  # petabytes of observations
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 def begun(record: IterationRecord) -> None:
     raise AssertionError("the run has begun")
 

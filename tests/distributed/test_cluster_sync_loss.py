@@ -22,17 +22,10 @@ from vlarl.policies.load import load_acting_policy
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.training.prepare import load_trained_policy
 
+pytestmark = pytest.mark.usefixtures("ray_here")
 CPU = torch.device("cpu")
 RAY = {"distributed.backend": "ray", "distributed.sync_bucket_mb": 1, "distributed.timeout_s": 60.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+RAY |= {"distributed.num_env_workers": 1}
 
 
 def test_the_run_equals_the_undisturbed_one(tmp_path, monkeypatch):

@@ -22,10 +22,7 @@ FACTOR = 4.0
 
 
 @pytest.fixture
-def cluster(tmp_path):
-    import ray
-
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+def cluster(ray_here, tmp_path):
     folder = write_model("qwen2_5_vl", tmp_path / "model", wide=True, tied=True)
     options = {name: value for name, value in SMALL.items() if not name.startswith(("policy", "env", "eval.videos"))}
     options |= {"env.suite": "prompts_shapes", "env.num_envs": 4, "rollout.max_tokens": 6, "reward.source": "length"}
@@ -36,7 +33,6 @@ def cluster(tmp_path):
     made = Cluster(config.distributed, tmp_path / "run" / "logs", 1, NoTrace())
     yield made, config, folder
     made.close()
-    ray.shutdown()
 
 
 def test_its_processes_start_beside_it_and_its_texts_have_the_policys_log_probs(cluster):

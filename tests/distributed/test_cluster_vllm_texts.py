@@ -7,13 +7,15 @@ import math
 
 import pytest
 import torch
-from fakes.cluster_runs import SMALL, ClusterRun, flags, rows
+from fakes.cluster_runs import SMALL, rows, wait_for
 from fakes.text_judge import judges
 from fakes.vlm_models import write_model
 
+from vlarl.config.source.load import load_config
 from vlarl.decisions import Sampling
 from vlarl.envs.prompts.pool import PromptPool
 from vlarl.envs.prompts.shapes import ShapePrompts
+from vlarl.loop import train
 from vlarl.policies.load import load_policy
 from vlarl.rollout.engines.torch import TorchEngine
 from vlarl.types import Task
@@ -35,6 +37,7 @@ TRAINING = {name: value for name, value in SMALL.items() if not name.startswith(
     "distributed.learners_per_node": (2,),
     "distributed.sharding": "full",
     "distributed.sync_checksum": True,
+    "distributed.num_env_workers": 1,
     "vllm.num_engines": 1,
     "vllm.enforce_eager": True,
     "vllm.max_num_seqs": 16,
@@ -59,10 +62,9 @@ def judge(folder):
 
 
 @pytest.mark.parametrize("trained", [{}, LORA], ids=["all weights", "adapters"])
-def test_engine_and_learners_agree_after_every_sync(folder, judge, tmp_path, trained):
-    run = ClusterRun(tmp_path, "run", *flags(TRAINING | trained | {"policy.path": str(folder)}))
-    code, output = run.end()
-    assert code == 0, output
+def test_engine_and_learners_agree_after_every_sync(ray_here, folder, judge, tmp_path, trained):
+    named = {"policy.path": str(folder), "run.root": str(tmp_path), "run.name": "run", "distributed.backend": "ray"}
+    train(load_config(None, TRAINING | trained | named))
     updates = [row for row in rows(tmp_path / "run") if row["iteration"] > 0]
     assert len(updates) == 3
     for row in updates:  # k3 of two close log-probs is half the square of their difference
@@ -71,4 +73,4 @@ def test_engine_and_learners_agree_after_every_sync(folder, judge, tmp_path, tra
         assert row["train/ratio_first_minibatch_error"] == 0.0
     moved = [row["train/approx_kl"] for row in updates]
     assert max(moved) > 100 * judge.rms**2, "the weights changed"
-    assert run.left_running() == []
+    wait_for(lambda: ray_here.available_resources().get("CPU") == 8.0, 60)

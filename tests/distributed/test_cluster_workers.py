@@ -49,15 +49,6 @@ class Faulty(ReplicaEngine):
         super().update_weights(update_info)
 
 
-@pytest.fixture(scope="module")
-def ray_here():
-    import ray
-
-    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.fixture
 def cluster(ray_here, tmp_path):
     config = load_config("tabletop_grpo", {**SMALL, "distributed.backend": "ray", "distributed.timeout_s": 30.0})

@@ -14,6 +14,7 @@ from fakes.cluster_runs import wait_for
 from ray.cluster_utils import Cluster as Raylets
 
 STORE = 80 << 20
+QUIET: dict[str, Any] = {"object_store_memory": STORE, "include_log_monitor": False}  # nothing is printed here
 SOON = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 4000, "failure_threshold": 4}  # instead of a minute
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
@@ -22,7 +23,7 @@ class Machines:
     """A head with some CPUs, which this process is connected to, and further machines."""
 
     def __init__(self, num_cpus: float, address: str | None = None) -> None:
-        arguments: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": STORE}
+        arguments: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False, **QUIET}
         if address is not None:
             arguments["node_ip_address"] = address
         self.raylets = Raylets(
@@ -39,7 +40,7 @@ class Machines:
 
     def add(self, num_cpus: float) -> Any:
         """Another machine, which `lose` ends."""
-        return self.raylets.add_node(num_cpus=num_cpus, object_store_memory=STORE)
+        return self.raylets.add_node(num_cpus=num_cpus, **QUIET)
 
     def add_within(self, prefix: list[str], num_cpus: float, address: str | None = None) -> str:
         """Another machine, started by a command with this prefix; its id."""

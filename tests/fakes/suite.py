@@ -5,9 +5,11 @@ them out. Whatever a run leaves out is said in one line at its end, with the rea
 there.
 """
 
+import gc
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,13 @@ from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parents[1]
 SLOW_FOLDERS = ("distributed", "e2e", "faults", "fsdp", "vllm")  # processes, clusters, whole runs
+FIRST = (
+    "distributed",
+    "faults",
+    "fsdp",
+    "e2e",
+    "vllm",
+)  # whose files are long: short ones at the end keep all cores busy
 SLOW_FIXTURES = ("libero_assets",)  # its simulator takes seconds to build a scene
 SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas that quicker tests cover, too
     "unit/data/test_rlds_demos.py::test_a_policy_is_trained_on_a_recording",
@@ -39,6 +48,13 @@ SLOW_TESTS = (  # beginnings of their names: seconds of a core each, in areas th
     "unit/training/test_importance.py::test_the_expected_gradient_on_stale_data",
 )
 
+# What is loaded until all tests are collected is no garbage: nothing is looked for among it, then (until
+# `pytest_collection`) or later, and rarely in the processes that tests start.
+gc.disable()
+STARTUP = str(Path(__file__).with_name("startup"))
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 # Examples depend on no clock and no chance, and Hypothesis writes nothing into the tree.
 os.environ.setdefault(
     "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / f"vlarl-hypothesis-{os.getuid()}")
@@ -50,6 +66,16 @@ settings.load_profile("vlarl")
 def pytest_configure() -> None:
     if not golden.CHOSEN.is_dir():
         raise pytest.UsageError(f"VLARL_GOLDEN names {golden.CHOSEN}, which is not a directory")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is collected again once all modules are loaded."""
+    collected = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def in_ci() -> bool:
@@ -72,6 +98,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         uses = set(SLOW_FIXTURES) & set(getattr(item, "fixturenames", ()))
         if uses or name.split("/")[0] in SLOW_FOLDERS or name.startswith(SLOW_TESTS):
             item.add_marker(pytest.mark.slow)
+    share = {item.path for item in items if "ray_here" in getattr(item, "fixturenames", ())}  # a cluster: in a row
+    items.sort(key=lambda item: (_turn(item.path), item.path in share))
+
+
+def _turn(path: Path) -> int:
+    """When a file's tests run."""
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
 
 @pytest.hookimpl(trylast=True)

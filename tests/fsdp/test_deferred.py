@@ -51,8 +51,19 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: whole(weight).clone() for name, weight in found.items()}
 
 
-def loaded_by_ranks(ranks: Ranks, folder: Path, bases: Path) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: weights_of(build(case, bases, ranks)[0]) for name, case in CASES.items()}
+def shard_damaged(ranks: Ranks, damaged: Path) -> str:
+    policy = load_policy(damaged, deferred=True)
+    try:
+        shard(policy, Sharding("full"), Sharding("full").mesh(ranks, CPU))
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def work_of_two(ranks: Ranks, folder: Path, bases: Path) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
+    """The weights of every case, and what this rank says of weights that are not finite."""
+    found = {name: weights_of(build(case, bases, ranks)[0]) for name, case in CASES.items()}
+    return found, shard_damaged(ranks, bases / "damaged")
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +71,22 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     for decoder in ("parallel", "autoregressive"):
         small_policy(decoder).save(folder / decoder)  # type: ignore[arg-type] - it is one of them
+    damaged = small_policy("parallel")
+    with torch.no_grad():  # in the part of the last rank
+        damaged.model.language_model.model.layers[0].self_attn.q_proj.weight[-1, -1] = torch.nan
+    damaged.save(folder / "damaged")
     return folder
 
 
 @pytest.fixture(scope="module")
-def two(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, torch.Tensor]]]:
-    return in_ranks(2, partial(loaded_by_ranks, bases=bases), tmp_path_factory.mktemp("two"))
+def two(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, dict[str, torch.Tensor]], str]]:
+    return in_ranks(2, partial(work_of_two, bases=bases), tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_parts_are_those_of_a_whole_copy_to_the_bit(bases, two, name):
     expected = weights_of(build(CASES[name], bases, SingleRank())[0])
-    for of_rank in two:
+    for of_rank, _ in two:
         found = of_rank[name]
         assert found.keys() == expected.keys()
         assert [n for n in expected if found[n].dtype != expected[n].dtype] == []
@@ -92,22 +107,8 @@ def test_weights_wait_on_disk_until_the_policy_is_sharded(bases):
     assert trained and all(of_critic[name] is not dict(policy.named_parameters())[name] for name in trained)
 
 
-def shard_damaged(ranks: Ranks, folder: Path, damaged: Path) -> str:
-    policy = load_policy(damaged, deferred=True)
-    try:
-        shard(policy, Sharding("full"), Sharding("full").mesh(ranks, CPU))
-    except UsageError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_weights_that_are_not_finite_are_found_where_they_are_read(tmp_path):
-    policy = small_policy("parallel")
-    weight = policy.model.language_model.model.layers[0].self_attn.q_proj.weight
-    with torch.no_grad():
-        weight[-1, -1] = torch.nan  # in the part of the last rank
-    policy.save(tmp_path / "damaged")
-    first, second = in_ranks(2, partial(shard_damaged, damaged=tmp_path / "damaged"), tmp_path / "two")
+def test_weights_that_are_not_finite_are_found_where_they_are_read(two):
+    first, second = (said for _, said in two)
     assert first == "nothing"
     assert (
         "1 of its weights hold NaN or infinity, the first is language_model.model.layers.0.self_attn.q_proj" in second

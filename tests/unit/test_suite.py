@@ -1,5 +1,6 @@
 """The rules of the suite itself: time limits, examples, what is left out and what must not be (tests/fakes/suite.py)."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from fakes import suite
 from hypothesis import settings
 from hypothesis.configuration import storage_directory
+
+import vlarl
 
 ROOT = Path(__file__).resolve().parents[2]
 HOOKS = "from fakes.suite import pytest_collection_modifyitems, pytest_terminal_summary\n"
@@ -153,6 +156,25 @@ def test_what_starts_processes_and_simulators_is_slow(path, fixtures, slow):
     item = SimpleNamespace(path=ROOT / "tests" / path, name="test_x", fixturenames=fixtures, add_marker=markers.append)
     suite.pytest_collection_modifyitems([item])
     assert [marker.name for marker in markers] == ["slow"] * slow
+
+
+def test_long_files_run_first_and_those_that_share_a_cluster_in_a_row():
+    """Short files at the end keep all cores busy; the tests of a file stay together, in their order."""
+    given = ["contract/test_a.py one", "distributed/test_a.py ray_here", "distributed/test_b.py"]
+    given += ["distributed/test_b.py two", "distributed/test_c.py ray_here", "unit/test_a.py", "vllm/test_a.py"]
+    given += ["distributed/test_c.py last"]
+    items = [
+        SimpleNamespace(path=ROOT / "tests" / each.split()[0], name=each, fixturenames=each.split()[1:], add_marker=str)
+        for each in given
+    ]
+    suite.pytest_collection_modifyitems(items)
+    assert [item.name for item in items] == [given[i] for i in (2, 3, 1, 4, 7, 6, 0, 5)]
+
+
+def test_processes_that_tests_start_look_for_garbage_rarely_and_find_the_tested_package():
+    program = "import gc, vlarl; print(gc.get_threshold()[0], vlarl.__file__)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["100000", vlarl.__file__] and gc.isenabled() and gc.get_freeze_count() > 100_000
 
 
 @pytest.mark.parametrize("entry", suite.SLOW_TESTS)
