@@ -54,7 +54,7 @@ def test_the_defaults_have_no_problem():
         (
             {"policy__path": "builtin:tiny-otf"},
             "policy.path = 'builtin:tiny-otf': unknown built-in policy; did you mean 'builtin:tiny-oft'? "
-            "Known: builtin:tiny-oft, builtin:tiny-openvla, builtin:tiny-qwen2.5-vl",
+            "Known: builtin:tiny-oft, builtin:tiny-openvla, builtin:tiny-smolvla, builtin:tiny-qwen2.5-vl",
         ),
         (
             {"optim__minibatches": 7},
