@@ -4,6 +4,7 @@
                    with rollout.num_steps, slots x decisions of a segment;
                    with asynchronous rollouts, max_staleness x num_groups groups more (rollout/outstanding.py)
     store        = rows at once x (a processed row + its images where they are read later) + two buckets of weights
+                   + with rollout.refill, the images of max_refills times as many rows, until the rollout is recorded
                    + every step's images of the episodes under way that are saved (rollout.save)
 
 The rows of an environment worker are in the store of its machine. What does not fit there spills to the machine's disk
@@ -72,6 +73,8 @@ def steps_at_once(config: Config, num_slots: int, max_steps: int) -> int:
 def bytes_needed(config: Config, rows: int, each: RowBytes, saved: int = 0) -> int:
     """Bytes of all stores together; `saved` are those of steps that are saved."""
     images = rows // config.optim.rollouts_per_update  # dropped once an iteration is recorded
+    if config.rollout.refill:  # also those of the groups that were replaced
+        images *= 1 + config.rollout.max_refills
     return rows * each.inputs + images * each.images + 2 * config.distributed.sync_bucket_mb * 10**6 + saved
 
 

@@ -54,6 +54,11 @@ def test_images_are_kept_until_their_iteration_is_recorded():
     assert bytes_needed(config, 300, RowBytes(1000, 50)) == 300_000 + 100 * 50 + 10_000_000
 
 
+def test_images_of_replaced_groups_are_kept_too():
+    refilled = configured(**BUCKETS, **{"rollout.refill": True, "rollout.max_refills": 2})
+    assert bytes_needed(refilled, 300, RowBytes(1000, 50)) == 300_000 + 3 * 300 * 50 + 10_000_000
+
+
 def test_steps_that_are_saved_are_kept_until_their_episode_ends():
     assert steps_at_once(configured(), 6, max_steps=100) == 0
     saving = configured(**BUCKETS, **{"rollout.save": "rlds", "rollout.save_every": 4})
