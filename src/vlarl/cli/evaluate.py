@@ -137,7 +137,7 @@ def _parser() -> args.Parser:
     add = parser.add_argument
     checkpoints = (
         "name or folder of a run (its checkpoints/final, or its newest checkpoint), checkpoint or adapter folder, hub "
-        "id, builtin:tiny-oft, builtin:tiny-openvla or builtin:tiny-qwen2.5-vl"
+        "id, or a built-in policy: " + ", ".join(f"builtin:{name}" for name in BUILTINS)
     )
     add("checkpoint", metavar="CHECKPOINT", help=checkpoints)
     add("--against", metavar="CHECKPOINT", help="evaluate this one too, on the same episodes, and compare")

@@ -160,8 +160,8 @@ class FinetunePolicyConfig(ModelConfig):
     """The policy that is fine-tuned."""
 
     path: str = "init:tiny-oft"
-    """`init:tiny-oft`, `init:tiny-openvla`, `init:tiny-smolvla` (fresh weights), a built-in model, a run's name or
-    folder, a checkpoint folder or a hub id."""
+    """`init:tiny-oft`, `init:tiny-openvla`, `init:small-oft`, `init:tiny-smolvla` (fresh weights), a built-in model, a
+    run's name or folder, a checkpoint folder or a hub id."""
     actions: Literal["tokens", "l1"] = "tokens"
     """What is trained: action tokens by cross-entropy, or OpenVLA-OFT's regression head by absolute error (l1)."""
 
