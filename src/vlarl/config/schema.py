@@ -270,10 +270,10 @@ class PolicyConfig(ModelConfig, FlowConfig):
     """The policy that is trained."""
 
     path: str = "builtin:tiny-oft"
-    """`builtin:tiny-oft`, `builtin:tiny-openvla`, `builtin:tiny-smolvla`, `builtin:tiny-qwen2.5-vl` (for prompts), a run's
-    name or folder (its final checkpoint, or its newest), a checkpoint or adapter folder, or a hub id such as
-    openvla/openvla-7b; `init:tiny-oft`, `init:tiny-openvla`, `init:small-oft` and `init:tiny-smolvla` have fresh weights,
-    for trying out a configuration."""
+    """`builtin:tiny-oft`, `builtin:tiny-openvla`, `builtin:tiny-smolvla`, `builtin:tiny-qwen2.5-vl` (for prompts), a
+    run's name or folder (its final checkpoint, or its newest), a checkpoint or adapter folder, or a hub id such as
+    openvla/openvla-7b; `init:tiny-oft`, `init:tiny-openvla`, `init:small-oft` and `init:tiny-smolvla` have fresh
+    weights, for trying out a configuration."""
     decoder: Literal["auto", "autoregressive", "parallel"] = "auto"
     """How actions are decoded: one token after another, or a whole chunk at once (OpenVLA-OFT); auto is the
     checkpoint's."""
