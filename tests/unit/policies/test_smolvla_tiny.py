@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes.smolvla import seen
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from vlarl.cli import main
 from vlarl.config.finetune import FinetuneConfig
@@ -60,6 +61,17 @@ def test_the_saved_folder_is_small_and_its_expert_float32(tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     kinds = {(name.startswith("model.vlm_with_expert.vlm."), tensor.dtype) for name, tensor in stored.items()}
     assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+
+
+@pytest.mark.parametrize("name", [INIT, "builtin:tiny-smolvla"])
+def test_lerobot_finds_what_it_reads_of_the_backbone(name, tmp_path):
+    load_policy(name).save(tmp_path)
+    backbone = tmp_path / "vlm"
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    assert tokenizer.fake_image_token_id == tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
+    assert tokenizer.global_image_token_id == tokenizer.convert_tokens_to_ids("<global-img>")
+    config = json.loads((backbone / "preprocessor_config.json").read_text())
+    assert config["image_processor_type"] == "SmolVLMImageProcessor"
 
 
 def test_a_saved_policy_acts_as_before(tmp_path):

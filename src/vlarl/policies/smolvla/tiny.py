@@ -35,6 +35,13 @@ from vlarl.policies.tiny_inputs import (
 
 IMAGE_TOKENS = ("<fake_token_around_image>", "<global-img>", "<image>", "<end_of_utterance>")
 TOKENS = SPECIAL_TOKENS + IMAGE_TOKENS
+NAMED_TOKENS = {  # attributes of the tokenizer that lerobot reads
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "image_token": "<image>",
+    "end_of_utterance_token": "<end_of_utterance>",
+}
+IMAGE_PROCESSOR = {"image_processor_type": "SmolVLMImageProcessor", "processor_class": "SmolVLMProcessor"}
 BACKBONE = "vlm"  # the folder of the backbone inside the checkpoint
 VIEWS = ("image", "wrist_image", "image2", "image3")
 CHUNK, NUM_STEPS = 4, 5
@@ -151,8 +158,9 @@ def init_tiny_smolvla(
         f"{BACKBONE}/config.json": written(backbone),
         f"{BACKBONE}/tokenizer.json": tokenizer.to_str().encode(),
         f"{BACKBONE}/tokenizer_config.json": written(
-            TOKENIZER_CONFIG | {"additional_special_tokens": list(IMAGE_TOKENS)}
+            TOKENIZER_CONFIG | {"additional_special_tokens": list(IMAGE_TOKENS), "extra_special_tokens": NAMED_TOKENS}
         ),
+        f"{BACKBONE}/preprocessor_config.json": written(IMAGE_PROCESSOR),
     }
     initialize(policy.model, torch.Generator().manual_seed(seed))
     return policy
