@@ -49,6 +49,7 @@ class Recorder(ABC):
     def __init__(self) -> None:
         self.scarce = False  # whether there is no memory for recordings beside other passes
         self._owners: WeakSet[Owner] = WeakSet()
+        self._used = False  # whether the pool may hold memory, also of a recording that failed or whose owner is gone
 
     def add(self, owner: Owner) -> None:
         """Let an object know when its recordings have to be dropped."""
@@ -57,8 +58,9 @@ class Recorder(ABC):
     def release(self) -> bool:
         """Free the memory of all recordings; whether there were any."""
         had = any([owner.forget() for owner in self._owners])  # a list: all of them
-        if had:
+        if self._used:
             self.renew()
+            self._used = False
         return had
 
     def before_first_pass(self) -> None:
@@ -73,9 +75,14 @@ class Recorder(ABC):
     def warm(self, work: Callable[[], Result]) -> Result:
         """Run a pass that is going to be recorded."""
 
-    @abstractmethod
     def record(self, work: Callable[[], Result]) -> tuple[Replay, Result]:
         """A recording of the pass and its results, which have values after each replay only."""
+        self._used = True
+        return self.capture(work)
+
+    @abstractmethod
+    def capture(self, work: Callable[[], Result]) -> tuple[Replay, Result]:
+        """Make the recording."""
 
     @abstractmethod
     def replaying(self) -> AbstractContextManager[None]:
@@ -100,19 +107,20 @@ class GraphRecorder(Recorder):
             self._keeper = self._kept = None
             self._pool = torch.cuda.graph_pool_handle()
             # One recording outlives all others. Recording begins by giving back cached memory, that of the old pool too
-            self._keeper, self._kept = self.record(lambda: torch.zeros(1, device=self._device))
+            self._keeper, self._kept = self.capture(lambda: torch.zeros(1, device=self._device))
 
     def warm(self, work: Callable[[], Result]) -> Result:
         """Run a pass that is going to be recorded."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = work()
-        current.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return work()
+        finally:  # also what a pass had launched that failed: the next one may write to the same memory
+            current.wait_stream(self._stream)
 
-    def record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """A recording of the pass and its results, which have values after each replay only."""
+    def capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Make the recording."""
         here = torch.cuda.stream(torch.cuda.current_stream(self._device))  # restored even if ending a recording fails
         with self._lock, torch.cuda.device(self._device), here:
             gc.collect()  # a graph of autograd that waits for it could refer to another stream

@@ -99,4 +99,4 @@ class Bench:
         whole = torch.cuda.get_device_properties(self.device).total_memory
         if limit * GIB > whole:
             raise UsageError(f"--memory-gb {limit:g}: the GPU has {whole / GIB:.1f}; give less, or leave it out.")
-        torch.cuda.set_per_process_memory_fraction(limit * GIB / whole, self.device)
+        torch.cuda.set_per_process_memory_fraction(limit * GIB / whole, self.device.index)  # no `cuda` without one

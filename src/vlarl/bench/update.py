@@ -26,7 +26,7 @@ from vlarl.policies.bench_model import BenchModel, PeerTrainer
 from vlarl.training.learner import Learner
 
 LEAST_ROWS = 8  # of a step: a smaller microbatch is one of several
-WARMUPS = 1  # in which the optimizer's state is allocated
+WARMUPS = 4  # the optimizer's state is allocated, kernels are loaded, the pass is recorded and replayed once
 
 
 def bench_update(request: BenchRequest, microbatches: Sequence[int]) -> Report:

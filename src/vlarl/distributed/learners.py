@@ -38,6 +38,7 @@ from vlarl.distributed.rank_group import RankGroup, RankProcess
 from vlarl.errors import ClusterError
 from vlarl.policies.base import Policy
 from vlarl.policies.load import DTYPES
+from vlarl.recording import release_recordings
 from vlarl.training.annotate import Annotations
 from vlarl.training.checkpoint import CheckpointStore, policy_folder
 from vlarl.training.learner import Learner
@@ -138,6 +139,7 @@ class Rank(RankProcess):
     def release_cached_memory(self) -> None:
         """Give memory that PyTorch caches back to the GPU, for an engine that starts or wakes there."""
         if self.device.type == "cuda":
+            release_recordings(self.device)  # they are made again by the next update
             torch.cuda.empty_cache()
 
     def open_store(self, folder: Path) -> None:

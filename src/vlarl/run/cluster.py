@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from vlarl.rollout.collector import Collector
 from vlarl.rollout.sampling import check_sampling, rollout_sampling
 from vlarl.rollout.tasks import evaluations_of
 from vlarl.rollout.usable import usable_spec
+from vlarl.run.memory import ON_A_CLUSTER
 from vlarl.run.parts import (
     ActingParts,
     Parts,
@@ -54,6 +56,8 @@ from vlarl.run.parts import (
 from vlarl.training.checkpoint import policy_folder
 from vlarl.weights.sync import WeightSync
 
+log = logging.getLogger(__name__)
+
 SMALL = Resources(0.0, 0.0)  # what the curriculum takes
 
 
@@ -61,6 +65,8 @@ def launch_cluster(config: Config, directory: RunDirectory, trace: NoTrace, chec
     """Start all workers; `checkpoint` holds the weights to resume from instead of `policy.path`."""
     if config.distributed.address is not None and not ray.is_initialized():
         check_address(config.distributed.address)
+    if config.run.memory_gb is not None:  # of a preset: given as an option it is refused
+        log.warning(ON_A_CLUSTER, config.run.memory_gb)
     checkpoint = checkpoint and checkpoint.absolute()  # workers may be elsewhere
     folder = policy_folder(checkpoint) if checkpoint else None
     policy = load_acting_policy(config, folder, torch.device("meta"))

@@ -23,11 +23,14 @@ log = logging.getLogger(__name__)
 CONTEXT_BYTES = GIB
 """Of a card, memory that tensors can't have: half a GiB that driver and display keep, so that a card of 24 GB reports
 about 23.5; and half a GiB of the CUDA context with its kernels and libraries."""
+NEARLY = 0.88
+"""Cards of 24 GB report from 22 to 24 GiB: a size that is so much of what was asked for is one of that size."""
 LATER_BYTES = GIB // 2
 """Of memory that is free at the start, what is taken later: by kernels that are loaded when they are first used, and by
 simulators that render on the same GPU."""
 
 ON_A_CPU = "run.memory_gb = %g: has no effect, because this run is on a CPU"
+ON_A_CLUSTER = "run.memory_gb = %g: has no effect on a Ray cluster; set optim.microbatch_size there"
 
 
 def card_bytes(size_gb: float) -> int:
@@ -64,12 +67,14 @@ def limit_memory(size_gb: float | None, device: torch.device) -> int:
     reserved = torch.cuda.memory_reserved(device)  # by this process, such as a reward model's
     if size_gb is None:
         return free - LATER_BYTES
-    limit = card_bytes(size_gb)
-    if limit > total:
+    limit = min(card_bytes(size_gb), total - CONTEXT_BYTES // 2)  # a whole card reports less than it is sold with
+    if size_gb * GIB * NEARLY > total:
         raise UsageError(
             f"run.memory_gb = {size_gb:g}: {device} has {total / GIB:.1f} GiB; leave it out, or set it to the size of "
             "a smaller card."
         )
+    if limit < card_bytes(size_gb):
+        log.info("run.memory_gb = %g: %s has %.1f GiB, tensors get %.1f", size_gb, device, total / GIB, limit / GIB)
     torch.cuda.set_per_process_memory_fraction(limit / total, device.index)  # which takes no `cuda` without an index
     return min(limit - reserved, free)
 

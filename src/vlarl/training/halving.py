@@ -24,7 +24,7 @@ import torch
 
 from vlarl.config.derive import microbatch_size
 from vlarl.config.schema import OptimConfig
-from vlarl.devices import free_cached_memory, out_of_memory
+from vlarl.devices import free_cached_memory, is_out_of_memory, out_of_memory
 from vlarl.training.ranks import Ranks, distribute
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Microbatches:
 
     def attempt(self, work: Callable[[], Result]) -> Result:
         """The result of work on microbatches, which begins again with smaller ones as often as they are too large."""
+        made_way = False
         while True:
             try:
                 return work()
@@ -76,7 +77,12 @@ class Microbatches:
                 found = TooLargeError(error.reason, error.largest)
             except torch.OutOfMemoryError as error:  # between the passes
                 raise out_of_memory("the update", error) from error
-            if not self._make_way():  # after the error, whose traceback holds tensors
+            # After the error, whose traceback holds tensors. Once: the next try may make recordings that are as large.
+            released = self._make_way() and not made_way
+            made_way = True
+            if released:
+                log.info("the update ran out of memory: recorded passes make way for it, and are recorded again")
+            else:
                 self.optim = self._halved(found)
                 free_cached_memory(self._device)
             self._retries += 1
@@ -91,7 +97,9 @@ class Microbatches:
             if not lacking:
                 try:
                     return work(piece)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
                     if not self._may_halve:
                         raise out_of_memory("a pass over weights that several learners share", error) from None
                     if piece is idle:  # whose result is not read

@@ -37,7 +37,7 @@ Pass = Callable[[TrainBatch, bool, Factor, Factor], PassSums]
 """(microbatch on the device, whether the policy is trained, weight of a value, KL coefficient) -> its sums."""
 
 WARM_UPS = 2  # passes of a shape before it is recorded
-MAX_RECORDINGS = 16  # shapes; others run as they come
+MAX_RECORDINGS = 16  # shapes; another one takes the place of the one that was replayed least recently
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,18 @@ class RecordedPasses:
         """The sums of a microbatch on the device, after its gradients were added."""
         key = (train_policy, *(f.name for f in fields(part) if getattr(part, f.name) is not None), part.shape_key)
         if key not in self._recordings:
-            if not self._possible or self._met[key] < WARM_UPS or len(self._recordings) == MAX_RECORDINGS:
-                if self._met[key] == 0:
-                    self._recorder.before_first_pass()
+            if not self._possible or self._met[key] < WARM_UPS:
+                self._recorder.before_first_pass()
                 self._met[key] += 1
                 return self._recorder.warm(lambda: self._run(part, train_policy))
             recording = self._record(part, train_policy)
             if recording is None:
                 return self._run(part, train_policy)
+            if len(self._recordings) == MAX_RECORDINGS:
+                oldest = next(iter(self._recordings))
+                del self._recordings[oldest], self._met[oldest]
             self._recordings[key] = recording
+        self._recordings[key] = self._recordings.pop(key)  # the most recent one is the last
         return self._replay(self._recordings[key], part)
 
     def _run(self, part: TrainBatch, train_policy: bool) -> PassSums:

@@ -34,7 +34,7 @@ class CpuRecorder(Recorder):
     def warm(self, work):
         return work()
 
-    def record(self, work):
+    def capture(self, work):
         decisions = work().map(torch.clone)
         self.recorded.append((self.pools, len(decisions)))
 
@@ -110,7 +110,7 @@ def test_other_errors_are_raised_as_they_are(policy, inputs):
 def test_an_error_of_a_recording_that_followed_lack_of_memory_counts_as_that(policy, inputs):
     """CUDA says that a capture failed, while an exception about memory is on its way."""
     engine, recorder = recording(policy)
-    plain, record = TorchEngine(policy, CPU, batch_size=4).generate(inputs, Sampling(1.0), SEEDS), recorder.record
+    plain, record = TorchEngine(policy, CPU, batch_size=4).generate(inputs, Sampling(1.0), SEEDS), recorder.capture
 
     def failing(work):
         if len(decisions := work()) <= 4:
@@ -120,7 +120,7 @@ def test_an_error_of_a_recording_that_followed_lack_of_memory_counts_as_that(pol
         finally:
             raise RuntimeError("the capture failed")
 
-    recorder.record = failing
+    recorder.capture = failing
     for _ in range(3):
         assert torch.equal(engine.generate(inputs, Sampling(1.0), SEEDS).sample.ids, plain.sample.ids)
     assert engine.batch_size == 4 and engine.counts.oom_retries == 2

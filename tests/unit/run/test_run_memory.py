@@ -55,9 +55,14 @@ def test_other_programs_on_a_card_count(card):
 
 
 def test_more_than_the_card_has_is_refused(card):
-    with pytest.raises(UsageError, match=r"run\.memory_gb = 82: cuda:0 has 80\.0 GiB; leave it out"):
-        limit_memory(82, GPU)
-    assert limit_memory(81, GPU) and card == [1.0]
+    with pytest.raises(UsageError, match=r"run\.memory_gb = 96: cuda:0 has 80\.0 GiB; leave it out"):
+        limit_memory(96, GPU)
+    assert card == []
+
+
+def test_a_card_that_reports_less_than_it_is_sold_with_is_one_of_that_size(card):
+    assert limit_memory(84, GPU) == 60 * GIB
+    assert card == [79.5 / 80], "such as an A10, which has 22.1 GiB: half a GiB is the context's"
 
 
 def test_on_a_cpu_nothing_changes(caplog):
