@@ -24,7 +24,7 @@ CONTEXT_BYTES = GIB
 """Of a card, memory that tensors can't have: half a GiB that driver and display keep, so that a card of 24 GB reports
 about 23.5; and half a GiB of the CUDA context with its kernels and libraries."""
 NEARLY = 0.88
-"""Cards of 24 GB report from 22 to 24 GiB: a size that is so much of what was asked for is one of that size."""
+"""Cards of 24 GB report from 22 to 24 GiB: one that has this fraction of `run.memory_gb` is of that size."""
 LATER_BYTES = GIB // 2
 """Of memory that is free at the start, what is taken later: by kernels that are loaded when they are first used, and by
 simulators that render on the same GPU."""
