@@ -328,7 +328,7 @@ def test_help_of_train_lists_presets_options_and_aliases(capsys):
     assert main(["train", "--optim.lr", "x", "--help"]) == 0
     text = capsys.readouterr().out
     for part in (
-        "tabletop_ppo_openvla        Toy: PPO with",
+        "tabletop_ppo_openvla             Toy: PPO with",
         "--resume RUN",
         "--optim.lr ",
         "--task-suite,",

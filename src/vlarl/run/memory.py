@@ -183,7 +183,8 @@ def described_path(path: str, num_images: int | None) -> str:
     if path not in FRESH:
         return path
     size = path.removeprefix("init:")
-    return f"builtin:{size}" if size in BUILTINS else str(fresh_checkpoint(path, None, num_images, None))
+    is_like_it = size in BUILTINS and not BUILTINS[size].is_flow  # whose number of views is in its files
+    return f"builtin:{size}" if is_like_it else str(fresh_checkpoint(path, None, num_images, None))
 
 
 def _rank(config: Config, description: Description) -> int | None:

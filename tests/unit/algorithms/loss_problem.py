@@ -35,6 +35,7 @@ class Actor(SimpleNamespace):
     device = torch.device("cpu")
     action_dim = DIM
     codec = UniformActionCodec(vocab_size=BINS, num_bins=BINS, action_dim=DIM)
+    _bin_values: torch.Tensor | None = None
     bin_values = OpenVLAPolicy.bin_values
     evaluate = OpenVLAPolicy.evaluate
 
