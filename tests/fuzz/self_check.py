@@ -31,8 +31,10 @@ def run(case: Case) -> tuple[str, Sequence[Defect]]:
             (case.folder / "MUJOCO_LOG.TXT").touch()
             return "worked", litter(case.folder, ("mine.yaml",))
         case "leaves a process":
-            child = [sys.executable, "-c", "import time; time.sleep(600)"]
-            subprocess.Popen(child, start_new_session=True, env={**os.environ, MARKER: case.marker})
+            child = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+            environ = {**os.environ, MARKER: case.marker}
+            left = subprocess.Popen(child, start_new_session=True, env=environ, stdout=subprocess.PIPE)
+            assert left.stdout is not None and left.stdout.readline(), "a process that is just starting shows no marker"
             return "worked", left_behind(case, grace_s=0.5)
     return "worked", judged(Answer(0, "fine", ""))
 
